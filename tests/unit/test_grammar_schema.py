@@ -211,6 +211,14 @@ def test_json_grammar_refuses_keywords_by_path(keyword: str) -> None:
         (of_a({"minLength": 2**40}), "properties.a.minLength cannot be enforced above 1000000"),
         (of_a({"minItems": 2**40}), "properties.a.minItems cannot be enforced above 1000000"),
         (of_a({"minProperties": 2**40}), "properties.a.minProperties cannot be enforced above 1"),
+        (
+            of_a({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-16}, required=["a"]),
+            "properties.a: no number of at most 15 digits fits",
+        ),
+        (
+            {"exclusiveMinimum": 0, "exclusiveMaximum": 0},
+            "the schema: no value of finite length fits",
+        ),
         (None, "the schema must be an object or a boolean"),
         ([], "the schema must be an object or a boolean"),
         (of_a({}, patternProperties={"(?<n>a)": {}}), "cannot be enforced beside names"),
@@ -463,6 +471,22 @@ def test_json_grammar_refuses_what_is_not_json(text: str) -> None:
 def test_json_grammar_refuses_long_chains_of_references() -> None:
     links = {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(1500)}
     assert "nested too deeply" in refusal({"$ref": "#/$defs/d0", "$defs": {**links, "d1500": {}}})
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ('{"minimum": N}', "properties.a.minimum has more than 100 digits"),
+        ('{"enum": [1, N]}', "properties.a.enum has more than 4300 digits"),
+        ('{"const": {"b": [N]}}', "properties.a.const has more than 4300 digits"),
+    ],
+)
+def test_json_grammar_refuses_numbers_of_too_many_digits(value: str, cause: str, sign: str) -> None:
+    number = sign + "9" * 5000
+    with pytest.raises(NotEnforceable) as caught:
+        json_grammar('{"properties": {"a": VALUE}}'.replace("VALUE", value.replace("N", number)))
+    assert str(caught.value) == cause
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 1_000, 30_000])

@@ -14,7 +14,7 @@ from functools import cache
 from math import lcm
 
 from worker.grammar import patterns
-from worker.grammar.numbers import integer_terminal, number_terminal
+from worker.grammar.numbers import EXACT_DIGITS, integer_terminal, number_terminal
 from worker.grammar.schema import (
     MAX_COUNT,
     Conjunction,
@@ -53,6 +53,8 @@ class _Writer:
         #: by the schemas of a node; in the order in which they were found
         self._nodes: dict[tuple[int, ...], tuple[str, list[Shape]]] = {}
         self._productive: set[tuple[int, ...]] = set()
+        #: with numbers of more digits than are written
+        self._too_fine: set[tuple[int, ...]] = set()
         self._rules: list[str] = []
         self._terminals: dict[str, str] = {}
 
@@ -64,7 +66,7 @@ class _Writer:
                 self._document.check_exclusive(shape)
         self._find_productive()
         if not self._can_end(root):
-            raise NotEnforceable(f"{self._impossible(root)} no value of finite length fits")
+            raise NotEnforceable(self._impossible(root))
         for name, shapes in list(self._nodes.values()):
             self._write_node(name, shapes)
         terminals = [f"{name}: {value}" for value, name in self._terminals.items()]
@@ -79,7 +81,10 @@ class _Writer:
             node = queue.pop()
             if node is None or (key := _key(node)) in self._nodes:
                 continue
-            shapes = [shape for shape in self._document.shapes(node) if self._has_values(shape)]
+            found = self._document.shapes(node)
+            if any("number" in shape.types and self._is_too_fine(shape) for shape in found):
+                self._too_fine.add(key)
+            shapes = [shape for shape in found if self._has_values(shape)]
             self._nodes[key] = (f"n{len(self._nodes)}", shapes)
             for shape in shapes:
                 queue += _children(shape)
@@ -151,15 +156,18 @@ class _Writer:
         return items.most
 
     def _impossible(self, node: Conjunction) -> str:
-        """Return where the cause is found that no value fits ``node``."""
+        """Return the cause that no value fits ``node``, and where it is found."""
         seen: set[tuple[int, ...]] = set()
-        where = "the schema:"
+        where, general = "the schema:", "no value of finite length fits"
+        cause = general
         while node and _key(node) not in seen:
             seen.add(_key(node))
             where = self._document.place(node)
+            is_too_fine = _key(node) in self._too_fine
+            cause = f"no number of at most {EXACT_DIGITS} digits fits" if is_too_fine else general
             children = [part for shape in self._nodes[_key(node)][1] for part in _required(shape)]
             node = next((child for child in children if not self._can_end(child)), None)
-        return where
+        return f"{where} {cause}"
 
     def _name(self, node: Conjunction) -> str:
         assert node is not None
@@ -225,6 +233,11 @@ class _Writer:
             if high // divisor * divisor < low:
                 return None
         return integer_terminal(shape.numbers)
+
+    def _is_too_fine(self, shape: Shape) -> bool:
+        """Whether numbers fit, but none that is written with at most EXACT_DIGITS digits."""
+        is_any = not shape.divisors and not shape.has_integers_only and shape.values is None
+        return is_any and not shape.numbers.is_empty and self._number(shape) is None
 
     def _write_number(self, name: str, shape: Shape) -> str:
         if not shape.divisors:

@@ -9,7 +9,7 @@ from math import ceil, floor
 #: Digits before the point of a number whose bounds need no more.
 _MAX_DIGITS = 20
 #: Digits of a number in all where its fraction matters: a double keeps that many apart.
-_EXACT_DIGITS = 15
+EXACT_DIGITS = 15
 #: Bounds with more digits before or behind the point are refused.
 MAX_BOUND_DIGITS = 100
 _DIGIT = "[0-9]"
@@ -42,6 +42,13 @@ class Range:
         if self.high is not None:
             high = ceil(self.high) - 1 if self.excludes_high else floor(self.high)
         return low, high
+
+    @property
+    def is_empty(self) -> bool:
+        if self.low is None or self.high is None:
+            return False
+        excludes = self.excludes_low or self.excludes_high
+        return self.low > self.high or (excludes and self.low == self.high)
 
     def is_apart_from(self, other: Range) -> bool:
         return _is_below(self, other) or _is_below(other, self)
@@ -79,10 +86,10 @@ def number_terminal(numbers: Range) -> str | None:
     """
     if numbers.low is None and numbers.high is None:
         digits = f"(0|[1-9]{_DIGIT}{{0,{_MAX_DIGITS - 1}}})"
-        fraction = f"(\\.{_DIGIT}{{1,{_EXACT_DIGITS}}})?"
+        fraction = f"(\\.{_DIGIT}{{1,{EXACT_DIGITS}}})?"
         return f"/-?{digits}{fraction}([eE][-+]?{_DIGIT}{{1,2}})?/"
     bounds = [abs(bound) for bound in (numbers.low, numbers.high) if bound is not None]
-    places = max(0, _EXACT_DIGITS - len(str(floor(max(bounds)))))
+    places = max(0, EXACT_DIGITS - len(str(floor(max(bounds)))))
     scale = 10**places
     scaled = Range(
         None if numbers.low is None else numbers.low * scale,

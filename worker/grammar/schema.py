@@ -44,6 +44,8 @@ _MAX_ALTERNATIVES = 256
 _MAX_PATTERNS = 4
 _MAX_NODES = 20_000
 _MAX_FINITE = 64
+#: Digits of an integer that Python reads and writes.
+_MAX_DIGITS = 4300
 #: Upper bounds on a length or a number of items or properties are lowered to this, which narrows
 #: the schema; larger lower bounds are refused.
 MAX_COUNT = 1_000_000
@@ -237,7 +239,9 @@ _EXPECTED: Mapping[str, tuple[Callable[[Json], bool], str]] = {
 def parse(text: str) -> Json:
     """Return the JSON value of a schema's ``text``. Raises NotEnforceable."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_bounded
+        )
     except RecursionError:
         raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
@@ -246,6 +250,14 @@ def parse(text: str) -> Json:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _bounded(text: str) -> int:
+    """Return the integer ``text``; one with more digits than Python reads becomes the nearest one
+    that Python cannot write, which keywords refuse by their path."""
+    if len(text.removeprefix("-")) <= _MAX_DIGITS:
+        return int(text)
+    return -(10**_MAX_DIGITS) if text.startswith("-") else 10**_MAX_DIGITS
 
 
 def _finite(text: str) -> float:
@@ -559,6 +571,8 @@ class Document:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError:
                 _refuse(self._path(first), keyword, "has half of a surrogate pair")
+            except ValueError:
+                _refuse(self._path(first), keyword, f"has more than {_MAX_DIGITS} digits")
         return [value for value in values if all(self._fits(value, each) for each in schemas)]
 
     def _fits(self, value: Json, schema: Json) -> bool:
