@@ -46,6 +46,7 @@ _MAX_NODES = 20_000
 _MAX_FINITE = 64
 #: Digits of an integer that Python reads and writes.
 _MAX_DIGITS = 4300
+_HUGE: int = 10**_MAX_DIGITS
 #: Upper bounds on a length or a number of items or properties are lowered to this, which narrows
 #: the schema; larger lower bounds are refused.
 MAX_COUNT = 1_000_000
@@ -257,7 +258,7 @@ def _bounded(text: str) -> int:
     that Python cannot write, which keywords refuse by their path."""
     if len(text.removeprefix("-")) <= _MAX_DIGITS:
         return int(text)
-    return -(10**_MAX_DIGITS) if text.startswith("-") else 10**_MAX_DIGITS
+    return -_HUGE if text.startswith("-") else _HUGE
 
 
 def _finite(text: str) -> float:
@@ -369,9 +370,9 @@ class Document:
                 if shape is not None:
                     shapes.append(shape)
                     supported.add(chosen)
-        for chosen, error in unsupported.items():
+        for chosen, cause in unsupported.items():
             if chosen not in supported:
-                raise error
+                raise cause
         return shapes
 
     def check_exclusive(self, shape: Shape) -> None:
