@@ -23,7 +23,7 @@ from tests.contract import test_ledger, test_ledger_keys, test_ledger_tenants
 from tests.ledger_backends import OnServer
 from tests.ledger_machine import check
 from tests.ledger_mutants import MUTANTS, Mutant
-from tests.ledgers import connected, valkey_server
+from tests.ledgers import RETENTION_S, connected, valkey_server
 
 History = Callable[..., Coroutine[Any, Any, None]]
 
@@ -82,8 +82,7 @@ async def _provided(stack: AsyncExitStack, url: str, name: str, others: dict[str
         case "ledger":
             return await stack.enter_async_context(connected(url))
         case "forgetful":
-            retention = test_ledger.RETENTION_S
-            return await stack.enter_async_context(connected(url, retention=retention))
+            return await stack.enter_async_context(connected(url, retention=RETENTION_S))
         case "tick":
             return lambda: asyncio.sleep(0.01)
         case "keys":
