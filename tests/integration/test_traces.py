@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from everlift.client import AsyncClient
-from everlift.errors import Cancelled, InvalidRequest, OutOfRange, QueueFull, UnknownModel
+from everlift.errors import Cancelled, InvalidRequest, QueueFull, TooManyStops, UnknownModel
 from everlift.messages import OnDisconnect
 from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
@@ -205,15 +205,15 @@ async def test_a_refusal_is_told_with_its_cause() -> None:
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         with pytest.raises(UnknownModel):
             await client.generate("hi", traceparent=PARENT, model="marker" * 100_000).text()
-        with pytest.raises(OutOfRange):
-            await client.generate("hi", priority=99).text()
+        with pytest.raises(TooManyStops):
+            await client.generate("hi", stop=["x"] * 17).text()
         await until(lambda: len(collecting.spans) == 2)
         refused, other = collecting.spans
     assert refused.trace_id.hex() == TRACE and refused.parent_span_id.hex() == SPAN
     assert refused.status.code == Status.STATUS_CODE_ERROR
     assert attributes(refused)["error.type"] == UnknownModel.slug
     assert "marker" not in str(refused)
-    assert attributes(other)["error.type"] == OutOfRange.slug
+    assert attributes(other)["error.type"] == TooManyStops.slug
 
 
 async def test_a_refusal_has_the_name_that_a_mesh_gave_its_call() -> None:

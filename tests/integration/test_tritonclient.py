@@ -13,6 +13,7 @@ from router.ledger.entry import State
 from tests.in_process import Cluster, cluster, right_tokens, until
 from tests.other_clients import program
 
+TOP_P = "top_p must be above 0 and at most 1, not 7"
 PROGRAM = Path(__file__).parents[1] / "clients" / "triton.py"
 
 
@@ -64,7 +65,7 @@ async def test_what_is_refused_says_why() -> None:
     async with cluster(workers=0) as parts:
         found = await made(parts, "refused")
     assert [status for status, _ in found] == ["StatusCode.INVALID_ARGUMENT"] * 4
-    causes = ["one prompt", "top_p must be from 0 to 1, not 7", "no output 'logits'", "'sequence_"]
+    causes = ["one prompt", TOP_P, "no output 'logits'", "'sequence_"]
     for (_, cause), expected in zip(found, causes, strict=True):
         assert expected in cause
 
@@ -88,7 +89,7 @@ async def test_one_stream_carries_many_requests_and_an_error_ends_only_its_own()
         answers = await making
     for number in (0, 1, 3, 4):
         assert tokens(answers, f"r{number}") == right_tokens([number + 1, number + 2], 20)
-    assert [it["error"] for it in answers if "error" in it] == ["top_p must be from 0 to 1, not 7"]
+    assert [it["error"] for it in answers if "error" in it] == [TOP_P]
     final = [it for it in answers if it.get("final")]
     assert sorted(it["id"] for it in final) == ["r0", "r1", "r3", "r4"]
     assert [it["id"] for it in final if not it["outputs"]] == ["r0"]
