@@ -76,7 +76,7 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (16 to 24 minutes on 2 cores)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (34 minutes on 2 cores without AVX-512)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 2 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
