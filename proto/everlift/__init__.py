@@ -1,72 +1,80 @@
-"""Everlift's client library and wire contract: all that a customer imports."""
+"""Everlift's client library and wire contract: all that a customer imports.
 
-from everlift.blocking import BlockingManyStream, BlockingStream, Client
-from everlift.client import AsyncClient
-from everlift.errors import (
-    AttemptsExhausted,
-    BodyTooSlow,
-    Cancelled,
-    ChaosForbidden,
-    ContextLengthExceeded,
-    DataLoss,
-    DeadlineExceeded,
-    DeadlineUnmeetable,
-    EmptyPrompt,
-    EngineFailed,
-    EverliftError,
-    Forbidden,
-    ForgottenRequest,
-    GrammarTooLarge,
-    InvalidGrammar,
-    InvalidRequest,
-    LedgerFull,
-    LedgerUnavailable,
-    LogitBiasTooLarge,
-    MalformedBody,
-    MessageTooLarge,
-    MetadataTooLarge,
-    MethodNotAllowed,
-    Moved,
-    NoChatTemplate,
-    NotUtf8,
-    NoWorker,
-    OffsetOutOfRange,
-    OutOfRange,
-    PromptTextTooLong,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    RateLimited,
-    RequestConflict,
-    RetriedTooSoon,
-    RouterStopping,
-    Shed,
-    TemplateFailed,
-    TemplateTimeout,
-    ToolsUnsupported,
-    TooManyChoices,
-    TooManyConnections,
-    TooManyRequests,
-    TooManyStops,
-    Unauthenticated,
-    Unimplemented,
-    UnknownField,
-    UnknownModel,
-    UnknownPath,
-    UnknownRequest,
-    UnknownWorker,
-    Unreachable,
-    Unsupported,
-    UnsupportedContent,
-    UnsupportedMediaType,
-)
-from everlift.many import ManyStream, Outcome
-from everlift.messages import FinishReason, OnDisconnect
-from everlift.options import GenerateOptions
-from everlift.reception import Chunk
-from everlift.sampling import TokenLogprobs
-from everlift.stream import Stream
-from everlift.tls import Tls
+Names are imported when they are first used (PEP 562): a process that needs only ``everlift.logs``
+does not load grpc.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from everlift.blocking import BlockingManyStream, BlockingStream, Client
+    from everlift.client import AsyncClient
+    from everlift.errors import (
+        AttemptsExhausted,
+        BodyTooSlow,
+        Cancelled,
+        ChaosForbidden,
+        ContextLengthExceeded,
+        DataLoss,
+        DeadlineExceeded,
+        DeadlineUnmeetable,
+        EmptyPrompt,
+        EngineFailed,
+        EverliftError,
+        Forbidden,
+        ForgottenRequest,
+        GrammarTooLarge,
+        InvalidGrammar,
+        InvalidRequest,
+        LedgerFull,
+        LedgerUnavailable,
+        LogitBiasTooLarge,
+        MalformedBody,
+        MessageTooLarge,
+        MetadataTooLarge,
+        MethodNotAllowed,
+        Moved,
+        NoChatTemplate,
+        NotUtf8,
+        NoWorker,
+        OffsetOutOfRange,
+        OutOfRange,
+        PromptTextTooLong,
+        PromptTooLong,
+        QueueFull,
+        QueueTimeout,
+        RateLimited,
+        RequestConflict,
+        RetriedTooSoon,
+        RouterStopping,
+        Shed,
+        TemplateFailed,
+        TemplateTimeout,
+        ToolsUnsupported,
+        TooManyChoices,
+        TooManyConnections,
+        TooManyRequests,
+        TooManyStops,
+        Unauthenticated,
+        Unimplemented,
+        UnknownField,
+        UnknownModel,
+        UnknownPath,
+        UnknownRequest,
+        UnknownWorker,
+        Unreachable,
+        Unsupported,
+        UnsupportedContent,
+        UnsupportedMediaType,
+    )
+    from everlift.many import ManyStream, Outcome
+    from everlift.messages import FinishReason, OnDisconnect
+    from everlift.options import GenerateOptions
+    from everlift.reception import Chunk
+    from everlift.sampling import TokenLogprobs
+    from everlift.stream import Stream
+    from everlift.tls import Tls
 
 __all__ = [
     "AsyncClient",
@@ -139,3 +147,33 @@ __all__ = [
     "UnsupportedContent",
     "UnsupportedMediaType",
 ]
+
+#: The modules of the names that are not in ``everlift.errors``.
+_MODULES = {
+    "AsyncClient": "everlift.client",
+    "BlockingManyStream": "everlift.blocking",
+    "BlockingStream": "everlift.blocking",
+    "Chunk": "everlift.reception",
+    "Client": "everlift.blocking",
+    "FinishReason": "everlift.messages",
+    "GenerateOptions": "everlift.options",
+    "ManyStream": "everlift.many",
+    "OnDisconnect": "everlift.messages",
+    "Outcome": "everlift.many",
+    "Stream": "everlift.stream",
+    "Tls": "everlift.tls",
+    "TokenLogprobs": "everlift.sampling",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name.
+
+    Raises:
+        AttributeError: The package has no such name.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_MODULES.get(name, "everlift.errors")), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,20 @@
+"""The public names of the client library."""
+
+import subprocess
+import sys
+
+import everlift
+
+
+def test_every_public_name_resolves() -> None:
+    missing = [name for name in everlift.__all__ if not isinstance(getattr(everlift, name), type)]
+    assert not missing
+
+
+def test_importing_a_submodule_does_not_load_grpc() -> None:
+    code = "import sys; from everlift import logs; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_name_raises_attribute_error() -> None:
+    assert not hasattr(everlift, "NoSuchName")
