@@ -666,9 +666,3 @@ async def test_a_deadline_counts_from_the_first_call(wire: Wire) -> None:
         await asyncio.sleep(0.05)
         assert await stream.text() == TEXT
     assert router.requests[stream.request_id].submission.timeout_s == pytest.approx(9, abs=0.02)
-
-
-def test_the_public_names_are_those_of_the_client_and_its_errors() -> None:
-    public = {name for name in vars(everlift) if name[0].isupper()}
-    assert public == set(everlift.__all__)
-    assert {error.__name__ for error in errors.BY_SLUG.values()} <= public
