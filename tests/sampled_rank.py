@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from everlift.end_tokens import end_token_ids
 from everlift.errors import InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.sampled_jobs import sampled_jobs
@@ -53,7 +54,7 @@ def outputs(model: str, group: Group) -> dict[str, Any]:
     spec = ModelSpec.from_hf(model)
     engine = TorchEngine(Path(model), NUM_BLOCKS, group, speculation=GUESSING)
     return {
-        "engine": engine.serve(sampled_jobs(spec.vocab_size, *spec.eos_token_ids)),
+        "engine": engine.serve(sampled_jobs(spec.vocab_size, *end_token_ids(Path(model)))),
         "accepted drafts": engine.accepted_drafts,
         "by hand": steps_by_hand(model, group),
         **swapped(model, group),
