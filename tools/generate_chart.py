@@ -62,7 +62,6 @@ _SHAPES: dict[str, Json] = {
     "labels": _TEXTS,
     "ledger.durabilityClass": {"enum": list(PROMISES)},
     "ledger.embedded.maxMemoryMiB": {"type": "integer", "minimum": 1},
-    "maxUnavailable": {"type": ["integer", "string"], "pattern": "^[0-9]+%$", "minimum": 0},
     # Who is not root may listen there.
     "monitoring.port": _PORT | {"minimum": 1024},
     "nodeSelector": _TEXTS,

@@ -198,6 +198,9 @@ class WorkerConfig:
     #: asked every two seconds; it answers 200 when the machine is about to be taken away, and the
     #: worker hands everything back. Not set: SIGUSR1 alone says so
     reclaim_url: str = ""
+    #: directory in which each rank keeps a file named after its process id while it serves, for
+    #: readiness probes; not set: none
+    ready_dir: str = ""
     #: allow faults on purpose: everlift chaos
     chaos: bool = False
     #: used with the model "fake" only

@@ -34,6 +34,7 @@ from worker.limits import Limits
 from worker.loop import CONFIRM_S, FirstSteps, Report
 from worker.meeting import MeetingPoint, Ties, join
 from worker.orders import Inbox
+from worker.ready_file import ReadyFile
 from worker.reclaim import notice_at
 from worker.server import SessionServer
 from worker.sessions import Sessions
@@ -118,6 +119,7 @@ class Rank:
         self._error: BaseException | None = None
         self._is_reclaimed = False
         self._is_stopping = False
+        self._ready_file = ReadyFile(config.ready_dir)
 
     @property
     def is_alone(self) -> bool:
@@ -168,6 +170,8 @@ class Rank:
                 await self._serve(engine, info)
         self._vigil = Vigil(thread.watchdog, thread.ties.log, self._fail)
         self._vigil.begin()
+        if not (self._is_reclaimed or self._ended.is_set()):
+            self._ready_file.create()
         log.info(
             "rank ready",
             worker_id=info.worker_id,
@@ -207,6 +211,7 @@ class Rank:
         """Starts nothing more and hands everything back; returns when the routers have it, or after
         ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
         come in between."""
+        self._ready_file.remove()
         if self._rank:
             await _until(self._ended, 2 * self._config.drain_timeout)
         elif self._server is not None and not self._ended.is_set():
@@ -217,12 +222,14 @@ class Rank:
         nobody waits. Rank 0 does it for all."""
         log.warning("reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
+        self._ready_file.remove()
         if self._sessions is not None:
             self._sessions.drain()
 
     async def stop(self) -> None:
         """Ends the rank, and with it the worker. May be called at any time, and again."""
         self._is_stopping = True
+        self._ready_file.remove()
         self._stop_watching()
         if self._server is not None:
             await self._server.stop()
@@ -312,6 +319,7 @@ class Rank:
         if self._ended.is_set():
             return
         self._stop_watching()
+        self._ready_file.remove()
         self._ended.set()
         if error is None or self._is_stopping:
             return

@@ -40,9 +40,23 @@ lifecycle:
   {{- include "everlift.leave" (dict "root" . "before" 5 "atMost" $atMost) | nindent 2 }}
 {{- end -}}
 
+{{/* Where each rank keeps a file while it serves (worker.ready_dir). */}}
+{{- define "everlift.readyDir" -}}
+/tmp/everlift-ready
+{{- end -}}
+
+{{/* Ready when a rank there serves, and so its model is loaded. */}}
 {{- define "everlift.workerContainer" -}}
 readinessProbe:
-  {{- include "everlift.rayletProbe" 6 | nindent 2 }}
+  exec:
+    # A rank that was killed leaves its file, which is named after its process.
+    command:
+      - bash
+      - -c
+      - for file in {{ include "everlift.readyDir" . }}/*; do kill -0 "${file##*/}" && exit; done; exit 1
+  periodSeconds: 5
+  timeoutSeconds: 2
+  failureThreshold: 2
 livenessProbe:
   initialDelaySeconds: 30
   {{- include "everlift.rayletProbe" 24 | nindent 2 }}

@@ -127,7 +127,8 @@ Written out or not, a default is the same.
 {{- end -}}
 
 {{- define "everlift.settings" -}}
-{{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
+{{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel)
+      "ready_dir" (include "everlift.readyDir" .) -}}
 {{- $listens := include "everlift.routerPorts" . | fromYaml -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int $listens.grpc)
       "http_host" "0.0.0.0" "http_port" (int $listens.http)

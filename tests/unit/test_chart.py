@@ -40,6 +40,7 @@ from tests.chart import (
     container,
     running_helm,
 )
+from worker.ready_file import ReadyFile
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
@@ -171,7 +172,7 @@ VALUES: dict[str, Object] = {
         "networkPolicy": {"enabled": False},
         "rayAuth": {"enabled": False},
         "routers": {"podDisruptionBudget": {"enabled": False}},
-        "workers": {"podDisruptionBudget": {"maxUnavailable": "25%"}},
+        "workers": {"min": 3, "max": 3, "podDisruptionBudget": {"enabled": False}},
         "upgrade": {"strategy": "None"},
     },
     "own names and settings": {
@@ -480,7 +481,7 @@ def test_large_numbers_stay_integers(helm: Helm) -> None:
         {
             "upgrade": {"deletionDelaySeconds": 1_000_000},
             "autoscaler": {"idleTimeoutSeconds": 2_000_000},
-            "routers": {"replicas": 3_000_000, "podDisruptionBudget": {"maxUnavailable": 1 << 20}},
+            "routers": {"replicas": 3_000_000},
             "workers": {"min": 1_000_000, "max": 4_000_000, "tensorParallel": 1 << 20},
         }
     )
@@ -495,7 +496,7 @@ def test_large_numbers_stay_integers(helm: Helm) -> None:
     assert fixed["template"]["metadata"]["annotations"]["everlift/replicas"] == "1000000"
     assert workers["rayStartParams"]["num-gpus"] == "1048576"
     budget = release.the("PodDisruptionBudget", "-routers")["spec"]
-    assert budget["maxUnavailable"] == 1 << 20
+    assert budget["minAvailable"] == 2_999_999
 
 
 #: YAML takes all of these for something else where they stand without quotes.
@@ -593,7 +594,8 @@ def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
     assert resources["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 4}
     assert resources["requests"] == {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": 4}
     assert group["rayStartParams"]["num-cpus"] == "4"
-    assert release.settings["worker"] == {"device": "cuda", "tensor_parallel": 4}
+    worker = release.settings["worker"]
+    assert (worker["device"], worker["tensor_parallel"]) == ("cuda", 4)
     assert spec["nodeSelector"] == {"gpu": "h200"}
     assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
     assert spec["affinity"] == {"nodeAffinity": {}}
@@ -717,7 +719,6 @@ def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None
     head, router, worker = map(container, rendered["exposed"].groups)
     assert router["readinessProbe"]["httpGet"] == {"path": READY, "port": "router-metrics"}
     ray = {"path": "/api/local_raylet_healthz", "port": 52365}
-    assert worker["readinessProbe"]["httpGet"] == ray
     assert head["readinessProbe"]["httpGet"] == {"path": "/api/gcs_healthz", "port": "dashboard"}
     for each in (head, router, worker):
         assert each["livenessProbe"]["httpGet"] == ray
@@ -1081,17 +1082,62 @@ def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None
 
 
 def test_disruptions_and_spread(rendered: dict[str, Rendered]) -> None:
-    release = rendered["defaults"]
+    release = rendered["autoscaling"]
     for component, group in (("router", "routers"), ("worker", "workers")):
         budget = release.the("PodDisruptionBudget", f"-{group}")["spec"]
         labels = release.group(group)["template"]["metadata"]["labels"]
-        assert budget["maxUnavailable"] == 1
+        # Of two pods, one: Kubernetes allows nothing by maxUnavailable where it finds no scale.
+        assert (budget["minAvailable"], budget.get("maxUnavailable")) == (1, None)
         assert budget["selector"]["matchLabels"] == labels
         assert labels["app.kubernetes.io/component"] == component
         for each in release.group(group)["template"]["spec"]["topologySpreadConstraints"]:
             assert each["labelSelector"] == {"matchLabels": labels}
-    only = rendered["open"].the("PodDisruptionBudget")
-    assert only["spec"]["maxUnavailable"] == "25%"
+    assert "PodDisruptionBudget" not in rendered["open"].kinds
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"routers": 1}),
+        ({"routers": {"replicas": 1}}, {}),
+        ({"routers": {"replicas": 3}}, {"routers": 2}),
+        ({"workers": {"min": 4, "max": 4}}, {"routers": 1, "workers": 3}),
+        ({"workers": {"min": 2, "max": 8}}, {"routers": 1, "workers": 1}),
+        ({"workers": {"min": 0, "max": 8}}, {"routers": 1}),
+    ],
+)
+def test_a_single_pod_has_no_disruption_budget(
+    helm: Helm, values: Object, expected: dict[str, int]
+) -> None:
+    found = {
+        each["metadata"]["name"].rpartition("-")[2]: each["spec"]["minAvailable"]
+        for each in helm.render(values).objects
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert found == expected
+
+
+def test_a_worker_pod_is_ready_while_a_rank_serves(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    release = rendered["defaults"]
+    *shell, script = container(release.group("workers"))["readinessProbe"]["exec"]["command"]
+    assert release.settings["worker"]["ready_dir"] in script
+    directory = tmp_path / "ready"
+
+    def is_ready() -> bool:
+        here = script.replace(release.settings["worker"]["ready_dir"], str(directory))
+        return subprocess.run([*shell, here], capture_output=True, check=False).returncode == 0
+
+    assert not is_ready()
+    file = ReadyFile(str(directory))
+    file.create()
+    assert is_ready()
+    with subprocess.Popen(["sleep", "0"]) as ended:
+        pass
+    file.remove()
+    (directory / str(ended.pid)).touch()
+    assert not is_ready()
 
 
 def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
