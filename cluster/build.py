@@ -1,5 +1,8 @@
 """The cluster as Ray Serve's own tools deploy it: ``everlift build`` writes what ``serve deploy``
-and KubeRay read, and they call ``application`` with its args."""
+and KubeRay read, and they call ``application`` with its args.
+
+Settings that change without a restart of actors are not among the args (cluster/deployments.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from cluster import ray_cluster
+from cluster import deployments, ray_cluster
 from cluster.config import Config
 from cluster.model import pinned
 from everlift import settings
@@ -22,14 +25,25 @@ if TYPE_CHECKING:
 
 _HEAD = f"""\
 # Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings: any
-# other may be added. The ledger's url, which has a password, comes from {URL_VARIABLE}, which
-# every process of Ray has to have in its environment.
+# other may be added, but for those of the deployments below, which change without a restart. The
+# ledger's url, which has a password, comes from {URL_VARIABLE}, which every process of Ray has to
+# have in its environment.
 """
 
 
 def application(args: Mapping[str, object]) -> Application:
-    """The Serve application of ``args``, nested settings. Ray must run. Raises SettingsError,
-    ModelUnavailable."""
+    """Return the Serve application of ``args``, nested settings. Ray must run.
+
+    Raises:
+        SettingsError: An argument is no setting, or one that deployments have.
+        ModelUnavailable: The model cannot be had.
+    """
+    _, run_time = _divided(args)
+    if run_time:
+        raise SettingsError(
+            f"{', '.join(run_time)}: must be set in `deployments`, as `everlift build` does, and "
+            "not in `args`, which restart all actors"
+        )
     config = settings.load(Config, args)
     check_shown(config)
     return ray_cluster.application(asyncio.run(pinned(replace(config, ray_address="auto"))))
@@ -45,11 +59,32 @@ def serve_yaml(config: Config) -> str:
                 "name": ray_cluster.APPLICATION,
                 "route_prefix": None,
                 "import_path": f"{__name__}:{application.__name__}",
-                "args": _set(config),
+                "args": _divided(_set(config))[0],
+                "deployments": [
+                    {"name": name, **options}
+                    for name, options in deployments.options(config).items()
+                ],
             }
         ],
     }
     return _HEAD + yaml.safe_dump(deployed, sort_keys=False)
+
+
+def _divided(values: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that restart actors, and the paths of the others."""
+    args: dict[str, Any] = {}
+    run_time: list[str] = []
+    for name, value in values.items():
+        if path + name in deployments.RUN_TIME_SETTINGS:
+            run_time.append(path + name)
+        elif isinstance(value, Mapping):
+            below, found = _divided(value, f"{path}{name}.")
+            run_time += found
+            if below or not value:
+                args[name] = below
+        else:
+            args[name] = value
+    return args, run_time
 
 
 def check_shown(config: Config) -> None:

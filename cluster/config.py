@@ -67,7 +67,7 @@ class Config:
     #: the custom resource of Ray's nodes that may have a router, of which each takes one; not set:
     #: any node
     router_resource: str = ""
-    #: at the beginning, with autoscale.max_workers
+    #: workers, where their number is fixed: without autoscale.max_workers
     num_workers: int = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
     state_dir: Path = field(default_factory=_default_state_dir)
@@ -86,10 +86,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.num_routers < 1 or self.num_workers < 1:
             raise ValueError("num_routers and num_workers must be at least 1")
-        if not self.autoscale.allows(self.num_workers):
+        if self.autoscale.is_on and self.num_workers != 1:
             raise ValueError(
-                f"num_workers ({self.num_workers}) must be from autoscale.min_workers to "
-                "autoscale.max_workers"
+                "num_workers is for a fixed number of workers; with autoscale.max_workers, set "
+                "autoscale.min_workers"
             )
         self._set("state_dir", self.state_dir.expanduser().absolute())
         if not is_hub_id(self.model, self.model_revision):

@@ -38,8 +38,8 @@ async def serve(config: Config, listen: tuple[str, int], console: Console) -> No
         write_url(config, url)
         console.print(
             f"the ledger listens on {listen[0]}:{listen[1]}; Ctrl-C stops it\n"
-            f"  its url, with the password: {url_file(config)}\n"
-            f"  where Ray starts: export {URL_VARIABLE}=$(cat {url_file(config)})",
+            f"  its url, with the password: {url_file(config.state_dir)}\n"
+            f"  where Ray starts: export {URL_VARIABLE}=$(cat {url_file(config.state_dir)})",
             soft_wrap=True,
         )
         await stopped.wait()

@@ -18,15 +18,15 @@ log = logs.get(__name__)
 _LOOK_S, _RESTART_S = 0.2, 1.0
 
 
-def url_file(config: Config) -> Path:
-    """Where a ledger's url, which has its password, is written down for this user alone."""
-    return config.state_dir / "ledger.url"
+def url_file(state_dir: Path) -> Path:
+    """Return the file with the ledger's URL, which has its password: only this user can read it."""
+    return state_dir / "ledger.url"
 
 
 def write_url(config: Config, url: str) -> None:
     config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    url_file(config).unlink(missing_ok=True)
-    descriptor = os.open(url_file(config), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    url_file(config.state_dir).unlink(missing_ok=True)
+    descriptor = os.open(url_file(config.state_dir), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(url)
 

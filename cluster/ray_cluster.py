@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from cluster import local_ray
+from cluster import deployments, local_ray
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.model import pinned
-from cluster.own_ledger import OwnLedger, url_file, write_url
+from cluster.own_ledger import OwnLedger, write_url
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 
@@ -208,14 +208,13 @@ def _routers(config: Config) -> Application:
     from router.app import RouterDeployment
 
     routers: Application = RouterDeployment.options(  # type: ignore[attr-defined]
-        num_replicas=config.num_routers,
+        **deployments.options(config)[deployments.ROUTER],
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
     ).bind(
         config.router,
         config.ledger,
-        config.log_level,
         log_dir(config),
         ProcessSimulator,
     )
@@ -232,7 +231,7 @@ def _workers(config: Config, routers: Application) -> Application:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     resources = _rank_resources(config.worker.device, nodes, threads)
     workers: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
-        **_replicas(config),
+        **deployments.options(config)[deployments.WORKER],
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
         placement_group_strategy=_strategy(nodes, resources, size),
@@ -242,19 +241,9 @@ def _workers(config: Config, routers: Application) -> Application:
         routers,
         resources,
         rank_environment(threads),
-        config.log_level,
         log_dir(config),
     )
     return workers
-
-
-def _replicas(config: Config) -> dict[str, Any]:
-    """How many workers there are, as Serve is told."""
-    if not config.autoscale.is_on:
-        return {"num_replicas": config.num_workers}
-    from cluster.autoscale.serve_policy import serve_autoscaling
-
-    return {"autoscaling_config": serve_autoscaling(config, log_dir(config), url_file(config))}
 
 
 def _router_resources(config: Config) -> dict[str, float]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.util import get_node_ip_address
 
-from everlift import heap, logs
+from everlift import heap, logs, settings
 from everlift.errors import InvalidRequest
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
@@ -24,6 +25,7 @@ from router.gateway.counterfactuals import Simulator
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
 from router.router import Router
+from router.rulebook import ROUTER_SETTINGS
 
 log = logs.get(__name__)
 
@@ -34,26 +36,47 @@ log = logs.get(__name__)
     health_check_timeout_s=10.0,
 )
 class RouterDeployment:
-    """``log_level`` as in everlift.logs. A ledger without a url has it in the environment; the
-    ``simulator`` is of the ledger that is found. Workers and other routers find this one at
-    its node's address, clients where ``config`` says."""
+    """A ledger without a url has it in the environment; the ``simulator`` is of the ledger that is
+    found. Workers and other routers find this one at its node's address, clients where ``config``
+    says.
+
+    Settings that change without a restart are the deployment's user_config, which Serve hands to
+    ``reconfigure`` (cluster/deployments.py).
+    """
 
     async def __init__(  # type: ignore[misc]
         self,
         config: RouterConfig,
         ledger: LedgerConfig,
-        log_level: str,
         log_dir: Path,
         simulator: Callable[[LedgerConfig], Simulator],
     ) -> None:
-        logs.configure("router", log_level, log_dir / f"router-{os.getpid()}.log")
-        config = replace(config, internal_host=get_node_ip_address())
-        ledger = _located(ledger)
-        self._router: Router | None = await Router.start(
-            config,
-            await connect(ledger),
-            memory_limit=ledger.memory_limit,
-            simulator=simulator(ledger),
+        logs.configure("router", path=log_dir / f"router-{os.getpid()}.log")
+        self._config = replace(config, internal_host=get_node_ip_address())
+        self._ledger = _located(ledger)
+        self._simulator = simulator
+        self._router: Router | None = None
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take the settings that change at run time, and with the first ones start the router.
+
+        Serve calls this right after ``__init__``, and again for each other user_config. Raises
+        SettingsError, ValueError for an unknown log level, and what Router.start raises.
+        """
+        logs.set_level(user_config["log_level"])
+        given = settings.load(RouterConfig, user_config["router"])
+        policy = {name: getattr(given, name) for name in ROUTER_SETTINGS}
+        self._config = replace(self._config, **policy)
+        if self._router is None:
+            await self._start()
+        self._running.reconfigure(self._config, user_config["autoscale"])
+
+    async def _start(self) -> None:
+        self._router = await Router.start(
+            self._config,
+            await connect(self._ledger),
+            memory_limit=self._ledger.memory_limit,
+            simulator=self._simulator(self._ledger),
         )
         heap.settle()
         on_signal(self._leave)

@@ -115,6 +115,8 @@ class Leader:
         self._ledger_ahead = 0.0
         self._move_after = 0.0
         self._is_reporting = False
+        #: settings of the autoscaler, which it reads with the load
+        self.autoscale: Mapping[str, float] = {}
         #: times that this replica took the lead
         self.num_tenures = 0
         #: workers lost without a drain while it led
@@ -498,7 +500,9 @@ class Leader:
     def _load(self, tenure: Tenure) -> session_pb2.ClusterLoad:
         workers, moment = self._placement.workers.values(), now()
         ledger_now = moment + self._ledger_ahead
-        return cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
+        load = cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
+        load.autoscale.update(self.autoscale)
+        return load
 
     async def _recall(self, tenure: Tenure) -> None:
         """What tenants were served under the leader before. Raises LedgerUnavailable."""

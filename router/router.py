@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -387,6 +387,14 @@ class Router:
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         self._fleet.worker_starts(start)
+
+    def reconfigure(self, config: RouterConfig, autoscale: Mapping[str, float]) -> None:
+        """Take the policy settings of ``config`` and the autoscaler's settings. No others change.
+
+        The autoscaler reads its settings with the load that the leader reports.
+        """
+        self._rulebook.configure(config)
+        self._leader.autoscale = autoscale
 
     async def wait(self) -> None:
         """Until a part fails; raises its error. To give up waiting disturbs none."""

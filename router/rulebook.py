@@ -19,7 +19,7 @@ log = logs.get(__name__)
 C = TypeVar("C", RouterConfig, "EngineSettings")
 
 #: Settings of a router that operators set at run time.
-_ROUTER_SETTINGS = (
+ROUTER_SETTINGS = (
     "order",
     "max_queued",
     "queue_ttl",
@@ -33,7 +33,7 @@ _ROUTER_SETTINGS = (
 )
 #: And of the workers' engines.
 _ENGINE_SETTINGS = ("engine_policy",)
-SETTINGS = (*_ROUTER_SETTINGS, *_ENGINE_SETTINGS)
+SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,11 @@ class Rulebook:
             config = _with(config, name, text)
         return config
 
+    def configure(self, config: RouterConfig) -> None:
+        """Take the policy of another configuration; what operators set stays in effect."""
+        self._configured = Ruling(config)
+        self._put_in_force(self._policy)
+
     async def keep_up(self, version: int) -> None:
         """Goes over to the policy that the ledger has under this version. One that its server
         forgot is put back. Raises LedgerUnavailable."""
@@ -145,8 +150,10 @@ class Rulebook:
         return self.holding
 
     def _take(self, policy: ClusterPolicy) -> None:
-        if policy == self._policy:
-            return
+        if policy != self._policy:
+            self._put_in_force(policy)
+
+    def _put_in_force(self, policy: ClusterPolicy) -> None:
         self._policy = policy
         self._apply(policy)
         holding = self.holding
@@ -176,7 +183,7 @@ def _text(value: object) -> str:
 
 def _with(config: C, name: str, text: str) -> C:
     """Raises SettingsError."""
-    if isinstance(config, RouterConfig) and name not in _ROUTER_SETTINGS:
+    if isinstance(config, RouterConfig) and name not in ROUTER_SETTINGS:
         raise SettingsError(f"{name}: unknown")
     layer: Mapping[str, Any] = settings.from_flags(type(config), [f"{name}={text}"])
     try:

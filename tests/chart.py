@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,25 @@ CHART = Path(__file__).parents[1] / "helm"
 RELEASE, NAMESPACE = "ev", "models"
 
 Object = dict[str, Any]
+
+
+def all_settings(application: Object) -> Object:
+    """Return the settings that an application of Serve was built with."""
+    router, worker = application["deployments"]
+    given = router["user_config"]
+    autoscale = dict(given["autoscale"])
+    settings = deepcopy(application["args"]) | {"num_routers": router["num_replicas"]}
+    if bounds := worker.get("autoscaling_config"):
+        autoscale["min_workers"] = bounds["min_replicas"]
+        autoscale["max_workers"] = bounds["max_replicas"]
+    else:
+        settings["num_workers"] = worker["num_replicas"]
+    assert worker["user_config"]["log_level"] == given["log_level"]
+    settings["log_level"] = given["log_level"]
+    settings["router"] = settings.get("router", {}) | given["router"]
+    if autoscale:
+        settings["autoscale"] = autoscale
+    return settings
 
 
 class Refused(Exception):
@@ -74,8 +94,14 @@ class Rendered:
         return application
 
     @property
+    def deployments(self) -> dict[str, Object]:
+        """Options of Serve's deployments by their names."""
+        return {each["name"]: each for each in self.application["deployments"]}
+
+    @property
     def settings(self) -> Object:
-        return self.application["args"]
+        """All settings of Everlift: those of the application, and those of its deployments."""
+        return all_settings(self.application)
 
     @property
     def pods(self) -> list[Object]:

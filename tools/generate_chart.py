@@ -2,6 +2,7 @@
 
     helm/files/model_defaults.yaml   settings by which workers must agree, from the dataclasses
     helm/files/router_defaults.yaml  settings of routers that pods follow, from the dataclass
+    helm/files/run_time_settings.yaml   settings that change without a restart
     helm/files/alerts.yaml, dashboard.json   copies of deploy/'s: a chart reads no file beside it
     helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
     helm/README.md                   its table of values, from values.yaml
@@ -24,6 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from cluster.config import Config
+from cluster.deployments import RUN_TIME_SETTINGS
 from everlift import settings
 from router.config import RouterConfig
 from router.ledger.config import PROMISES
@@ -79,6 +81,7 @@ _SHAPES: dict[str, Json] = {
     "workers.min": {"type": "integer", "minimum": 0},
     "workers.tensorParallel": {"type": "integer", "minimum": 1},
 }
+_MADE_OF_DEPLOYMENTS = "# Made by make chart from cluster/deployments.py.\n"
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "string"}
 
 
@@ -103,6 +106,8 @@ def _generated() -> dict[Path, str]:
         CHART / "files" / "router_defaults.yaml": defaults_of(
             RouterConfig(), "router", _POD_SETTINGS
         ),
+        CHART / "files" / "run_time_settings.yaml": _MADE_OF_DEPLOYMENTS
+        + yaml.safe_dump({"settings": list(RUN_TIME_SETTINGS)}),
         CHART / "files" / "alerts.yaml": (DEPLOY / "prometheus" / "alerts.yaml").read_text(),
         CHART / "files" / "dashboard.json": (DEPLOY / "grafana" / "everlift.json").read_text(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,11 @@ class Refused(RuntimeError):
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
-    """``router`` is the handle of the router's deployment."""
+    """``router`` is the handle of the router's deployment.
+
+    Settings that change without a restart are the deployment's user_config, which Serve hands to
+    ``reconfigure`` (cluster/deployments.py).
+    """
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -47,18 +51,36 @@ class WorkerDeployment:
         router: DeploymentHandle[Any],
         rank_resources: dict[str, float],
         rank_env: dict[str, str],
-        log_level: str,
         log_dir: Path,
     ) -> None:
-        logs.configure("worker", log_level, log_dir / f"worker-{os.getpid()}.log")
+        logs.configure("worker", path=log_dir / f"worker-{os.getpid()}.log")
+        self._config = config
         self._router = router
+        self._rank_resources = rank_resources
+        self._rank_env = rank_env
+        self._log_dir = log_dir
+        self._ranks: list[Any] = []
 
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take the settings that change at run time, and with the first ones start the ranks.
+
+        Serve calls this right after ``__init__``, and again for each other user_config. Raises
+        ValueError for an unknown log level, Refused, and what ends a rank that starts.
+        """
+        level = user_config["log_level"]
+        logs.set_level(level)
+        if self._ranks:
+            await asyncio.gather(*(rank.set_log_level.remote(level) for rank in self._ranks))
+        else:
+            await self._start(level)
+
+    async def _start(self, log_level: str) -> None:
         def launch(rank: int, rendezvous: str) -> Any:
-            actor = _rank_actor(rank, rank_resources, rank_env)
-            return actor.remote(config, rank, rendezvous, log_level, log_dir)
+            actor = _rank_actor(rank, self._rank_resources, self._rank_env)
+            return actor.remote(self._config, rank, rendezvous, log_level, self._log_dir)
 
         async with self._starting():
-            self._ranks = await _launch_all(launch, config.tensor_parallel)
+            self._ranks = await _launch_all(launch, self._config.tensor_parallel)
             await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
             infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
             self._info: bytes = infos[0]

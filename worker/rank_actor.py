@@ -13,6 +13,8 @@ from everlift.notice import on_signal
 from worker.config import WorkerConfig
 from worker.rank import Rank
 
+log = logs.get(__name__)
+
 
 class RankActor:
     """One rank in an actor's process, found at its node's address."""
@@ -24,6 +26,10 @@ class RankActor:
             f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
         )
         self._rank = Rank(replace(config, host=get_node_ip_address()), rank, rendezvous)
+
+    async def set_log_level(self, level: str) -> None:
+        logs.set_level(level)
+        log.info("log level set", log_level=level)
 
     async def open(self) -> str:
         return await self._rank.open()

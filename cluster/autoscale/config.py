@@ -11,7 +11,7 @@ class AutoscaleConfig:
 
     #: with max_workers, how many there are at least; 0: none while there is nothing to do
     min_workers: int = 1
-    #: how many there are at most; not set: num_workers, always
+    #: how many there are at most; not set: their number is fixed (num_workers)
     max_workers: int | None = None
     #: a request is to leave the queue so soon: when it is going to take longer, workers are added
     ttft_target: float = 2.0
@@ -46,6 +46,3 @@ class AutoscaleConfig:
     @property
     def is_on(self) -> bool:
         return self.max_workers is not None
-
-    def allows(self, workers: int) -> bool:
-        return self.max_workers is None or self.min_workers <= workers <= self.max_workers

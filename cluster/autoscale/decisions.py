@@ -14,8 +14,7 @@ _MOST_KEPT = 32
 class Decisions:
     """Told of every decision; keeps the last changes."""
 
-    def __init__(self, max_workers: int) -> None:
-        self._max_workers = max_workers
+    def __init__(self) -> None:
         self._last = Decision(0, "")
         #: moment in seconds, workers before, the decision
         self._changes: deque[tuple[float, int, Decision]] = deque(maxlen=_MOST_KEPT)
@@ -26,11 +25,11 @@ class Decisions:
         if decision.workers != workers:
             self._changes.append((now, workers, decision))
 
-    def told(self, now: float) -> session_pb2.Scaling:
+    def told(self, now: float, max_workers: int) -> session_pb2.Scaling:
         last = self._last
         return session_pb2.Scaling(
             workers=last.workers,
-            max_workers=self._max_workers,
+            max_workers=max_workers,
             need=last.need,
             wait_s=last.wait_s,
             reason=last.reason,

@@ -14,6 +14,7 @@ from everlift.v1.session_pb2 import ClusterLoad
 REASONS = (
     *("the load is not known", "limits", "requests wait", "nothing to do", "requests would wait"),
     *("enough are on their way", "enough", "fewer are enough"),
+    "another cluster serves too",
 )
 _GAUGES = {
     "everlift_autoscaler_workers": "Workers that there are to be.",
@@ -38,8 +39,7 @@ class MakeGauge(Protocol):
 class Gauges:
     """``make`` is ray.util.metrics.Gauge."""
 
-    def __init__(self, make: MakeGauge, max_workers: int) -> None:
-        self._max_workers = max_workers
+    def __init__(self, make: MakeGauge) -> None:
         self._gauges: Mapping[str, Gauge] = {
             name: make(name, description=text, tag_keys=()) for name, text in _GAUGES.items()
         }
@@ -47,10 +47,10 @@ class Gauges:
         self._reason = make(_REASON, description=text, tag_keys=("reason",))
         self._last_reason = ""
 
-    def show(self, decision: Decision, load: ClusterLoad, age_s: float) -> None:
+    def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
         """A decision and what it was made of: the load, as it was told so long ago."""
         values: Sequence[float] = (
-            *(decision.workers, self._max_workers, decision.need, decision.wait_s),
+            *(decision.workers, max_workers, decision.need, decision.wait_s),
             *(age_s, load.queued_tokens, load.worker_rate),
         )
         for gauge, value in zip(self._gauges.values(), values, strict=True):

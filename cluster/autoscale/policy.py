@@ -61,12 +61,13 @@ class Autoscaler:
         if config.max_workers is None:
             raise ValueError("an autoscaler without max_workers")
         self._config = config
-        self._most = config.max_workers
         self._arrivals = Arrivals()
         self._capacity = Capacity()
         #: needs of the last ``down_delay``, the largest first
         self._needs = Largest(config.down_delay)
         self._busy_at: float | None = None
+        #: workers of this cluster that are up, as reported
+        self._own = 0
         #: 1: the last change was up; -1: down
         self._direction = 0
         self._calm_until = -inf
@@ -75,8 +76,32 @@ class Autoscaler:
         #: since when some are not, and no others were asked for
         self._missing_at = inf
 
-    def decide(self, load: ClusterLoad | None, age_s: float, workers: int, now: float) -> Decision:
-        """``workers`` are there, or on their way. ``load`` was said ``age_s`` ago, if ever."""
+    @property
+    def _most(self) -> int:
+        assert self._config.max_workers is not None, "checked where the configuration came in"
+        return self._config.max_workers
+
+    def configure(self, config: AutoscaleConfig) -> None:
+        """Take other settings. Raises ValueError without max_workers."""
+        if config.max_workers is None:
+            raise ValueError("an autoscaler without max_workers")
+        if config.down_delay != self._config.down_delay:
+            self._needs = Largest(config.down_delay)
+        self._config = config
+
+    def decide(
+        self, load: ClusterLoad | None, age_s: float, workers: int, now: float, others: int = 0
+    ) -> Decision:
+        """Return the number of workers that this cluster is to have.
+
+        Args:
+            load: Work and workers on the ledger, as the leader reported them; None if never.
+            age_s: Age of the report.
+            workers: Workers of this cluster, including those on their way.
+            now: Monotonic time in seconds.
+            others: Workers in the report that are another cluster's on the same ledger: there are
+                two clusters during an upgrade.
+        """
         if load is None or age_s > self._config.stale:
             # Nobody knows what was enough meanwhile, nor whether there was anything to do.
             self._needs.clear()
@@ -86,13 +111,19 @@ class Autoscaler:
         self._capacity.note(load)
         if load.queued or load.running or self._busy_at is None:
             self._busy_at = now
-        is_complete = load.workers >= workers
+        self._own = load.workers - others
+        is_complete = self._own >= workers
         self._complete_at = min(self._complete_at, now) if is_complete else inf
         self._missing_at = inf if is_complete else min(self._missing_at, now)
         flow, held = self._flow(load, self._arrivals.later), self._held(load)
         need, wait_s = max(flow, held), self._wait_s(load)
-        self._needs.note(need, now)
-        target, reason = self._target(load, need, wait_s, workers, now)
+        if others:
+            # Either cluster may go. Each can take all of the load until one has gone.
+            self._needs.clear()
+            target, reason = self._within(max(workers, others)), "another cluster serves too"
+        else:
+            self._needs.note(need, now)
+            target, reason = self._target(load, need, wait_s, workers, now)
         self._turn(target - workers, now)
         return Decision(target, reason, need, wait_s)
 
@@ -141,7 +172,7 @@ class Autoscaler:
             more = enough if self._capacity.rate else workers + has_settled
             if more > workers:
                 return self._within(more), f"requests would wait {wait_s:.1f} s"
-            return workers, "enough are on their way" if load.workers < workers else "enough"
+            return workers, "enough are on their way" if self._own < workers else "enough"
         return self._fewer(load, workers, now)
 
     def _is_rush(self, workers: int) -> bool:
@@ -160,16 +191,16 @@ class Autoscaler:
         """The last worker that came has shown what it changes."""
         return now - self._complete_at >= self._config.ttft_target
 
-    def _awaits_any(self, load: ClusterLoad, workers: int, now: float) -> bool:
+    def _awaits_any(self, workers: int, now: float) -> bool:
         """Some are on their way, and may still come."""
-        return load.workers < workers and now - self._missing_at < _COMES_S
+        return self._own < workers and now - self._missing_at < _COMES_S
 
     def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
         config = self._config
         busy_at = now if self._busy_at is None else self._busy_at
         if config.min_workers == 0 and now - busy_at >= config.idle_delay:
             return 0, "nothing to do"
-        if load.queued or self._awaits_any(load, workers, now) or now < self._calm_until:
+        if load.queued or self._awaits_any(workers, now) or now < self._calm_until:
             return workers, "enough"
         enough = max(1, ceil(self._needs.largest))
         if self._needs.covers(now) and enough < workers:

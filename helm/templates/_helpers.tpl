@@ -56,9 +56,9 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{- if gt (int .Values.workers.max) (int .Values.workers.min) }}true{{ end -}}
 {{- end -}}
 
-{{/* A number of workers that autoscale.min_workers allows; Everlift begins with one or more. */}}
+{{/* Workers at first: where their number is fixed, one or more. */}}
 {{- define "everlift.firstWorkers" -}}
-{{ max 1 (int .Values.workers.min) }}
+{{ include "everlift.autoscales" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
 {{- end -}}
 
 {{/* CPUs that Ray counts in a worker's pod: as many as its ranks take, so that it has room for one. */}}

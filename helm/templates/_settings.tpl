@@ -158,11 +158,13 @@ Written out or not, a default is the same.
   {{- end -}}
 {{- end -}}
 {{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
-      "num_workers" (include "everlift.firstWorkers" . | int) "state_dir" "/home/everlift/state"
+      "state_dir" "/home/everlift/state"
       "router" $router "worker" $worker "ledger" $ledger -}}
 {{- if include "everlift.autoscales" . -}}
   {{- $_ := set $settings "autoscale"
         (dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max)) -}}
+{{- else -}}
+  {{- $_ := set $settings "num_workers" (include "everlift.firstWorkers" . | int) -}}
 {{- end -}}
 {{- with .Values.tls.internal -}}
   {{- if .existingSecret -}}
@@ -178,6 +180,57 @@ Written out or not, a default is the same.
   {{- $_ := set $settings "model_revision" .Values.model.revision -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) $settings | toYaml -}}
+{{- end -}}
+
+{{/*
+Serve restarts all actors when one of an application's args changes. What changes without that stands in `deployments`
+(cluster/deployments.py): files/run_time_settings.yaml lists it.
+*/}}
+{{- define "everlift.args" -}}
+{{- $args := include "everlift.settings" . | fromYaml -}}
+{{- range $path := (.Files.Get "files/run_time_settings.yaml" | fromYaml).settings -}}
+  {{- $keys := splitList "." $path -}}
+  {{- $section := $args -}}
+  {{- range initial $keys }}{{ $section = get $section . | default dict }}{{ end -}}
+  {{- $_ := unset $section (last $keys) -}}
+{{- end -}}
+{{- $args | toYaml -}}
+{{- end -}}
+
+{{- define "everlift.deployments" -}}
+{{- $settings := include "everlift.settings" . | fromYaml -}}
+{{- $level := $settings.log_level | default "info" -}}
+{{- $policy := dict -}}
+{{- range $path := (.Files.Get "files/run_time_settings.yaml" | fromYaml).settings -}}
+  {{- $name := trimPrefix "router." $path -}}
+  {{- if and (hasPrefix "router." $path) (hasKey $settings.router $name) -}}
+    {{- $_ := set $policy $name (get $settings.router $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- $autoscale := $settings.autoscale | default dict -}}
+- name: router
+  num_replicas: {{ int .Values.routers.replicas }}
+  user_config:
+    log_level: {{ $level }}
+    router: {{ $policy | toJson }}
+    autoscale: {{ omit $autoscale "min_workers" "max_workers" | toJson }}
+- name: worker
+  user_config:
+    log_level: {{ $level }}
+  {{- if include "everlift.autoscales" . }}
+  autoscaling_config:
+    min_replicas: {{ int .Values.workers.min }}
+    max_replicas: {{ int .Values.workers.max }}
+    upscale_delay_s: 0
+    downscale_delay_s: 0
+    policy:
+      policy_function: cluster.autoscale.serve_policy:QueuePolicy
+      policy_kwargs:
+        state_dir: {{ $settings.state_dir | quote }}
+        ledger: {{ $settings.ledger | toJson }}
+  {{- else }}
+  num_replicas: {{ include "everlift.firstWorkers" . }}
+  {{- end }}
 {{- end -}}
 
 {{/* By which `everlift key`, run in a router's pod, finds the ledger whose url is there. */}}

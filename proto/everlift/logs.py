@@ -67,8 +67,7 @@ def configure(component: str, level: str = "info", path: Path | None = None) -> 
 
     ``component`` names the process: "router-0", "worker-1.rank-0". A later call replaces this one.
     """
-    if level not in _LEVELS:
-        raise ValueError(f"log level must be one of {', '.join(_LEVELS)}, not {level!r}")
+    set_level(level)
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, _JsonFormatter)]:
         root.removeHandler(handler)
@@ -76,6 +75,12 @@ def configure(component: str, level: str = "info", path: Path | None = None) -> 
     handler = logging.StreamHandler() if path is None else _to_file(path)
     handler.setFormatter(_JsonFormatter(component))
     root.addHandler(handler)
+
+
+def set_level(level: str) -> None:
+    """Write events from ``level`` on. Raises ValueError for an unknown level."""
+    if level not in _LEVELS:
+        raise ValueError(f"log level must be one of {', '.join(_LEVELS)}, not {level!r}")
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(_LEVELS[level])
 

@@ -104,6 +104,7 @@ def test_the_rendered_settings_serve_a_request(
     settings = application["args"]
     # On this machine, where its ports may be taken, and nowhere beyond it.
     settings["state_dir"] = str(tmp_path)
+    settings["worker"]["ready_dir"] = str(tmp_path / "ready")
     settings["router"] |= {
         "host": "127.0.0.1",
         "port": free_port(),

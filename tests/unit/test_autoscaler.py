@@ -207,3 +207,37 @@ def test_another_leader_counts_from_the_beginning() -> None:
 def test_what_cannot_be_is_refused_by_name(setting: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(AutoscaleConfig, setting)
+
+
+def test_new_cluster_of_an_upgrade_starts_with_as_many_workers_as_serve() -> None:
+    load = ClusterLoad(term=1, workers=5, running=20, slots=40, worker_rate=100.0)
+    new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8))
+    assert new.decide(load, 0.0, 1, 0.0, others=5).workers == 5
+    # It may have fewer, and starts from none where there may be none.
+    small = Autoscaler(AutoscaleConfig(min_workers=0, max_workers=3))
+    assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
+
+
+def test_neither_cluster_of_an_upgrade_gives_up_workers_while_both_serve() -> None:
+    config = AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0)
+    old, new = Autoscaler(config), Autoscaler(config)
+    quiet = ClusterLoad(term=1, workers=10, slots=80, worker_rate=100.0)
+    for second in range(60):
+        assert old.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
+        assert new.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
+    # The old one has gone: what is enough is learned from then on.
+    alone = ClusterLoad(term=1, workers=5, slots=40, worker_rate=100.0)
+    assert new.decide(alone, 0.0, 5, 60.0).workers == 5
+    assert [new.decide(alone, 0.0, 5, second).workers for second in (65.0, 70.0)] == [5, 1]
+
+
+def test_settings_change_at_run_time() -> None:
+    autoscaler = Autoscaler(AutoscaleConfig(max_workers=4))
+    load = ClusterLoad(
+        term=1, workers=4, queued=90, queued_tokens=90_000, waited_s=9.0, worker_rate=100.0
+    )
+    assert autoscaler.decide(load, 0.0, 4, 0.0).workers == 4
+    autoscaler.configure(AutoscaleConfig(max_workers=6))
+    assert autoscaler.decide(load, 0.0, 4, 1.0).workers == 6
+    with pytest.raises(ValueError, match="max_workers"):
+        autoscaler.configure(AutoscaleConfig())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,14 +38,24 @@ def fresh() -> None:
     FakeGauge.made = {}
 
 
+def serve_context(target: int, running: int, least: int = 1, most: int = 4) -> Any:
+    """What Serve calls the policy with."""
+    return SimpleNamespace(
+        target_num_replicas=target,
+        running_replicas=["a replica"] * running,
+        capacity_adjusted_min_replicas=least,
+        capacity_adjusted_max_replicas=most,
+    )
+
+
 def shown() -> dict[str, float]:
     return {name: gauge.values[""] for name, gauge in FakeGauge.made.items() if "" in gauge.values}
 
 
 def test_a_decision_and_its_inputs_are_shown() -> None:
-    gauges = Gauges(FakeGauge, max_workers=8)
+    gauges = Gauges(FakeGauge)
     load = ClusterLoad(queued_tokens=700, worker_rate=100.0)
-    gauges.show(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), load, age_s=0.25)
+    gauges.show(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), load, 0.25, 8)
     assert shown() == {
         "everlift_autoscaler_workers": 3,
         "everlift_autoscaler_max_workers": 8,
@@ -60,9 +69,9 @@ def test_a_decision_and_its_inputs_are_shown() -> None:
 
 
 def test_one_reason_is_the_last_one() -> None:
-    gauges = Gauges(FakeGauge, max_workers=8)
+    gauges = Gauges(FakeGauge)
     for reason in ("enough", "enough", "enough are on their way", "something new"):
-        gauges.show(Decision(1, reason), ClusterLoad(), 0.0)
+        gauges.show(Decision(1, reason), ClusterLoad(), 0.0, 8)
     reasons = FakeGauge.made["everlift_autoscaler_reason"].values
     assert reasons == {"enough": 0, "enough are on their way": 0, "other": 1}
 
@@ -71,9 +80,10 @@ def test_every_reason_that_a_decision_has_is_a_label() -> None:
     fleet = Fleet(AutoscaleConfig(min_workers=0, max_workers=6, idle_delay=60.0))
     fleet.run(300, load=4.0).run(600, load=0.3).run(400, load=0.0).run(200, load=9.0)
     decisions = [decision for _, decision in fleet.decisions]
-    gauges = Gauges(FakeGauge, max_workers=6)
-    for decision in [*decisions, Decision(1, "the load is not known"), Decision(1, "limits")]:
-        gauges.show(decision, ClusterLoad(), 0.0)
+    gauges = Gauges(FakeGauge)
+    others = ("the load is not known", "limits", "another cluster serves too")
+    for decision in [*decisions, *(Decision(1, reason) for reason in others)]:
+        gauges.show(decision, ClusterLoad(), 0.0, 6)
     assert FakeGauge.made["everlift_autoscaler_reason"].values.keys() == set(REASONS)
 
 
@@ -100,10 +110,9 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
     monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
-    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args: None)
-    autoscale = asdict(AutoscaleConfig(max_workers=4))
-    policy = serve_policy.QueuePolicy(autoscale, {}, "nowhere", "info", str(tmp_path / "log"))
-    context: Any = SimpleNamespace(target_num_replicas=1)
+    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
+    policy = serve_policy.QueuePolicy({}, str(tmp_path))
+    context = serve_context(target=1, running=1)
     workers, _ = policy(context)
     values = shown()
     assert values["everlift_autoscaler_workers"] == workers == 3
@@ -116,8 +125,43 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert change.reason == scaling.reason == "requests would wait 50.0 s"
 
 
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_the_policy_takes_bounds_from_serve_and_targets_from_the_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cluster.autoscale import serve_policy
+
+    load = ClusterLoad(term=1, workers=1, queued=9, queued_tokens=5000, slots=8, worker_rate=100.0)
+
+    class Exchange:
+        def __init__(self, config: object) -> None: ...
+
+        def latest(self) -> LoadReport:
+            return LoadReport(load, 0.1)
+
+        def say(self, scaling: Scaling) -> None: ...
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
+    monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
+    policy = serve_policy.QueuePolicy({}, str(tmp_path))
+    assert policy(serve_context(target=1, running=1, most=2))[0] == 2
+    assert policy(serve_context(target=1, running=1, most=9))[0] == 3
+    # 5,000 tokens take 50 s: fewer than a target of 200 s needs another worker for.
+    load.autoscale["ttft_target"] = 200.0
+    assert policy(serve_context(target=1, running=1, most=9))[0] == 1
+    # A setting that only a leader of another version knows changes nothing.
+    load.autoscale["no_such_setting"] = 1.0
+    assert policy(serve_context(target=1, running=1, most=9))[0] == 3
+    # Two of three workers are another cluster's: this one is to have as many.
+    load.workers = 3
+    assert policy(serve_context(target=1, running=1, most=9))[0] == 2
+
+
 def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
-    Gauges(FakeGauge, max_workers=1)
+    Gauges(FakeGauge)
     files = (DEPLOY / "grafana/everlift.json", DEPLOY / "prometheus/alerts.yaml")
     asked_for = {
         name for file in files for name in re.findall(r"ray_(everlift_[a-z_]+)", file.read_text())

@@ -6,17 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.build import check_shown, serve_yaml
+from cluster.build import application, check_shown, serve_yaml
 from cluster.config import Config, load
+from cluster.deployments import RUN_TIME_SETTINGS
 from cluster.ray_cluster import _rank_resources, _strategy
 from everlift import settings
 from everlift.settings import SettingsError
+from tests.chart import all_settings
 
 EVERLIFT = Path(sys.executable).with_name("everlift")
 SOME = [
@@ -39,22 +42,67 @@ SOME = [
     "state_dir=/var/lib/everlift",
 ]
 
+SHAPE = ["model=fake", "worker.max_num_seqs=9"]
 
-def args(config: Config) -> dict[str, object]:
+
+def built(config: Config) -> dict[str, Any]:
     [application] = yaml.safe_load(serve_yaml(config))["applications"]
-    return dict(application["args"])
+    return dict(application)
 
 
 @given(st.sets(st.sampled_from(SOME)))
 def test_what_is_built_loads_as_it_was(assignments: set[str]) -> None:
     if "autoscale.min_workers=0" in assignments:
         assignments.add("autoscale.max_workers=8")
+    if "autoscale.max_workers=8" in assignments:
+        assignments.discard("num_workers=3")
     config = load(None, {}, sorted(assignments))
-    assert settings.load(Config, args(config)) == config
+    assert settings.load(Config, all_settings(built(config))) == config
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["num_routers=5"],
+        ["num_workers=7"],
+        ["log_level=debug"],
+        ["router.order=shortest", "router.max_queued=9", "router.fair_share=false"],
+    ],
+)
+def test_settings_that_change_without_a_restart_are_no_args(other: list[str]) -> None:
+    before, after = built(load(None, {}, SHAPE)), built(load(None, {}, [*SHAPE, *other]))
+    assert before["args"] == after["args"]
+    assert before["deployments"] != after["deployments"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.parametrize(
+    "other",
+    ["autoscale.max_workers=9", "autoscale.min_workers=2", "autoscale.ttft_target=9"],
+)
+def test_bounds_and_targets_of_the_autoscaler_are_no_part_of_the_code(other: str) -> None:
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    scaled = [*SHAPE, "autoscale.max_workers=4"]
+    before, after = (
+        ServeApplicationSchema.model_validate(built(load(None, {}, assignments)))
+        for assignments in (scaled, [*scaled, other])
+    )
+    assert before != after
+    assert get_app_code_version(before) == get_app_code_version(after)
+
+
+@pytest.mark.parametrize("name", RUN_TIME_SETTINGS)
+def test_an_application_refuses_args_that_deployments_have(name: str) -> None:
+    section, _, key = name.rpartition(".")
+    args = {section: {key: 1}} if section else {key: {"ttft_target": 1}}
+    with pytest.raises(SettingsError, match=f"{name}: must be set in `deployments`"):
+        application({"model": "fake", **args})
 
 
 def test_only_what_was_set_is_shown() -> None:
-    assert args(load(None, {}, ["model=fake", "worker.max_num_seqs=9"])) == {
+    assert built(load(None, {}, ["model=fake", "worker.max_num_seqs=9"]))["args"] == {
         "model": "fake",
         "worker": {"max_num_seqs": 9},
     }
@@ -92,7 +140,8 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
     )
     [application] = yaml.safe_load(built.stdout)["applications"]
     assert application["args"]["worker"] == {"max_num_seqs": 9}
-    assert (application["args"]["num_routers"], application["args"]["chaos"]) == (2, True)
+    assert application["args"]["chaos"] is True
+    assert application["deployments"][0]["num_replicas"] == 2
 
 
 @pytest.mark.parametrize(

@@ -444,11 +444,14 @@ def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], nam
     application = rendered[name].application
     assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
     assert (application["name"], application["route_prefix"]) == (ray_cluster.APPLICATION, None)
-    config = settings.load(Config, application["args"])
-    build.check_shown(config)
     release = rendered[name]
+    # Serve takes no settings as args that deployments have.
+    assert build._divided(application["args"])[1] == []
+    config = settings.load(Config, release.settings)
+    build.check_shown(config)
     assert config.num_routers == release.group("routers")["replicas"]
-    assert config.num_workers == release.group("workers")["replicas"]
+    first = config.autoscale.min_workers if config.autoscale.is_on else config.num_workers
+    assert first == release.group("workers")["replicas"]
     # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
     assert release.group("workers")["maxReplicas"] in (config.most_workers, NO_BOUND)
     assert config.ledger.url == EMBEDDED
@@ -463,6 +466,29 @@ def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rende
     assert (config.ledger.retention, config.autoscale.ttft_target) == (60, 1)
     # Beside them stand those of the chart, in the same sections.
     assert (config.router.host, config.worker.device) == ("0.0.0.0", "cuda")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 5}},
+        {"workers": {"min": 3, "max": 7}},
+        {"config": {"log_level": "debug"}},
+        {"config": {"router": {"order": "shortest", "max_queued": 9}}},
+        {"config": {"autoscale": {"ttft_target": 9}}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_numbers_log_level_and_policies_restart_no_actor(helm: Helm, other: Object) -> None:
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    before, after = (
+        ServeApplicationSchema.model_validate(helm.render(values).application)
+        for values in ({"workers": {"max": 4}}, {"workers": {"max": 4}} | other)
+    )
+    assert before != after
+    assert get_app_code_version(before) == get_app_code_version(after)
 
 
 def test_large_numbers_stay_integers(helm: Helm) -> None:
@@ -626,7 +652,7 @@ def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
         ("defaults", (1, 1, 1), None),
         ("fixed workers", (3, 3, 3), None),
         ("autoscaling", (2, 0, NO_BOUND), {"min_workers": 2, "max_workers": 8}),
-        ("from no worker", (1, 0, NO_BOUND), {"min_workers": 0, "max_workers": 3}),
+        ("from no worker", (0, 0, NO_BOUND), {"min_workers": 0, "max_workers": 3}),
     ],
 )
 def test_pods_follow_the_number_of_workers(

@@ -152,3 +152,8 @@ def test_a_config_survives_the_way_through_plain_values() -> None:
     for model in ("model=fake", "model=org/llama"):
         config = load(None, {}, [model, "worker.num_blocks=7", "ledger.url=unix:///x"])
         assert settings.load(Config, settings.to_dict(config)) == config
+
+
+def test_a_fixed_number_of_workers_excludes_an_autoscaler() -> None:
+    with pytest.raises(SettingsError, match=r"set autoscale\.min_workers"):
+        load(None, {}, ["num_workers=2", "autoscale.max_workers=4"])

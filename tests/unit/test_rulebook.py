@@ -80,6 +80,18 @@ async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
     assert replica.subject.obeyed == [SET]
 
 
+async def test_another_configuration_takes_effect_where_operators_set_nothing(
+    replica: Replica,
+) -> None:
+    replica.rulebook.configure(replace(CONFIG, order="deadline", max_queued=77))
+    assert replica.subject.obeyed == [Rules.of(replace(CONFIG, order="deadline", max_queued=77))]
+    await replica.rulebook.set(CHANGES)
+    replica.rulebook.configure(replace(CONFIG, max_queued=88, queue_ttl=9.0))
+    assert replica.subject.obeyed[-1] == replace(SET, queue_ttl=9.0)
+    await replica.rulebook.set(dict.fromkeys(CHANGES))
+    assert replica.rulebook.rules == Rules.of(replace(CONFIG, max_queued=88, queue_ttl=9.0))
+
+
 async def test_engines_are_told_their_policy_under_the_version_of_all_that_was_set(
     replica: Replica,
 ) -> None:

@@ -326,6 +326,22 @@ class ClusterLoad(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class AutoscaleEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TERM_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
@@ -342,6 +358,7 @@ class ClusterLoad(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     CLASS_QUEUES_FIELD_NUMBER: builtins.int
     TENANT_QUEUES_FIELD_NUMBER: builtins.int
+    AUTOSCALE_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -380,6 +397,10 @@ class ClusterLoad(google.protobuf.message.Message):
     def tenant_queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantQueue]:
         """where tenants are told apart: the longest, the longest first"""
 
+    @property
+    def autoscale(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """settings of the autoscaler that are not its defaults, by their names"""
+
     def __init__(
         self,
         *,
@@ -399,9 +420,10 @@ class ClusterLoad(google.protobuf.message.Message):
         wait_s: builtins.float | None = ...,
         class_queues: collections.abc.Iterable[Global___ClassQueue] | None = ...,
         tenant_queues: collections.abc.Iterable[Global___TenantQueue] | None = ...,
+        autoscale: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad

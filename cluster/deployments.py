@@ -1,0 +1,76 @@
+"""Options of the Serve deployments that take effect without a restart of actors.
+
+Serve restarts every actor of an application when one of its ``args`` changes. Numbers of actors and
+the ``user_config`` of a deployment change in place. So ``args`` has none of the settings below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cluster.config import Config
+from everlift import settings
+from router.rulebook import ROUTER_SETTINGS
+
+ROUTER, WORKER = "router", "worker"
+#: Paths of the settings that deployments have. ``autoscale`` is the whole section.
+RUN_TIME_SETTINGS = (
+    *("num_routers", "num_workers", "log_level", "autoscale"),
+    *(f"router.{name}" for name in ROUTER_SETTINGS),
+)
+POLICY = "cluster.autoscale.serve_policy:QueuePolicy"
+
+
+def options(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the options of each deployment by its name, in Serve's terms."""
+    return {
+        ROUTER: {"num_replicas": config.num_routers, "user_config": _router_settings(config)},
+        WORKER: {**_replicas(config), "user_config": {"log_level": config.log_level}},
+    }
+
+
+def _router_settings(config: Config) -> dict[str, Any]:
+    values: Any = settings.to_dict(config)
+    defaults: Any = settings.to_dict(Config())
+    changed = {
+        section: {
+            name: value
+            for name, value in values[section].items()
+            if value != defaults[section][name]
+        }
+        for section in ("router", "autoscale")
+    }
+    return {
+        "log_level": config.log_level,
+        "router": {n: v for n, v in changed["router"].items() if n in ROUTER_SETTINGS},
+        "autoscale": {
+            n: v for n, v in changed["autoscale"].items() if n not in ("min_workers", "max_workers")
+        },
+    }
+
+
+def _replicas(config: Config) -> dict[str, Any]:
+    autoscale = config.autoscale
+    if autoscale.max_workers is None:
+        return {"num_replicas": config.num_workers}
+    return {
+        "autoscaling_config": {
+            "min_replicas": autoscale.min_workers,
+            "max_replicas": autoscale.max_workers,
+            # The policy decides when to change the number; Serve is to carry it out at once.
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            # Serve counts the policy's arguments among what restarts actors: nothing that may
+            # change at run time is among them.
+            "policy": {"policy_function": POLICY, "policy_kwargs": _policy_arguments(config)},
+        }
+    }
+
+
+def _policy_arguments(config: Config) -> Mapping[str, Any]:
+    ledger = asdict(config.ledger)
+    # Serve shows and logs the arguments, and the URL may hold a password.
+    del ledger["url"]
+    return {"ledger": ledger, "state_dir": str(config.state_dir)}
