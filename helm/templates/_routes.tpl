@@ -10,6 +10,39 @@
 [/v1, /tokenize, /detokenize, /health, /openapi.json]
 {{- end -}}
 
+{{/*
+"true" where GRPCRoute and HTTPRoute share a listener and a hostname. Takes .Values.gateway. A Gateway has to refuse one
+of two such routes (gateway.networking.k8s.io/v1, GRPCRoute.spec.hostnames).
+*/}}
+{{- define "everlift.routesClash" -}}
+{{- $clash := dict -}}
+{{- $gateway := . -}}
+{{- range $grpc := .parentRefs -}}
+  {{- range $http := $gateway.http.parentRefs | default $gateway.parentRefs -}}
+    {{- $same := and (eq $grpc.name $http.name) (eq (toString $grpc.namespace) (toString $http.namespace)) -}}
+    {{- range $key := list "sectionName" "port" -}}
+      {{- if and (hasKey $grpc $key) (hasKey $http $key) -}}
+        {{- $same = and $same (eq (get $grpc $key | toString) (get $http $key | toString)) -}}
+      {{- end -}}
+    {{- end -}}
+    {{- if $same -}}{{- $_ := set $clash "listener" true -}}{{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- $httpHostnames := .http.hostnames | default .hostnames -}}
+{{- if or (not .hostnames) (not $httpHostnames) -}}{{- $_ := set $clash "hostname" true -}}{{- end -}}
+{{- range $grpc := .hostnames -}}
+  {{- range $http := $httpHostnames -}}
+    {{- range $pair := list (list $grpc $http) (list $http $grpc) -}}
+      {{- $wildcard := index $pair 0 | trimPrefix "*" -}}
+      {{- if or (eq $grpc $http) (and (hasPrefix "*." (index $pair 0)) (hasSuffix $wildcard (index $pair 1))) -}}
+        {{- $_ := set $clash "hostname" true -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $clash.listener $clash.hostname }}true{{ end -}}
+{{- end -}}
+
 {{/* An Ingress: root, its name, the Service's port, the paths that lead there, and what values say of it. */}}
 {{- define "everlift.ingress" }}
 apiVersion: networking.k8s.io/v1

@@ -108,6 +108,9 @@
   {{- if and .http.enabled (not (or .parentRefs .http.parentRefs)) -}}
     {{- fail "gateway.http.parentRefs: must be set with gateway.http.enabled" -}}
   {{- end -}}
+  {{- if and .enabled .http.enabled (include "everlift.routesClash" .) -}}
+    {{- fail "gateway.http.hostnames: a Gateway accepts only one of GRPCRoute and HTTPRoute for a hostname on a listener; set hostnames that gateway.hostnames does not have, or another listener (sectionName) in gateway.http.parentRefs" -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
 

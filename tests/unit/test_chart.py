@@ -143,6 +143,14 @@ VALUES: dict[str, Object] = {
         },
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
     },
+    "exposed on two listeners": {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw", "sectionName": "grpc"}],
+            "hostnames": ["llm.example"],
+            "http": {"enabled": True, "parentRefs": [{"name": "gw", "sectionName": "http"}]},
+        },
+    },
     "watched": {
         "monitoring": {
             "port": 9999,
@@ -193,6 +201,29 @@ VALUES: dict[str, Object] = {
         },
     },
 }
+
+
+def both_routes(grpc: list[str], http: list[str], **http_values: object) -> Object:
+    return {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw"}],
+            "hostnames": grpc,
+            "http": {"enabled": True, "hostnames": http, **http_values},
+        }
+    }
+
+
+#: Values whose GRPCRoute and HTTPRoute no Gateway accepts both.
+CLASHES = [
+    both_routes([], []),
+    both_routes(["llm.example"], []),
+    both_routes(["llm.example"], ["llm.example"]),
+    both_routes(["a.example", "llm.example"], ["b.example", "llm.example"]),
+    both_routes(["*.example"], ["llm.example"]),
+    both_routes(["a.llm.example"], ["*.example"]),
+    both_routes(["llm.example"], [], parentRefs=[{"name": "gw", "sectionName": "https"}]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +368,7 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
         ({"gateway": {"http": {"enabled": True}}}, "gateway.http.parentRefs: must be set"),
+        *((gateway, "gateway.http.hostnames: a Gateway accepts only one") for gateway in CLASHES),
         ({"gateway": {"http": {"timeout": "soon"}}}, "does not match pattern"),
         ({"gateway": {"http": {"hostnames": [{}]}}}, "got object, want string"),
         ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
@@ -568,7 +600,12 @@ def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) ->
         "monitoring": {"serviceMonitor": {"enabled": True, "interval": text}},
         "rayAuth": {"existingSecret": text},
         "ingress": {"enabled": True, "className": text, "host": text, "tlsSecret": text},
-        "gateway": {"enabled": True, "parentRefs": [{"name": text}], "http": {"enabled": True}},
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": text}],
+            "hostnames": ["a.example"],
+            "http": {"enabled": True, "hostnames": ["b.example"]},
+        },
     }
     elsewhere = {
         "fullnameOverride": text,
@@ -748,6 +785,36 @@ def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None
     assert head["readinessProbe"]["httpGet"] == {"path": "/api/gcs_healthz", "port": "dashboard"}
     for each in (head, router, worker):
         assert each["livenessProbe"]["httpGet"] == ray
+
+
+def covers(hostname: str, other: str) -> bool:
+    """Whether a route's hostname, which may begin with a wildcard, matches another one."""
+    return hostname == other or (hostname.startswith("*.") and other.endswith(hostname[1:]))
+
+
+def share_a_listener(one: Object, other: Object) -> bool:
+    return (one["name"], one.get("namespace")) == (other["name"], other.get("namespace")) and all(
+        key not in one or key not in other or one[key] == other[key]
+        for key in ("sectionName", "port")
+    )
+
+
+def share_a_hostname(one: list[str], other: list[str]) -> bool:
+    pairs = [(a, b) for a in one for b in other]
+    return not one or not other or any(covers(a, b) or covers(b, a) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_gateway_accepts_both_routes(rendered: dict[str, Rendered], name: str) -> None:
+    """By the Gateway API, of a GRPCRoute and an HTTPRoute with intersecting hostnames on one
+    listener, one must be refused (GRPCRoute.spec.hostnames)."""
+    release = rendered[name]
+    if not {"GRPCRoute", "HTTPRoute"} <= release.kinds:
+        return
+    grpc, http = release.the("GRPCRoute")["spec"], release.the("HTTPRoute")["spec"]
+    pairs = [(a, b) for a in grpc["parentRefs"] for b in http["parentRefs"]]
+    if any(share_a_listener(a, b) for a, b in pairs):
+        assert not share_a_hostname(grpc.get("hostnames", []), http.get("hostnames", []))
 
 
 def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -> None:
