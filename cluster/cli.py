@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +66,10 @@ _EXPLAINED = (
     OSError,
 )
 
+#: Groups of the help.
+_SERVE, _ASK, _LOOK = "Serve", "Ask", "Look"
+_OPERATE, _FORECAST, _BENCH = "Operate", "Forecast", "Bench"
+
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -83,8 +88,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Serves large language models on a cluster; no request is lost.",
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"everlift {version('everlift')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve large language models on a cluster; no request is lost."""
+
 
 SettingsFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML.")
@@ -97,6 +120,7 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id."
 
 
 @app.command(
+    rich_help_panel=_SERVE,
     epilog="""
 **Examples**
 
@@ -105,7 +129,7 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id."
 - `everlift up --model Qwen/Qwen3-0.6B` downloads what it serves
 - `everlift up --no-ray --set router.port=0 --set ledger.url=redis://10.0.0.5`
 - `EVERLIFT_WORKER__MAX_NUM_SEQS=64 everlift up --config cluster.yaml`
-"""
+""",
 )
 def up(
     model: Annotated[
@@ -147,12 +171,13 @@ def up(
 
 
 @app.command(
+    rich_help_panel=_SERVE,
     epilog="""
 **Examples**
 
 - `everlift build --config cluster.yaml > serve.yaml`, then `serve deploy serve.yaml`
 - `everlift build --set worker.device=cuda --set autoscale.max_workers=8 > serve.yaml`
-"""
+""",
 )
 def build(
     config: SettingsFile = None,
@@ -167,12 +192,13 @@ def build(
 
 
 @app.command(
+    rich_help_panel=_SERVE,
     epilog="""
 **Examples**
 
 - `everlift doctor`
 - `everlift doctor --config cluster.yaml --set ray_address=auto` looks at every node, too
-"""
+""",
 )
 def doctor(
     config: SettingsFile = None,
@@ -191,7 +217,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command(epilog="**Example:** `everlift ledger --listen 10.0.0.4:6379`")
+@app.command(rich_help_panel=_SERVE, epilog="**Example:** `everlift ledger --listen 10.0.0.4:6379`")
 def ledger(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where other machines find it.")],
     config: SettingsFile = None,
@@ -205,26 +231,28 @@ def ledger(
     asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False, markup=False)))
 
 
-app.command(epilog=generate.EXAMPLES)(generate.generate)
-app.command(epilog=batching.EXAMPLES)(batching.batch)
-app.command(epilog=requests_command.EXAMPLES)(requests_command.requests)
-app.command(epilog=explaining.EXAMPLES)(explaining.explain)
-app.command(epilog=policy_command.EXAMPLES)(policy_command.policy)
-app.command(epilog=predicting.EXAMPLES)(predicting.train_predictor)
-app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)
-app.command(epilog=tokens_command.TOKENIZE_EXAMPLES)(tokens_command.tokenize)
-app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize)
-app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
-app.command(epilog=measure_command.EXAMPLES)(measure_command.measure)
-app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
-app.command(epilog=replay_command.EXAMPLES)(replay_command.replay)
-app.add_typer(benching.app, name="bench")
-app.add_typer(chaos.app, name="chaos")
-app.add_typer(keys.app, name="key")
-app.add_typer(tenants.app, name="tenant")
+app.command(epilog=generate.EXAMPLES, rich_help_panel=_ASK)(generate.generate)
+app.command(epilog=batching.EXAMPLES, rich_help_panel=_ASK)(batching.batch)
+app.command(epilog=requests_command.EXAMPLES, rich_help_panel=_LOOK)(requests_command.requests)
+app.command(epilog=explaining.EXAMPLES, rich_help_panel=_LOOK)(explaining.explain)
+app.command(epilog=policy_command.EXAMPLES, rich_help_panel=_OPERATE)(policy_command.policy)
+app.command(epilog=predicting.EXAMPLES, rich_help_panel=_OPERATE)(predicting.train_predictor)
+app.command(epilog=tokens_command.MODELS_EXAMPLES, rich_help_panel=_ASK)(tokens_command.models)
+app.command(epilog=tokens_command.TOKENIZE_EXAMPLES, rich_help_panel=_ASK)(tokens_command.tokenize)
+app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES, rich_help_panel=_ASK)(
+    tokens_command.detokenize
+)
+app.command(epilog=simulate_command.EXAMPLES, rich_help_panel=_FORECAST)(simulate_command.simulate)
+app.command(epilog=measure_command.EXAMPLES, rich_help_panel=_FORECAST)(measure_command.measure)
+app.command(epilog=plan_command.EXAMPLES, rich_help_panel=_FORECAST)(plan_command.plan)
+app.command(epilog=replay_command.EXAMPLES, rich_help_panel=_FORECAST)(replay_command.replay)
+app.add_typer(benching.app, name="bench", rich_help_panel=_BENCH)
+app.add_typer(chaos.app, name="chaos", rich_help_panel=_OPERATE)
+app.add_typer(keys.app, name="key", rich_help_panel=_OPERATE)
+app.add_typer(tenants.app, name="tenant", rich_help_panel=_OPERATE)
 
 
-@app.command(epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
+@app.command(rich_help_panel=_ASK, epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
 def attach(
     request_id: RequestId,
     from_offset: Annotated[int, typer.Option(help="The first token to show.")] = 0,
@@ -234,19 +262,19 @@ def attach(
     asyncio.run(_attach(address, request_id, from_offset))
 
 
-@app.command(epilog="**Example:** `everlift cancel 3f2a…`")
+@app.command(rich_help_panel=_ASK, epilog="**Example:** `everlift cancel 3f2a…`")
 def cancel(request_id: RequestId, address: Address = None) -> None:
     """End a request."""
     asyncio.run(_cancel(address, request_id))
 
 
-@app.command(epilog="**Example:** `everlift forget 3f2a…`")
+@app.command(rich_help_panel=_ASK, epilog="**Example:** `everlift forget 3f2a…`")
 def forget(request_id: RequestId, address: Address = None) -> None:
     """Erase a request, its prompt and its outputs."""
     asyncio.run(_forget(address, request_id))
 
 
-@app.command(epilog="**Example:** `everlift status --watch`")
+@app.command(rich_help_panel=_LOOK, epilog="**Example:** `everlift status --watch`")
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
     address: Address = None,
@@ -255,7 +283,7 @@ def status(
     asyncio.run(_watch(address) if watch else _status(address))
 
 
-@app.command(epilog="**Example:** `everlift capacity --json`")
+@app.command(rich_help_panel=_LOOK, epilog="**Example:** `everlift capacity --json`")
 def capacity(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     address: Address = None,
@@ -264,7 +292,7 @@ def capacity(
     asyncio.run(_capacity(address, as_json))
 
 
-@app.command(epilog="**Example:** `everlift drain 3f2a --wait`")
+@app.command(rich_help_panel=_OPERATE, epilog="**Example:** `everlift drain 3f2a --wait`")
 def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a beginning of it.")],
     wait: Annotated[bool, typer.Option("--wait", help="Until it has nothing any more.")] = False,
@@ -275,12 +303,13 @@ def drain(
 
 
 @app.command(
+    rich_help_panel=_SERVE,
     epilog="""
 **Examples**
 
 - `everlift demo`
 - `everlift demo --no-ray --json summary.json --picture slots.png`
-"""
+""",
 )
 def demo(
     json_file: Annotated[

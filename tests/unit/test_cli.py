@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ async def failure(*arguments: str, **environ: str) -> str:
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
+
+
+async def test_the_version_is_shown() -> None:
+    result = await run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"everlift {version('everlift')}\n")
+
+
+def test_every_command_is_in_a_group_of_the_help() -> None:
+    commands = [*app.registered_commands, *app.registered_groups]
+    groups = ["Serve", "Ask", "Look", "Operate", "Forecast", "Bench"]
+    assert {command.rich_help_panel for command in commands} == set(groups)
 
 
 def test_a_command_of_clients_imports_nothing_of_a_cluster_or_an_engine() -> None:
