@@ -192,9 +192,9 @@ class RouterConfig:
     #: a gateway or leader that did not renew for so long is gone; of the 2 s in which another one
     #: has to lead, the rest is for a busy machine
     lease: float = 1.2
-    #: while no worker is there a request waits so long for one, which may have to start first; then
-    #: it ends with UNAVAILABLE
-    worker_wait: float = 600.0
+    #: how long a request waits while there is no worker; then it ends with UNAVAILABLE (no_worker).
+    #: A worker may need a machine, an image and a model first
+    worker_wait: float = 1800.0
     #: between renewals
     beat: float = 0.25
     #: before_delivery: a client sees a token when the ledger has it; behind: at once, marked
