@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, TypeAlias
 
@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.connection import Address, connected
-from everlift import AsyncClient
+from cluster.request_ids import listed
 from everlift.errors import InvalidRequest
 from everlift.explanation import state_name
 from everlift.v1 import inference_pb2 as pb
 
 _States: TypeAlias = Sequence[pb.RequestState.ValueType]
 
-#: One page of the listing, at most.
-_PAGE = 1000
+#: Columns of a terminal that is never too narrow.
+_UNBOUNDED = 10_000
 
 EXAMPLES = """
 **Examples**
@@ -64,29 +64,17 @@ async def _list(
 ) -> None:
     table = Table("request", "state", "arrived", "attempts", "tokens", "error", box=SIMPLE_HEAD)
     async with connected(address) as client:
-        async for each in _listed(client, states, tenant, limit):
+        async for each in listed(client, states=states, tenant=tenant, limit=limit):
             if as_json:
                 typer.echo(json.dumps(_as_json(each)))
             else:
                 table.add_row(*_cells(each))
     if not as_json:
-        Console(highlight=False, markup=False).print(table)
-
-
-async def _listed(
-    client: AsyncClient, states: _States, tenant: str | None, limit: int
-) -> AsyncIterator[pb.RequestSummary]:
-    """Page by page."""
-    token = ""
-    while limit:
-        page = await client.list_requests(
-            states=states, page_size=min(limit, _PAGE), page_token=token, tenant=tenant
-        )
-        for each in page.requests:
-            yield each
-        limit -= len(page.requests)
-        if not (token := page.next_page_token):
-            return
+        console = Console(highlight=False, markup=False)
+        # Ids are to be copied: in a narrow terminal lines wrap, and no cell is cut.
+        unbounded = console.options.update(max_width=_UNBOUNDED)
+        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+        console.print(table)
 
 
 def _cells(each: pb.RequestSummary) -> list[str]:

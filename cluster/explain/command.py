@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster import picture_file
+from cluster import picture_file, request_ids
 from cluster.connection import Address, connected
 from cluster.explain import tables
+from everlift.errors import InvalidRequest, UnknownRequest
 from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
 
@@ -22,7 +23,8 @@ The parts add up to the whole. Of a request that goes on, it is told what came t
 
 **Examples**
 
-- `everlift explain 3f2a…`
+- `everlift explain --last`
+- `everlift explain 3f2a`: the request whose id begins so
 - `everlift explain 3f2a… --json | jq '.spans[] | select(.seconds > 0.1)'`
 - `everlift explain 3f2a… --png 3f2a.png`
 - `everlift explain 3f2a… --what-if shortest,hrrn --what-if "shortest patience=3"`: how long it
@@ -42,7 +44,10 @@ WhatIfs = Annotated[
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Request id, or a unique prefix of it.")
+    ] = "",
+    newest: Annotated[bool, typer.Option("--last", help="Explain the newest request.")] = False,
     for_programs: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Draw it there, by kind of time.")
@@ -51,6 +56,8 @@ def explain(
     address: Address = None,
 ) -> None:
     """Tell where the time of a request went."""
+    if bool(request_id) == newest:
+        raise InvalidRequest("explain needs a request id or --last, not both")
     if png is not None:
         picture_file.check("--png", png)
     policies = [name.strip() for each in what_if or () for name in each.split(",")]
@@ -71,4 +78,12 @@ async def _explanation(
     address: str | None, request_id: str, policies: Sequence[str]
 ) -> pb.Explanation:
     async with connected(address) as client:
-        return await client.explain(request_id, what_if=policies)
+        try:
+            return await client.explain(
+                request_id or await request_ids.last(client), what_if=policies
+            )
+        except UnknownRequest:
+            if not request_id:
+                raise
+            found = await request_ids.completed(client, request_id)
+        return await client.explain(found, what_if=policies)

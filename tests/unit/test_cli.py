@@ -408,3 +408,33 @@ async def test_a_misspelt_command_names_the_right_one() -> None:
     result = await run("generat", "x")
     assert result.exit_code == 2
     assert "generate" in result.stderr
+
+
+async def test_explain_takes_the_newest_request_or_a_prefix_of_an_id() -> None:
+    async with FakeRouter() as router:
+        place = ["--address", router.address]
+        for request_id in ("chat-1", "chat-22", "other"):
+            await run("generate", "x", "--request-id", request_id, *place)
+        explained = [
+            json.loads((await run("explain", *which, "--json", *place)).stdout)["request_id"]
+            for which in (["--last"], ["o"], ["chat-2"], ["chat-1"])
+        ]
+        assert explained == ["other", "other", "chat-22", "chat-1"]
+        assert await failure("explain", "chat", *place) == (
+            "2 requests have ids that begin with 'chat': chat-22, chat-1"
+        )
+        unknown = "no request has the id 'none', or one that begins so"
+        assert await failure("explain", "none", *place) == unknown
+        neither = "explain needs a request id or --last, not both"
+        assert await failure("explain", *place) == neither
+        assert await failure("explain", "o", "--last", *place) == neither
+
+
+async def test_requests_shows_whole_ids_in_a_narrow_terminal() -> None:
+    request_id = "a-long-id-" * 9
+    async with FakeRouter() as router:
+        place = ["--address", router.address]
+        await run("generate", "x", "--request-id", request_id, *place)
+        listing = await run("requests", *place, COLUMNS="40")
+    assert request_id in listing.stdout
+    assert "…" not in listing.stdout

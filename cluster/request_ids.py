@@ -1,0 +1,61 @@
+"""Ids of requests as people type them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from everlift import AsyncClient
+from everlift.errors import InvalidRequest, UnknownRequest
+from everlift.v1 import inference_pb2 as pb
+
+#: One page of the listing, at most.
+_PAGE = 1000
+#: Matches that an error names.
+_SHOWN = 5
+
+
+async def listed(
+    client: AsyncClient,
+    *,
+    states: Sequence[pb.RequestState.ValueType] = (),
+    tenant: str | None = None,
+    limit: int,
+) -> AsyncIterator[pb.RequestSummary]:
+    """Yield at most ``limit`` requests, newest first, read page by page."""
+    token = ""
+    while limit:
+        page = await client.list_requests(
+            states=states, page_size=min(limit, _PAGE), page_token=token, tenant=tenant
+        )
+        for each in page.requests:
+            yield each
+        limit -= len(page.requests)
+        if not (token := page.next_page_token):
+            return
+
+
+async def last(client: AsyncClient) -> str:
+    """Return the id of the newest request. Raises UnknownRequest if there is none."""
+    async for each in listed(client, limit=1):
+        return each.request_id
+    raise UnknownRequest("there is no request yet")
+
+
+async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> str:
+    """Return the only id that begins with ``prefix``, among the newest ``limit`` requests.
+
+    Raises:
+        UnknownRequest: No id begins so.
+        InvalidRequest: Several do.
+    """
+    found = [
+        each.request_id
+        async for each in listed(client, limit=limit)
+        if each.request_id.startswith(prefix)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnknownRequest(f"no request has the id {prefix!r}, or one that begins so")
+    shown = ", ".join(found[:_SHOWN]) + ", …" * (len(found) > _SHOWN)
+    raise InvalidRequest(f"{len(found)} requests have ids that begin with {prefix!r}: {shown}")
