@@ -10,11 +10,12 @@ from contextlib import AsyncExitStack, suppress
 from rich.console import Console
 from rich.markup import escape
 
-from cluster import endpoint
+from cluster import endpoint, port_check
 from cluster.config import TLS_VARIABLES, Config
 from cluster.model import fetched
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import LOCAL, RayCluster
+from cluster.router_ports import consecutive
 from everlift import logs
 from everlift.settings import SettingsError
 
@@ -36,6 +37,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
     task = asyncio.current_task()
     assert task is not None
     if not with_ray or config.ray_address == LOCAL:
+        port_check.check(consecutive(config.router, config.num_routers))
         config = await fetched(config)
     cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
     async with AsyncExitStack() as stack:

@@ -1,0 +1,83 @@
+"""Ports of routers that are taken, and who holds them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.errors import ClusterFailed
+from router.config import Listener, RouterConfig
+
+_LISTENING = "0A"
+
+
+def check(routers: Iterable[RouterConfig]) -> None:
+    """Raise ClusterFailed if a port that a router is to listen on is taken.
+
+    The error names each such setting and the process that holds the port.
+    """
+    listeners = [each for router in routers for each in router.listeners if each.host and each.port]
+    taken = [_taken(each) for each in listeners if _is_taken(each)]
+    if taken:
+        settings = sorted({f"router.{each.setting}" for each in listeners if _is_taken(each)})
+        raise ClusterFailed(
+            f"{'; '.join(taken)}. Stop that process, or set {', '.join(settings)} to another port "
+            "(0: any free one)"
+        )
+
+
+def _is_taken(listener: Listener) -> bool:
+    try:
+        found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM)
+    except OSError:
+        # The router says what is wrong with its host.
+        return False
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
+        # As routers bind: a connection of before that is not over yet is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _taken(listener: Listener) -> str:
+    pid = next(_holders(listener.port), None)
+    holder = f"process {pid} ({_command(pid)})" if pid is not None else "another user's process"
+    place = f"{listener.host}:{listener.port}"
+    return f"router.{listener.setting}: {place} is taken by {holder}"
+
+
+def _holders(port: int) -> Iterator[int]:
+    """Yield the processes that listen on ``port``, of those that this user may look at."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    if not sockets:
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        # It may be gone by now, or another user's.
+        with suppress(OSError):
+            if any(os.readlink(each) in sockets for each in (process / "fd").iterdir()):
+                yield int(process.name)
+
+
+def _inodes(port: int) -> Iterator[str]:
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                    yield inode
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "gone by now"
+    return " ".join(words).strip()[:80]
