@@ -46,7 +46,9 @@ def application(args: Mapping[str, object]) -> Application:
         )
     config = settings.load(Config, args)
     check_shown(config)
-    return ray_cluster.application(asyncio.run(pinned(replace(config, ray_address="auto"))))
+    return ray_cluster.upgradable_application(
+        asyncio.run(pinned(replace(config, ray_address="auto")))
+    )
 
 
 def serve_yaml(config: Config) -> str:

@@ -203,6 +203,17 @@ def application(config: Config) -> Application:
     return _workers(config, _routers(config))
 
 
+def upgradable_application(config: Config) -> Application:
+    """Return the application of clusters that replace each other (cluster/upgrade_gate.py)."""
+    from cluster.upgrade_gate import UpgradeGate
+
+    routers = _routers(config)
+    gated: Application = UpgradeGate.bind(  # type: ignore[attr-defined]
+        _workers(config, routers), routers, log_dir(config)
+    )
+    return gated
+
+
 def _routers(config: Config) -> Application:
     from cluster.explain.simulator import ProcessSimulator
     from router.app import RouterDeployment

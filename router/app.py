@@ -94,6 +94,10 @@ class RouterDeployment:
             return str(error)
         return ""
 
+    async def num_workers(self) -> int:
+        """Return how many workers this router is connected with, of all clusters on its ledger."""
+        return self._running.num_workers
+
     async def describe(self) -> dict[str, str | int]:
         """Where this replica listens, and its process id."""
         router = self._running

@@ -388,6 +388,11 @@ class Router:
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         self._fleet.worker_starts(start)
 
+    @property
+    def num_workers(self) -> int:
+        """Workers that this router is connected with, of all clusters on its ledger."""
+        return sum(link.is_up for link in self._sessions.links)
+
     def reconfigure(self, config: RouterConfig, autoscale: Mapping[str, float]) -> None:
         """Take the policy settings of ``config`` and the autoscaler's settings. No others change.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from router.ledger.embedded import EmbeddedLedger
 from router.ledger.redis_ledger import connect
 from tests.conftest import leaving_nothing
 from tests.free_port import free_port
+from tests.serve_api import call
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -60,11 +60,7 @@ def api(ledger: str) -> Iterator[str]:
         head = {"num_cpus": 4, "include_dashboard": True, "dashboard_port": port}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=4)
-        ray.init(
-            address=cluster.address,
-            log_to_driver=False,
-            runtime_env={"worker_process_setup_hook": local_ray.bind_replicas},
-        )
+        ray.init(address=cluster.address, log_to_driver=False)
         serve.start(proxy_location="Disabled")
         yield f"http://127.0.0.1:{port}/api/serve/applications/"
         serve.shutdown()
@@ -72,19 +68,14 @@ def api(ledger: str) -> Iterator[str]:
         cluster.shutdown()
 
 
-def call(url: str, body: object = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data, {"Content-Type": "application/json"}, method="GET" if data is None else "PUT"
-    )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        text = response.read()
-    return json.loads(text) if text else None
-
-
 async def deploy(api: str, config: Config, routers: int) -> None:
     """Return when the application runs with so many routers."""
-    await asyncio.to_thread(call, api, yaml.safe_load(serve_yaml(config)))
+    body = yaml.safe_load(serve_yaml(config))
+    [application] = body["applications"]
+    # On loopback alone.
+    hook = {"worker_process_setup_hook": "cluster.local_ray.bind_replicas"}
+    application["runtime_env"] = hook
+    await asyncio.to_thread(call, api, body)
 
     async def is_there() -> bool:
         status = await asyncio.to_thread(call, api)

@@ -1,0 +1,240 @@
+"""An upgrade under load, as KubeRay does it: a second Ray cluster on the same ledger, the switch
+when its application runs, the end of the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local_ray
+from everlift.client import AsyncClient
+from router.ledger.config import URL_VARIABLE, LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+from tests.chart import Object, running_helm
+from tests.conftest import leaving_nothing
+from tests.free_port import free_port
+from tests.serve_api import call
+from worker.config import FakeModel
+from worker.fake_runner import expected_tokens
+
+# Ray and Serve warn of this and that of their own.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(900),
+]
+
+#: Paced: two workers make 160 tokens a second.
+MODEL = FakeModel(step_time=0.05)
+SEQUENCES, WORKERS = 4, 2
+SATURATION = WORKERS * SEQUENCES / MODEL.step_time
+TOKENS = 40
+LOAD = 0.7
+WINDOW_S = 10.0
+_PATIENCE_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Ray starts and ends processes as it likes; the end of all is checked."""
+
+
+def values(**worker: object) -> Object:
+    settings = {"num_blocks": 256, "max_num_seqs": SEQUENCES, "num_threads": 1}
+    return {
+        "model": {"name": "fake"},
+        "routers": {"replicas": 1},
+        # What serves when the upgrade begins is more than the least.
+        "workers": {"device": "cpu", "min": 1, "max": 4},
+        "config": {
+            "worker": {**settings, "fake": {"step_time": MODEL.step_time}, **worker},
+            "autoscale": {"down_delay": 600.0},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def versions() -> list[Object]:
+    """Applications of Serve of two versions, as Helm renders them."""
+    with running_helm() as helm:
+        return [helm.render(values(**more)).application for more in ({}, {"watermark": 0.02})]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = EmbeddedLedger(LedgerConfig(), listen=("127.0.0.1", free_port()))
+    url = server.start(tmp_path / "ledger")
+    monkeypatch.setenv(URL_VARIABLE, url)
+    yield url
+    server.stop()
+
+
+class RayCluster:
+    """A Ray cluster with Serve's REST API, and the application that it is told to run."""
+
+    def __init__(self, application: Object, state_dir: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._api_port = free_port()
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 4,
+                "resources": {"everlift_router": 1},
+                "include_dashboard": True,
+                "dashboard_port": self._api_port,
+            },
+        )
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        arguments = application["args"]
+        # On this machine, where its ports may be taken, and nowhere beyond it.
+        here = {"host": "127.0.0.1", "port": port, "http_host": "", "metrics_host": ""}
+        arguments["router"] |= here
+        arguments["state_dir"] = str(state_dir)
+        arguments["worker"]["ready_dir"] = str(state_dir / "ready")
+        hook = {"worker_process_setup_hook": "cluster.local_ray.bind_replicas"}
+        self._application = application | {"runtime_env": hook}
+        self.state_dir = state_dir
+
+    @property
+    def _api(self) -> str:
+        return f"http://127.0.0.1:{self._api_port}/api/serve/applications/"
+
+    async def deploy(self) -> None:
+        """Return when the application runs."""
+        body = {"proxy_location": "Disabled", "applications": [self._application]}
+        await asyncio.to_thread(call, self._api, body)
+        async with asyncio.timeout(_PATIENCE_S):
+            while (found := await self._status())["status"] != "RUNNING":
+                assert found["status"] != "DEPLOY_FAILED", found
+                await asyncio.sleep(0.5)
+
+    async def _status(self) -> Any:
+        status = await asyncio.to_thread(call, self._api)
+        return status["applications"]["everlift"]
+
+    async def replicas(self, deployment: str) -> int:
+        """Running replicas."""
+        found = (await self._status())["deployments"][deployment]["replicas"]
+        return sum(replica["state"] == "RUNNING" for replica in found)
+
+    def leave(self) -> None:
+        """What a pod's hook does before it ends (helm/files/leave.sh), in all pods."""
+        for file in (self.state_dir / "logs").glob("*.log"):
+            kind, _, pid = file.stem.rpartition("-")
+            if kind in ("router", "worker.rank-0"):
+                os.kill(int(pid), signal.SIGUSR1)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def ray_clusters() -> Iterator[ExitStack]:
+    local_ray.prepare()
+    with leaving_nothing(), ExitStack() as stack:
+        yield stack
+
+
+class Load:
+    """Requests at constant intervals, and what came of them."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.addresses = addresses
+        self.failures: list[str] = []
+        self.delivered: Counter[int] = Counter()
+        self._began = time.monotonic()
+        self._requests: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.create_task(self._send())
+
+    async def stop(self) -> None:
+        self._sending.cancel()
+        await asyncio.gather(*self._requests)
+
+    @property
+    def window(self) -> int:
+        return int((time.monotonic() - self._began) / WINDOW_S)
+
+    async def _send(self) -> None:
+        for seed in range(1_000_000):
+            task = asyncio.create_task(self._ask(seed, list(self.addresses)))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+            due = self._began + (seed + 1) * TOKENS / (LOAD * SATURATION)
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _ask(self, seed: int, addresses: list[str]) -> None:
+        prompt = [seed % 256, seed // 256, *range(14)]
+        tokens: list[int] = []
+        try:
+            async with AsyncClient(addresses) as client:
+                stream = client.generate(prompt, max_tokens=TOKENS, temperature=0.0)
+                async for chunk in stream:
+                    tokens += chunk.token_ids
+                    self.delivered[self.window] += len(chunk.token_ids)
+        except Exception as error:
+            self.failures.append(repr(error))
+        else:
+            if tokens != expected_tokens(prompt, TOKENS, MODEL):
+                self.failures.append(f"request {seed} has other tokens")
+
+
+async def total_workers(address: str) -> int:
+    async with AsyncClient(address) as client:
+        return sum(worker.alive for worker in (await client.status()).workers)
+
+
+async def is_steady(address: str) -> bool:
+    """The autoscaler has added what the load needs, and the queue of before is worked off."""
+    async with AsyncClient(address) as client:
+        status = await client.status()
+    return sum(worker.alive for worker in status.workers) >= WORKERS and not status.queued
+
+
+async def test_no_request_fails_and_throughput_holds(
+    ledger: str, versions: list[Object], tmp_path: Path
+) -> None:
+    old_version, new_version = versions
+    with ray_clusters() as stack:
+        old = RayCluster(old_version, tmp_path / "old")
+        stack.callback(old.close)
+        # Its nodes are there already: their start takes the processors of this one machine.
+        new = RayCluster(new_version, tmp_path / "new")
+        stack.callback(new.close)
+        await old.deploy()
+        load = Load([old.address])
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not await is_steady(old.address):
+                    await asyncio.sleep(0.5)
+            first = load.window + 1
+            await asyncio.sleep((first + 2) * WINDOW_S - (time.monotonic() - load._began))
+            serving = await total_workers(old.address)
+            await new.deploy()
+            # It runs, so KubeRay sends clients there: it can do what the old one does.
+            assert await new.replicas("worker") >= serving
+            load.addresses = [new.address, old.address]
+            await asyncio.sleep(WINDOW_S)
+            load.addresses = [new.address]
+            await asyncio.to_thread(old.leave)
+            await asyncio.sleep(6.0)
+            await asyncio.to_thread(old.close)
+            await asyncio.sleep(3 * WINDOW_S)
+            last = load.window - 1
+        finally:
+            await load.stop()
+    assert load.failures == []
+    before = min(load.delivered[window] for window in (first, first + 1))
+    during = {window: load.delivered[window] for window in range(first + 2, last + 1)}
+    print(f"{before} tokens a window before, then {list(during.values())}")
+    assert min(during.values()) >= 0.8 * before

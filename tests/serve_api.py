@@ -1,0 +1,18 @@
+"""Calls of Serve's REST API, which KubeRay uses."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+
+def call(url: str, body: object = None) -> Any:
+    """Return what the API has there. With a body, put that there instead."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json"}, method="GET" if data is None else "PUT"
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        text = response.read()
+    return json.loads(text) if text else None
