@@ -17,8 +17,9 @@ from cluster import describe
 from cluster.completion import Choice, Completion, Gathering
 from cluster.config import Config
 from cluster.connection import Address, connected
-from cluster.local import Assignments, Model, NoRay, local_config, opened
+from cluster.local import Assignments, Local, Model, local_config, opened
 from cluster.options import generate_options, takes_options
+from everlift.messages import FinishReason
 from everlift.options import GenerateOptions
 from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
@@ -31,7 +32,7 @@ EXAMPLES = """
 - `everlift generate "Once" --max-tokens 50 --stop "." --seed 7`
 - `everlift generate "12 + 30 =" --n 3 --logprobs 2 --json`
 - `everlift generate "json name=ann age=31 city=rome:" --json-schema @person.json`
-- `everlift generate --no-ray --model ~/models/llama "Once" --set worker.dtype=float32`
+- `everlift generate --local --model ~/models/llama "Once" --set worker.dtype=float32`
 """
 
 #: The variable is the one by which OpenTelemetry's tools pass a context on to a process.
@@ -47,7 +48,7 @@ def generate(
     prompt: str,
     as_json: AsJson = False,
     address: Address = None,
-    no_ray: NoRay = False,
+    local: Local = False,
     model: Model = None,
     assignments: Assignments = None,
     traceparent: TraceParent = "",
@@ -56,7 +57,7 @@ def generate(
     """Stream the continuation of a prompt. Ctrl-C cancels it."""
     given = generate_options(options)
     screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
-    config = local_config(no_ray, model, assignments)
+    config = local_config(local, model, assignments)
     if config is None:
         # The variable may have been meant for somebody else.
         known = traceparent if TraceContext.parse(traceparent) else ""
@@ -111,6 +112,7 @@ class _Screen:
         if not self.as_json:
             ids = completion.prompt_ids[1:]
             _write_logprobs("prompt, from its second token on", completion.prompt_logprobs, ids)
+            _explain_empty(completion)
         _sum_up(completion)
 
 
@@ -145,6 +147,22 @@ def _write_logprobs(
         assert isinstance(each, TokenLogprobs)
         top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in each.top)
         typer.echo(f"{token:>7} {each.logprob:>9.4f} {each.rank:>6}  {top}".rstrip())
+
+
+_CAUSES = {
+    FinishReason.STOP: "the model ended it at once, or it began with a stop; see --min-tokens",
+    FinishReason.LENGTH: "max_tokens came before a whole character",
+}
+
+
+def _explain_empty(completion: Completion) -> None:
+    """Tell on standard error why an output has no text."""
+    for index, choice in enumerate(completion.choices):
+        if not choice.text and choice.finish_reason is not None:
+            name = f"choice {index}" if len(completion.choices) > 1 else "the output"
+            reason = choice.finish_reason
+            cause = _CAUSES.get(reason, reason.name.lower())
+            typer.echo(f"{name} is empty: {cause}", err=True)
 
 
 def _sum_up(completion: Completion) -> None:

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _PANEL = "Without a cluster"
 
-NoRay = Annotated[
+Local = Annotated[
     bool,
     typer.Option(
-        "--no-ray", help="Run the model in this process, then end.", rich_help_panel=_PANEL
+        "--local", help="Run the model in this process, then end.", rich_help_panel=_PANEL
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help='With --no-ray: Hugging Face directory, hub id, or "fake". Default: the demo\'s.',
+        help='With --local: Hugging Face directory, hub id, or "fake". Default: the demo\'s.',
         rich_help_panel=_PANEL,
     ),
 ]
@@ -39,24 +39,23 @@ Assignments = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --no-ray: any setting, e.g. worker.dtype=float32.",
+        help="With --local: any setting, e.g. worker.dtype=float32.",
         rich_help_panel=_PANEL,
     ),
 ]
 
 
 def local_config(
-    no_ray: bool, model: str | None, assignments: Sequence[str] | None
+    local: bool, model: str | None, assignments: Sequence[str] | None
 ) -> Config | None:
     """What is to run in this process; None where a cluster is meant. Raises SettingsError."""
-    if no_ray:
+    if local:
         options = {} if model is None else {"model": model}
         return configuration.load(None, os.environ, assignments or (), options)
     for name, given in (("--model", model), ("--set", assignments)):
         if given:
             raise SettingsError(
-                f"{name} needs --no-ray: a cluster has its model and its settings from "
-                "`everlift up`"
+                f"{name} needs --local: a cluster has its model and its settings from `everlift up`"
             )
     return None
 

@@ -19,7 +19,7 @@ from cluster.batch.results import Results
 from cluster.batch.run import Backend, Batch
 from cluster.connection import Address, connected
 from cluster.errors import BatchFailed
-from cluster.local import Assignments, Model, NoRay, local_config, opened
+from cluster.local import Assignments, Local, Model, local_config, opened
 
 #: What two workers of default size have in their batches.
 _CONCURRENCY = 512
@@ -35,7 +35,7 @@ Results are appended as they come. Run again, a batch that was cut off goes on w
 
 - `everlift batch prompts.jsonl` writes prompts.out.jsonl
 - `everlift batch prompts.jsonl --output answers.jsonl --concurrency 64`
-- `everlift batch prompts.jsonl --no-ray --model ~/models/llama`
+- `everlift batch prompts.jsonl --local --model ~/models/llama`
 """
 
 
@@ -49,12 +49,12 @@ def batch(
         int, typer.Option(metavar="N", min=1, help="Most requests at once.")
     ] = _CONCURRENCY,
     address: Address = None,
-    no_ray: NoRay = False,
+    local: Local = False,
     model: Model = None,
     assignments: Assignments = None,
 ) -> None:
     """Answer a file of prompts. Ctrl-C leaves the rest for another time."""
-    config = local_config(no_ray, model, assignments)
+    config = local_config(local, model, assignments)
     known, path = Survey(file), output or file.with_suffix(f".out{file.suffix}")
     if path.exists() and path.samefile(file):
         raise BatchFailed("the results cannot go into the file that is read")

@@ -86,7 +86,7 @@ def num_lines(path: Path) -> int:
 
 
 async def test_a_batch_that_was_killed_goes_on_and_says_the_same(file: Path) -> None:
-    arguments = (file, "--no-ray", "--model", "fake")
+    arguments = (file, "--local", "--model", "fake")
     async with started(*arguments, *SLOW) as process:
         await until(lambda: num_lines(output(file)) >= 8)
         process.send_signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ async def test_a_batch_that_was_killed_goes_on_and_says_the_same(file: Path) -> 
 
 
 async def test_ctrl_c_leaves_the_rest_for_another_time(file: Path) -> None:
-    async with started(file, "--no-ray", "--model", "fake", *SLOW) as process:
+    async with started(file, "--local", "--model", "fake", *SLOW) as process:
         await until(lambda: num_lines(output(file)) >= 8)
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
@@ -124,7 +124,7 @@ async def test_bad_lines_make_the_exit_status_1(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 2}\n{\n')
     for _ in range(2):
-        result = await run(path, "--no-ray", "--model", "fake")
+        result = await run(path, "--local", "--model", "fake")
         assert result.exit_code == 1
     assert num_lines(output(path)) == 2
 
@@ -151,7 +151,7 @@ async def test_what_a_cluster_has_begun_is_not_begun_again(file: Path) -> None:
         assert await generated(parts) == LINES * TOKENS
     assert texts(output(file)) == texts(output(file, "more.jsonl"))
     here = output(file, "here.jsonl")
-    assert (await run(file, "--no-ray", "--model", "fake", "--output", here)).exit_code == 0
+    assert (await run(file, "--local", "--model", "fake", "--output", here)).exit_code == 0
     assert texts(here) == texts(output(file))
 
 
@@ -168,7 +168,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     ("arguments", "cause"),
     [
         (["--output", "batch.jsonl"], "cannot go into the file that is read"),
-        (["--model", "fake"], "--model needs --no-ray"),
+        (["--model", "fake"], "--model needs --local"),
         (["--address", "127.0.0.1:1"], "no cluster answers"),
     ],
 )

@@ -162,7 +162,7 @@ async def test_choices_come_as_json_where_that_is_wanted() -> None:
     ]
 
 
-HERE = ("--no-ray", "--model", "fake")
+HERE = ("--local", "--model", "fake")
 
 
 async def test_a_prompt_is_answered_without_a_cluster() -> None:
@@ -171,6 +171,14 @@ async def test_a_prompt_is_answered_without_a_cluster() -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
     more = await run("generate", "hello", *HERE, "--n", "2", "--max-tokens", "5", "--json")
     assert [json.loads(line)["choice"] for line in more.stdout.splitlines()] == [0, 1]
+
+
+async def test_an_empty_output_is_explained() -> None:
+    options = ["--temperature", "0", "--max-tokens", "5"]
+    first = (await run("generate", "hello", *HERE, *options)).stdout[0]
+    result = await run("generate", "hello", *HERE, *options, "--stop", first)
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert result.stderr.startswith("the output is empty: the model ended it at once")
 
 
 async def test_log_probabilities_are_printed_a_line_a_token() -> None:
@@ -194,13 +202,13 @@ async def test_log_probabilities_are_printed_a_line_a_token() -> None:
 
 async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     said = await failure("generate", "x", "--model", "fake")
-    assert said.startswith("--model needs --no-ray: a cluster has its model")
-    assert "--set needs --no-ray" in await failure("generate", "x", "--set", "worker.beat=1")
-    assert "no such directory" in await failure("generate", "x", "--no-ray", "--model", "/none")
+    assert said.startswith("--model needs --local: a cluster has its model")
+    assert "--set needs --local" in await failure("generate", "x", "--set", "worker.beat=1")
+    assert "no such directory" in await failure("generate", "x", "--local", "--model", "/none")
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")
     broken = str(tmp_path / "model")
-    assert "model.safetensors" in await failure("generate", "x", "--no-ray", "--model", broken)
+    assert "model.safetensors" in await failure("generate", "x", "--local", "--model", broken)
     assert "stop string is empty" in await failure("generate", "x", *HERE, "--stop", "")
     assert "--logit-bias must be ID=VALUE" in await failure("generate", "x", "--logit-bias", "5")
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
