@@ -359,8 +359,10 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
 
 async def test_without_workers_nothing_is_predicted(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
-        await page.click("#try-start")
         line = page.locator("#queue-line")
+        # The page hears clicks once it shows the queue.
+        await expect(line).to_contain_text("0 wait")
+        await page.click("#try-start")
         await expect(line).to_contain_text("when all will have left is not known.")
         await expect(line).not_to_contain_text("A full worker")
         await page.click("#try-stop")
