@@ -3,7 +3,8 @@
 In an upgrade KubeRay starts a second Ray cluster on the same ledger. It removes the first one a
 while after the application of the second one runs. Serve says that an application runs as soon as
 its autoscaler asks for more workers, however long these take to load. An application with a replica
-that still starts does not run yet: the gate is such a replica.
+that still starts does not run yet: the gate is such a replica. A cluster of another model becomes
+the active one when its gate opens (router/active.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve._private.common import ReplicaState
 from ray.serve.handle import DeploymentHandle
 
@@ -40,7 +42,8 @@ class Progress:
 
         Args:
             own: Running workers of this cluster.
-            total: Workers that the router is connected with, including those of other clusters.
+            total: Workers of all clusters that serve: those that the router is connected with, and
+                those of a cluster of another model.
             is_complete: All workers that this cluster is to have run.
             now: Monotonic time in seconds.
         """
@@ -63,14 +66,25 @@ class UpgradeGate:
         """``workers`` is the application that the gate is added to."""
         logs.configure("gate", path=log_dir / f"gate-{os.getpid()}.log")
         self._workers = workers
-        progress = Progress()
-        while True:
-            own, is_complete = await asyncio.to_thread(_workers)
-            total = await router.num_workers.remote()
-            if progress.is_enough(own, total, is_complete=is_complete, now=time.monotonic()):
-                log.info("cluster carries the load", own=own, total=total)
-                return
+        self._router = router
+        self._progress = Progress()
+        while not await self._is_open():
             await asyncio.sleep(_LOOK_S)
+
+    async def _is_open(self) -> bool:
+        own, is_complete = await asyncio.to_thread(_workers)
+        now = time.monotonic()
+        try:
+            total = await self._router.num_workers.remote()
+            if not self._progress.is_enough(own, total, is_complete=is_complete, now=now):
+                return False
+            # Clients of a cluster of another model come here from now on.
+            await self._router.activate.remote()
+        except RayError as error:
+            log.warning("router gives no answer", cause=str(error))
+            return False
+        log.info("cluster carries the load", own=own, total=total)
+        return True
 
 
 def _workers() -> tuple[int, bool]:

@@ -95,8 +95,16 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return how many workers this router is connected with, of all clusters on its ledger."""
-        return self._running.num_workers
+        """Return how many workers there are: those that this router is connected with, and those
+        of a cluster of another model that serves clients now.
+
+        Raises LedgerUnavailable.
+        """
+        return await self._running.num_workers()
+
+    async def activate(self) -> None:
+        """Make this model the one that clients are sent to. Raises LedgerUnavailable."""
+        await self._running.activate()
 
     async def describe(self) -> dict[str, str | int]:
         """Where this replica listens, and its process id."""

@@ -21,6 +21,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
 from router.access.access import Access, store_of
+from router.active import ActiveModel, Connections
 from router.chaos import Chaos
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
@@ -133,6 +134,7 @@ class Router:
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults
         )
         model.clamps_max_tokens = config.clamp_max_tokens
+        model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
         store = store_of(config, ledger)
@@ -210,6 +212,10 @@ class Router:
 
     def _wire_requests(self, ledger: Ledger) -> None:
         config = self.config
+        connections: list[Connections] = [self._http]
+        if isinstance(self._public, Server):
+            connections.append(self._public)
+        self._active = ActiveModel(ledger, self._model, connections)
         self._requests = Requests(
             config,
             self.router_id,
@@ -253,6 +259,7 @@ class Router:
         for work in (
             self._leader.run(),
             self._fleet.run(),
+            self._active.run(),
             self._requests.attempts.run(),
             self._requests.quotas.run(),
             stalls.report(),
@@ -388,10 +395,15 @@ class Router:
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         self._fleet.worker_starts(start)
 
-    @property
-    def num_workers(self) -> int:
-        """Workers that this router is connected with, of all clusters on its ledger."""
-        return sum(link.is_up for link in self._sessions.links)
+    async def num_workers(self) -> int:
+        """As RouterDeployment says it."""
+        replaced = await self._ledger.active_load()
+        connected = sum(link.is_up for link in self._sessions.links)
+        return connected + (replaced.load.workers if replaced is not None else 0)
+
+    async def activate(self) -> None:
+        """As RouterDeployment says it."""
+        await self._ledger.activate()
 
     def reconfigure(self, config: RouterConfig, autoscale: Mapping[str, float]) -> None:
         """Take the policy settings of ``config`` and the autoscaler's settings. No others change.

@@ -151,8 +151,9 @@ async def cluster(
     router_config: RouterConfig = ROUTER,
     worker_config: WorkerConfig = WORKER,
     simulator: Simulator | None = None,
+    ledger: Ledger | None = None,
 ) -> AsyncIterator[Cluster]:
-    parts = Cluster(router_config=router_config, worker_config=worker_config, simulator=simulator)
+    parts = Cluster(ledger or KeptLedger(time.monotonic), router_config, worker_config, simulator)
     try:
         for _ in range(routers):
             await parts.add_router()

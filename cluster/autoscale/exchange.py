@@ -33,6 +33,7 @@ class LedgerExchange:
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
         self._config = config
         self._latest: tuple[LoadReport, float] | None = None
+        self._replaced = 0
         #: what was said last, until it is told
         self._said: session_pb2.Scaling | None = None
         self._told_at = -_TELL_S
@@ -46,6 +47,10 @@ class LedgerExchange:
             return None
         report, read_at = self._latest
         return LoadReport(report.load, report.age_s + time.monotonic() - read_at)
+
+    def replaced_workers(self) -> int:
+        """Return the number of workers of the cluster of another model that serves clients now."""
+        return self._replaced
 
     def say(self, scaling: session_pb2.Scaling) -> None:
         """In place of what was said before, if that is not told yet."""
@@ -80,6 +85,8 @@ class LedgerExchange:
         report = await ledger.load()
         if report is not None:
             self._latest = (report, time.monotonic())
+        active = await ledger.active_load()
+        self._replaced = active.load.workers if active is not None else 0
 
     async def _tell(self, ledger: Ledger) -> None:
         said, now = self._said, time.monotonic()

@@ -90,7 +90,13 @@ class Autoscaler:
         self._config = config
 
     def decide(
-        self, load: ClusterLoad | None, age_s: float, workers: int, now: float, others: int = 0
+        self,
+        load: ClusterLoad | None,
+        age_s: float,
+        workers: int,
+        now: float,
+        others: int = 0,
+        replaced: int = 0,
     ) -> Decision:
         """Return the number of workers that this cluster is to have.
 
@@ -101,6 +107,7 @@ class Autoscaler:
             now: Monotonic time in seconds.
             others: Workers in the report that are another cluster's on the same ledger: there are
                 two clusters during an upgrade.
+            replaced: Workers of the cluster of another model that this one is to replace.
         """
         if load is None or age_s > self._config.stale:
             # Nobody knows what was enough meanwhile, nor whether there was anything to do.
@@ -117,10 +124,11 @@ class Autoscaler:
         self._missing_at = inf if is_complete else min(self._missing_at, now)
         flow, held = self._flow(load, self._arrivals.later), self._held(load)
         need, wait_s = max(flow, held), self._wait_s(load)
-        if others:
+        if others or replaced:
             # Either cluster may go. Each can take all of the load until one has gone.
             self._needs.clear()
-            target, reason = self._within(max(workers, others)), "another cluster serves too"
+            target = self._within(max(workers, others, replaced))
+            reason = "another cluster serves too"
         else:
             self._needs.note(need, now)
             target, reason = self._target(load, need, wait_s, workers, now)

@@ -55,7 +55,8 @@ class QueuePolicy:
         config = self._settings(context, load)
         self._autoscaler.configure(config)
         others = max(0, load.workers - len(context.running_replicas)) if load is not None else 0
-        decision = self._autoscaler.decide(load, age_s, target, now, others)
+        replaced = self._exchange.replaced_workers()
+        decision = self._autoscaler.decide(load, age_s, target, now, others, replaced)
         most = config.max_workers or 0
         self._gauges.show(decision, load or ClusterLoad(), age_s, most)
         self._say(decision, target, most, now)

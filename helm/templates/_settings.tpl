@@ -129,6 +129,11 @@ Written out or not, a default is the same.
 {{ include "everlift.fullname" . }}-{{ $decides | toJson | sha256sum | trunc 8 }}
 {{- end -}}
 
+{{/* Says which model's Ray cluster serves clients. Its user may reach keys that begin with the release's name. */}}
+{{- define "everlift.activeKey" -}}
+{{ include "everlift.fullname" . }}-{{ .Release.Namespace | sha256sum | trunc 8 }}-active
+{{- end -}}
+
 {{- define "everlift.settings" -}}
 {{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel)
       "ready_dir" (include "everlift.readyDir" .) -}}
@@ -143,6 +148,7 @@ Written out or not, a default is the same.
   {{- $_ := set $router "access_file" (printf "/etc/everlift/access/%s" .Values.access.key) -}}
 {{- end -}}
 {{- $ledger := dict "key_prefix" (include "everlift.keyPrefix" .)
+      "active_key" (include "everlift.activeKey" .)
       "durability_class" .Values.ledger.durabilityClass -}}
 {{- if .Values.ledger.tls.existingSecret -}}
   {{- $_ := set $ledger "tls_ca" "/etc/everlift/ledger-tls/ca.crt" -}}

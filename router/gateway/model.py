@@ -20,6 +20,7 @@ from everlift.errors import (
     OutOfRange,
     PromptTextTooLong,
     PromptTooLong,
+    RouterStopping,
     UnknownModel,
 )
 from everlift.messages import Request, Submission
@@ -148,6 +149,10 @@ class ServedModel:
     clamps_max_tokens: bool = False
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
+    #: clients are sent to this model, and not to that of another cluster (router.active)
+    is_active: bool = field(default=True, init=False)
+    #: clients may still reach this router for another model, or soon reach the other's
+    is_switching: bool = field(default=False, init=False)
     #: tokens of the longest sequence of each worker, by worker id
     _rooms: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -225,11 +230,17 @@ class ServedModel:
             raise UnknownModel(f"the model {request.model!r} is not served any more")
 
     def check_asked(self, name: str) -> None:
-        """Empty is this one. Raises UnknownModel."""
-        if name not in ("", self.name):
-            raise UnknownModel(
-                f"the model {name!r} is not served here; {self.name!r} is", field="model"
-            )
+        """Check that a request is for this model; an empty name is.
+
+        Raises UnknownModel; RouterStopping while another model replaces this one, or this one has
+        just replaced it.
+        """
+        if name in ("", self.name):
+            return
+        cause = f"the model {name!r} is not served here; {self.name!r} is"
+        if self.is_switching:
+            raise RouterStopping(f"{cause}, and one model is replacing another: try again")
+        raise UnknownModel(cause, field="model")
 
     def begun(self, request: Request, *, has_begun: bool) -> Request:
         """A request that this model's workers begin, or go on with if it ``has_begun``. Raises

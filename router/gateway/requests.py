@@ -122,8 +122,8 @@ class Requests:
 
     @property
     def takes_new(self) -> bool:
-        """A new request is not refused for this router's or the ledger's sake."""
-        return not self._custody.is_closing and self._ledger_health.is_fit
+        """Clients are sent here: this router, its model and the ledger take new requests."""
+        return self._model.is_active and not self._custody.is_closing and self._ledger_health.is_fit
 
     # a client comes
 

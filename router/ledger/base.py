@@ -352,6 +352,21 @@ class Ledger(Protocol):
         """What was put last; None if nothing ever was."""
         ...
 
+    async def is_active(self) -> bool:
+        """Return whether this cluster serves clients, of those that share ``active_key``.
+
+        A cluster that none of the others precedes becomes active by asking. The active one stays
+        so for 10 s after its routers asked last."""
+        ...
+
+    async def activate(self) -> None:
+        """Make this cluster the active one."""
+        ...
+
+    async def active_load(self) -> LoadReport | None:
+        """Return the load of the active cluster if it is another one, as ``load`` does."""
+        ...
+
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
         """For who wants to see it: nobody decides by it."""
         ...

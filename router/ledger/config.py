@@ -40,6 +40,9 @@ class LedgerConfig:
     url: str = field(default=EMBEDDED, repr=False)
     #: clusters that share a server differ in this
     key_prefix: str = "everlift"
+    #: key that clusters of different models share on the server while one replaces another: its
+    #: value is the key_prefix of the one that serves clients. Not set: all serve
+    active_key: str = ""
     #: hash tags that the requests are spread over; more than one only pays on Redis Cluster
     shards: int = 1
     #: how long a request is kept after its end

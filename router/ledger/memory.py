@@ -458,6 +458,15 @@ class MemoryLedger:
         moment, load = self._load
         return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
 
+    async def is_active(self) -> bool:
+        return True
+
+    async def activate(self) -> None:
+        pass
+
+    async def active_load(self) -> LoadReport | None:
+        return None
+
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
         self._scaling = (self._clock(), scaling.SerializeToString())
 

@@ -70,7 +70,7 @@ from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
 from router.ledger.server import generation, memory_used
 from router.ledger.setup import check_servers, layout, look
-from router.ledger.shards import Call, Shards
+from router.ledger.shards import Call, Shards, root
 
 log = logs.get(__name__)
 
@@ -86,6 +86,8 @@ _LIFE = ("server", "replication", "memory")
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
 #: Looked at by one call of a listing: it keeps others waiting for some tenths of a millisecond.
 _LISTED_AT_ONCE = 128
+#: The active cluster stays so for so long after its routers asked last.
+_ACTIVE_MS = 10_000
 #: To pack more of them takes milliseconds, which are not the event loop's.
 _MANY_LOGPROBS = 2048
 
@@ -427,11 +429,30 @@ class RedisLedger:
         await self._shards.run(scripts.SET_LOAD, _CONTROL, load.term, load.SerializeToString())
 
     async def load(self) -> LoadReport | None:
-        answer = await self._shards.run(scripts.GET_LOAD, _CONTROL)
-        if not answer:
+        return _load_report(await self._shards.run(scripts.GET_LOAD, _CONTROL))
+
+    async def is_active(self) -> bool:
+        return await self._active_prefix() == self._config.key_prefix
+
+    async def activate(self) -> None:
+        await self._active_prefix(takes=True)
+
+    async def active_load(self) -> LoadReport | None:
+        active = await self._active_prefix()
+        if active == self._config.key_prefix:
             return None
-        load, age = answer
-        return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
+        # A cluster of a version with another schema keeps it elsewhere, and so has none.
+        key = root(active, _CONTROL)
+        return _load_report(await self._shards.run(scripts.GET_LOAD, _CONTROL, key=key))
+
+    async def _active_prefix(self, *, takes: bool = False) -> str:
+        config = self._config
+        if not config.active_key:
+            return config.key_prefix
+        arguments = config.key_prefix, _ACTIVE_MS, int(takes)
+        key = config.active_key
+        active: bytes = await self._shards.run(scripts.ACTIVE, _CONTROL, *arguments, key=key)
+        return active.decode()
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
         await self._shards.run(scripts.SET_SCALING, _CONTROL, scaling.SerializeToString())
@@ -545,6 +566,13 @@ class RedisLedger:
 
     async def close(self) -> None:
         await self._shards.close()
+
+
+def _load_report(answer: Sequence[Any]) -> LoadReport | None:
+    if not answer:
+        return None
+    load, age = answer
+    return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
 
 
 @contextmanager

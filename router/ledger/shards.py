@@ -77,6 +77,13 @@ class Call:
     shard: int
     arguments: Sequence[Argument]
     settles: bool = False
+    #: key of the script, if it is not the shard's root
+    key: str = ""
+
+
+def root(key_prefix: str, shard: int) -> str:
+    """Return what all keys of a shard begin with."""
+    return f"{key_prefix}:{SCHEMA}:{{{shard}}}:"
 
 
 class Shards:
@@ -84,7 +91,7 @@ class Shards:
 
     def __init__(self, config: LedgerConfig) -> None:
         self._timeout_s = config.timeout
-        self._roots = [f"{config.key_prefix}:{SCHEMA}:{{{n}}}:" for n in range(config.shards)]
+        self._roots = [root(config.key_prefix, n) for n in range(config.shards)]
         self._connections = connections(config)
         self._is_replicated = config.durability_class == "replicated"
         #: set by each look at the servers
@@ -102,10 +109,15 @@ class Shards:
         return self._roots[shard] + name
 
     async def run(
-        self, script: Script, shard: int, *arguments: Argument, settles: bool = False
+        self,
+        script: Script,
+        shard: int,
+        *arguments: Argument,
+        settles: bool = False,
+        key: str = "",
     ) -> Any:
         """What the script answers. Raises LedgerUnavailable."""
-        return (await self.run_all([Call(script, shard, arguments, settles)]))[0]
+        return (await self.run_all([Call(script, shard, arguments, settles, key)]))[0]
 
     async def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """What each of the scripts answers, in one round trip. Raises LedgerUnavailable."""
@@ -226,8 +238,11 @@ class Shards:
         return answers[:kept]
 
     def _command(self, call: Call) -> Command:
-        root = self._roots[call.shard]
-        return Command(root, ("EVALSHA", call.script.sha, 1, root, *call.arguments))
+        key = self._key(call)
+        return Command(key, ("EVALSHA", call.script.sha, 1, key, *call.arguments))
+
+    def _key(self, call: Call) -> str:
+        return call.key or self._roots[call.shard]
 
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
         """What follows the calls to make sure that a replica has them.
@@ -253,8 +268,8 @@ class Shards:
         return commands
 
     async def _load(self, calls: Sequence[Call]) -> None:
-        sources = {(self._roots[call.shard], call.script.source) for call in calls}
-        loading = [Command(root, ("SCRIPT LOAD", source)) for root, source in sources]
+        sources = {(self._key(call), call.script.source) for call in calls}
+        loading = [Command(key, ("SCRIPT LOAD", source)) for key, source in sources]
         await self._answered(loading)
 
     async def _answered(self, commands: Sequence[Command]) -> list[Any]:

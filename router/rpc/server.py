@@ -91,8 +91,7 @@ class Server:
             listening.close()
         for bound, _ in self._bound:
             bound.close()
-        for connection in tuple(self._connections):
-            connection.leave()
+        self.hang_up()
         if grace:
             await self._wait_for_calls(grace)
         for connection in tuple(self._connections):
@@ -100,6 +99,11 @@ class Server:
         await self._wait_for_calls(_FAREWELL_S)
         for connection in tuple(self._connections):
             connection.abort()
+
+    def hang_up(self) -> None:
+        """Close each connection when its calls are over, for its client to make another one."""
+        for connection in tuple(self._connections):
+            connection.leave()
 
     async def _wait_for_calls(self, patience_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + patience_s

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ SATURATION = WORKERS * SEQUENCES / MODEL.step_time
 TOKENS = 40
 LOAD = 0.7
 WINDOW_S = 10.0
+#: Of the routers' readiness probe (helm/templates/_containers.tpl).
+PROBE_PERIOD_S, FAILURE_THRESHOLD = 2.0, 2
 _PATIENCE_S = 300.0
 
 
@@ -48,10 +53,10 @@ def nothing_left() -> None:
     """Ray starts and ends processes as it likes; the end of all is checked."""
 
 
-def values(**worker: object) -> Object:
+def values(model: str = "fake", **worker: object) -> Object:
     settings = {"num_blocks": 256, "max_num_seqs": SEQUENCES, "num_threads": 1}
     return {
-        "model": {"name": "fake"},
+        "model": {"name": model},
         "routers": {"replicas": 1},
         # What serves when the upgrade begins is more than the least.
         "workers": {"device": "cpu", "min": 1, "max": 4},
@@ -64,9 +69,11 @@ def values(**worker: object) -> Object:
 
 @pytest.fixture(scope="module")
 def versions() -> list[Object]:
-    """Applications of Serve of two versions, as Helm renders them."""
+    """Applications of Serve as Helm renders them: the first version, the same model with another
+    setting, and the demo model."""
+    changes: list[Object] = [{}, {"watermark": 0.02}, {"model": ""}]
     with running_helm() as helm:
-        return [helm.render(values(**more)).application for more in ({}, {"watermark": 0.02})]
+        return [helm.render(values(**more)).application for more in changes]
 
 
 @pytest.fixture
@@ -94,16 +101,22 @@ class RayCluster:
                 "dashboard_port": self._api_port,
             },
         )
-        port = free_port()
+        port, metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
-        arguments = application["args"]
+        self.probe = f"http://127.0.0.1:{metrics_port}/ready"
+        arguments = deepcopy(application["args"])
         # On this machine, where its ports may be taken, and nowhere beyond it.
-        here = {"host": "127.0.0.1", "port": port, "http_host": "", "metrics_host": ""}
-        arguments["router"] |= here
+        arguments["router"] |= {
+            "host": "127.0.0.1",
+            "port": port,
+            "http_host": "",
+            "metrics_host": "127.0.0.1",
+            "metrics_port": metrics_port,
+        }
         arguments["state_dir"] = str(state_dir)
         arguments["worker"]["ready_dir"] = str(state_dir / "ready")
         hook = {"worker_process_setup_hook": "cluster.local_ray.bind_replicas"}
-        self._application = application | {"runtime_env": hook}
+        self._application = application | {"args": arguments, "runtime_env": hook}
         self.state_dir = state_dir
 
     @property
@@ -146,13 +159,82 @@ def ray_clusters() -> Iterator[ExitStack]:
         yield stack
 
 
+class Service:
+    """Address at which clients reach a router that is ready, as the chart's Service and probes
+    have it: each connection leads to one of them."""
+
+    def __init__(self, clusters: list[RayCluster]) -> None:
+        self._clusters = clusters
+        self._failures = {cluster.address: FAILURE_THRESHOLD for cluster in clusters}
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> list[str]:
+        return [it for it, failures in self._failures.items() if failures < FAILURE_THRESHOLD]
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self._probing = asyncio.create_task(self._probe_all())
+        return "{}:{}".format(*self._server.sockets[0].getsockname())
+
+    async def stop(self) -> None:
+        self._probing.cancel()
+        self._server.close()
+        await asyncio.gather(*self._connections)
+
+    async def _probe_all(self) -> None:
+        while True:
+            for cluster in self._clusters:
+                is_ready = await asyncio.to_thread(_answers, cluster.probe)
+                failures = 0 if is_ready else self._failures[cluster.address] + 1
+                self._failures[cluster.address] = failures
+            await asyncio.sleep(PROBE_PERIOD_S)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        try:
+            host, port = random.choice(self.ready).split(":")
+            back, forth = await asyncio.open_connection(host, port)
+            try:
+                await asyncio.gather(_copy(reader, forth), _copy(back, writer))
+            finally:
+                forth.close()
+        except (OSError, IndexError):
+            # None is ready, or it is gone.
+            pass
+        finally:
+            writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 class Load:
     """Requests at constant intervals, and what came of them."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], model: str = "fake") -> None:
         self.addresses = addresses
+        #: that clients ask for
+        self.model = model
         self.failures: list[str] = []
         self.delivered: Counter[int] = Counter()
+        self.finished: Counter[str] = Counter()
         self._began = time.monotonic()
         self._requests: set[asyncio.Task[None]] = set()
         self._sending = asyncio.create_task(self._send())
@@ -167,25 +249,30 @@ class Load:
 
     async def _send(self) -> None:
         for seed in range(1_000_000):
-            task = asyncio.create_task(self._ask(seed, list(self.addresses)))
+            task = asyncio.create_task(self._ask(seed, list(self.addresses), self.model))
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
             due = self._began + (seed + 1) * TOKENS / (LOAD * SATURATION)
             await asyncio.sleep(due - time.monotonic())
 
-    async def _ask(self, seed: int, addresses: list[str]) -> None:
+    async def _ask(self, seed: int, addresses: list[str], model: str) -> None:
         prompt = [seed % 256, seed // 256, *range(14)]
         tokens: list[int] = []
         try:
             async with AsyncClient(addresses) as client:
-                stream = client.generate(prompt, max_tokens=TOKENS, temperature=0.0)
+                stream = client.generate(
+                    prompt, max_tokens=TOKENS, temperature=0.0, model=model, ignore_eos=True
+                )
                 async for chunk in stream:
                     tokens += chunk.token_ids
                     self.delivered[self.window] += len(chunk.token_ids)
         except Exception as error:
             self.failures.append(repr(error))
         else:
-            if tokens != expected_tokens(prompt, TOKENS, MODEL):
+            self.finished[model] += 1
+            expected = expected_tokens(prompt, TOKENS, MODEL)
+            is_wrong = tokens != expected if model == "fake" else len(tokens) != TOKENS
+            if is_wrong:
                 self.failures.append(f"request {seed} has other tokens")
 
 
@@ -204,7 +291,7 @@ async def is_steady(address: str) -> bool:
 async def test_no_request_fails_and_throughput_holds(
     ledger: str, versions: list[Object], tmp_path: Path
 ) -> None:
-    old_version, new_version = versions
+    old_version, new_version, _ = versions
     with ray_clusters() as stack:
         old = RayCluster(old_version, tmp_path / "old")
         stack.callback(old.close)
@@ -238,3 +325,52 @@ async def test_no_request_fails_and_throughput_holds(
     during = {window: load.delivered[window] for window in range(first + 2, last + 1)}
     print(f"{before} tokens a window before, then {list(during.values())}")
     assert min(during.values()) >= 0.8 * before
+
+
+async def test_no_request_meets_an_unknown_model(
+    ledger: str, versions: list[Object], tmp_path: Path
+) -> None:
+    old_version, _, new_version = versions
+    with ray_clusters() as stack:
+        old = RayCluster(old_version, tmp_path / "old")
+        stack.callback(old.close)
+        new = RayCluster(new_version, tmp_path / "new")
+        stack.callback(new.close)
+        await old.deploy()
+        service = Service([old, new])
+        address = await service.start()
+        async with asyncio.timeout(_PATIENCE_S):
+            while service.ready != [old.address]:
+                await asyncio.sleep(0.1)
+        load = Load([address])
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not await is_steady(old.address):
+                    await asyncio.sleep(0.5)
+            serving = await total_workers(old.address)
+            deploying = asyncio.create_task(new.deploy())
+            async with asyncio.timeout(_PATIENCE_S):
+                while new.address not in service.ready:
+                    # Clients reach one model while the other one's workers start.
+                    assert service.ready == [old.address]
+                    await asyncio.sleep(0.05)
+            async with AsyncClient(address) as client:
+                while (name := (await client.models()).models[0].name) == "fake":
+                    await asyncio.sleep(0.1)
+            load.model = name
+            await deploying
+            assert await new.replicas("worker") >= serving
+            async with asyncio.timeout(_PATIENCE_S):
+                while service.ready != [new.address]:
+                    await asyncio.sleep(0.1)
+            await asyncio.sleep(WINDOW_S)
+            await asyncio.to_thread(old.leave)
+            await asyncio.sleep(6.0)
+            await asyncio.to_thread(old.close)
+            await asyncio.sleep(WINDOW_S)
+        finally:
+            await load.stop()
+            await service.stop()
+    assert load.failures == []
+    print(f"requests finished: {dict(load.finished)}")
+    assert min(load.finished["fake"], load.finished[name]) >= 20

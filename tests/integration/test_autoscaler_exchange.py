@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,30 @@ async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> Non
             exchange.stop()
             await asyncio.to_thread(exchange._thread.join)
             await ledger.close()
+
+
+async def test_the_autoscaler_hears_of_the_workers_that_its_cluster_replaces() -> None:
+    with valkey_server() as url:
+        shared: Any = {"url": url, "durability_class": "memory", "active_key": "release-active"}
+        old = await connect(LedgerConfig(**shared, key_prefix="release-old"))
+        await old.lead("router", "address", 1, PATIENCE_S)
+        await old.put_load(ClusterLoad(term=1, workers=3))
+        assert await old.is_active()
+        config = LedgerConfig(**shared, key_prefix="release-new")
+        exchange = LedgerExchange(lambda: config)
+        new = await connect(config)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while exchange.replaced_workers() != 3:
+                    await asyncio.sleep(0.02)
+                await new.activate()
+                while exchange.replaced_workers() != 0:
+                    await asyncio.sleep(0.02)
+        finally:
+            exchange.stop()
+            await asyncio.to_thread(exchange._thread.join)
+            await old.close()
+            await new.close()
 
 
 async def test_a_ledger_that_takes_nothing_more_is_read_all_the_same(

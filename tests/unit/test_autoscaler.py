@@ -218,6 +218,14 @@ def test_new_cluster_of_an_upgrade_starts_with_as_many_workers_as_serve() -> Non
     assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
 
 
+def test_new_cluster_of_another_model_starts_with_as_many_workers_as_serve() -> None:
+    idle = ClusterLoad(term=1, workers=1, slots=8, worker_rate=100.0)
+    new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0))
+    for second in range(60):
+        decision = new.decide(idle, 0.0, 1, float(second), replaced=5)
+        assert (decision.workers, decision.reason) == (5, "another cluster serves too")
+
+
 def test_neither_cluster_of_an_upgrade_gives_up_workers_while_both_serve() -> None:
     config = AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0)
     old, new = Autoscaler(config), Autoscaler(config)

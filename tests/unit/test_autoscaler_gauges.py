@@ -103,6 +103,9 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
         def latest(self) -> LoadReport:
             return LoadReport(load, 0.1)
 
+        def replaced_workers(self) -> int:
+            return 0
+
         def say(self, scaling: Scaling) -> None:
             said.append(scaling)
 
@@ -138,6 +141,9 @@ def test_the_policy_takes_bounds_from_serve_and_targets_from_the_load(
 
         def latest(self) -> LoadReport:
             return LoadReport(load, 0.1)
+
+        def replaced_workers(self) -> int:
+            return 0
 
         def say(self, scaling: Scaling) -> None: ...
 

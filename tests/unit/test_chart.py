@@ -1066,6 +1066,8 @@ def test_the_notes_make_the_first_key_in_this_releases_ledger(
     [line] = (each for each in with_keys.notes.splitlines() if "--set router.access" in each)
     options = dict(re.findall(r"--set ([a-z_.]+)=([^ )]+)", line))
     ledger = with_keys.settings["ledger"]
+    # Keys of clients are found without it.
+    del ledger["active_key"]
     assert options.pop("router.access") == with_keys.settings["router"]["access"] == "ledger"
     assert options == {f"ledger.{name}": str(value) for name, value in ledger.items()}
     assert ledger.keys() == {"key_prefix", "durability_class", "shards", "tls_ca"}
@@ -1306,6 +1308,19 @@ def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
     volumes = [{"image": "llama:1"}, {"image": "llama:2"}, {"persistentVolumeClaim": "llama:2"}]
     models = [{"name": "/models/llama", "volume": volume} for volume in volumes]
     assert len({prefix(helm, model=model) for model in models}) == 3
+
+
+def test_clusters_of_a_release_take_turns_by_one_key(helm: Helm) -> None:
+    def key(release: str = "ev", **values: Any) -> str:
+        ledger = helm.render(values, release).settings["ledger"]
+        found: str = ledger["active_key"]
+        assert found != ledger["key_prefix"]
+        return found
+
+    # The ledger's user may reach it.
+    assert key().startswith("ev-everlift-")
+    assert key() == key(model={"name": "org/name"}, routers={"replicas": 5})
+    assert key() != key(release="other")
 
 
 def test_another_model_is_another_ray_cluster(helm: Helm) -> None:

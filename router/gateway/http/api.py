@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from everlift.errors import RouterStopping, UnknownModel, UnknownPath
+from everlift.errors import RouterStopping, UnknownPath
 from router.gateway import caller, sampling_defaults
 from router.gateway.door import Door
 from router.gateway.http import openapi
@@ -111,8 +111,9 @@ class Api:
 
     async def _one_model(self, call: Call) -> Response:
         asked = call.request.path_params["model"]
-        if asked != self._model.name:
-            raise UnknownModel(f"the model {asked!r} is not served here", field="model")
+        if not asked:
+            raise UnknownPath("there is nothing at this path")
+        self._model.check_asked(asked)
         return JsonResponse(self._described())
 
     def _described(self) -> openapi.Model:

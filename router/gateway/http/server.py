@@ -59,13 +59,17 @@ class HttpServer:
         if self._server is not None:
             await self._server.start_serving()
 
+    def hang_up(self) -> None:
+        """Close each connection when its answers are over, for its client to make another one."""
+        for connection in list(self._state.connections):
+            connection.shutdown()
+
     async def stop(self, grace_s: float) -> None:
         """Listens no more; lets answers end for ``grace_s``, then hangs up."""
         if self._server is None:
             return
         self._server.close()
-        for connection in list(self._state.connections):
-            connection.shutdown()
+        self.hang_up()
         if self._state.tasks:
             await asyncio.wait(self._state.tasks, timeout=grace_s)
         for connection in list(self._state.connections):

@@ -42,10 +42,8 @@ _INPUTS = tuple(_inputs())
 _OUTPUTS = tuple(_Tensor(output.name, output.datatype) for output in infer_response.OUTPUTS)
 
 
-def check_model(served: str, name: str, version: str) -> None:
-    """Raises UnknownModel unless ``served`` is meant."""
-    if name not in ("", served):
-        raise UnknownModel(f"the model {name!r} is not served here; {served!r} is")
+def check_version(served: str, version: str) -> None:
+    """Check that a request is for the only version of the model. Raises UnknownModel."""
     if version not in ("", VERSION):
         raise UnknownModel(f"{served!r} has the version {VERSION}, and not {version!r}")
 

@@ -116,7 +116,7 @@ class KserveServer:
         try:
             request = parse(pb.ModelInferRequest, data)
             head.id = request.id
-            description.check_model(self._model.name, request.model_name, request.model_version)
+            self._check_model(request.model_name, request.model_version)
             return infer_request.read(request)
         except EverliftError as error:
             self._inference.turned_away(error)
@@ -148,7 +148,7 @@ class KserveServer:
         """False where another model is meant, as Triton says it."""
         message = parse(pb.ModelReadyRequest, data)
         with suppress(UnknownModel):
-            self._check_model(message)
+            self._check_asked(message)
             return pb.ModelReadyResponse(ready=self._requests.takes_new)
         return pb.ModelReadyResponse(ready=False)
 
@@ -159,16 +159,16 @@ class KserveServer:
         )
 
     async def model_metadata(self, data: bytes, call: Call) -> pb.ModelMetadataResponse:
-        self._check_model(parse(pb.ModelMetadataRequest, data))
+        self._check_asked(parse(pb.ModelMetadataRequest, data))
         return description.metadata(self._model.name)
 
     async def model_config(self, data: bytes, call: Call) -> pb.ModelConfigResponse:
-        self._check_model(parse(pb.ModelConfigRequest, data))
+        self._check_asked(parse(pb.ModelConfigRequest, data))
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
         """Counts since this router started. Times are among the metrics."""
-        self._check_model(parse(pb.ModelStatisticsRequest, data))
+        self._check_asked(parse(pb.ModelStatisticsRequest, data))
         counters = self._requests.counters
         stats = pb.InferStatistics(
             success=pb.StatisticDuration(count=counters.completed),
@@ -196,9 +196,13 @@ class KserveServer:
             )
         return index
 
-    def _check_model(self, message: _OfModel) -> None:
-        """Raises UnknownModel."""
-        description.check_model(self._model.name, message.name, message.version)
+    def _check_asked(self, message: _OfModel) -> None:
+        """Raises UnknownModel, RouterStopping."""
+        self._check_model(message.name, message.version)
+
+    def _check_model(self, name: str, version: str) -> None:
+        self._model.check_asked(name)
+        description.check_version(self._model.name, version)
 
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""

@@ -1,0 +1,64 @@
+"""Which model clients are sent to while a cluster of another model replaces this one.
+
+Two clusters of different models have ledgers of their own and share ``ledger.active_key``. Routers
+of the active cluster alone are ready, so that a load balancer sends clients to one model at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from math import inf
+from typing import Protocol
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.clock import now
+from router.gateway.model import ServedModel
+from router.ledger.base import Ledger
+
+log = logs.get(__name__)
+
+_LOOK_S = 1.0
+#: Time after which load balancers have noticed that another cluster's routers are ready.
+_NOTICED_S = 10.0
+
+
+class Connections(Protocol):
+    def hang_up(self) -> None:
+        """Close each connection when its calls are over."""
+
+
+class ActiveModel:
+    """Follows whether this router's model is the active one of those that share the key."""
+
+    def __init__(
+        self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]
+    ) -> None:
+        self._ledger = ledger
+        self._model = model
+        self._connections = connections
+        self._changed_at = -inf
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                self.note(await self._ledger.is_active(), now())
+            except LedgerUnavailable as error:
+                log.warning("active model not known", cause=str(error))
+            await asyncio.sleep(_LOOK_S)
+
+    def note(self, is_active: bool, now: float) -> None:
+        """Take what the ledger says. ``now`` is in seconds."""
+        model = self._model
+        if is_active != model.is_active:
+            model.is_active, self._changed_at = is_active, now
+            log.info("model becomes active" if is_active else "model is replaced", model=model.name)
+        has_settled = now - self._changed_at >= _NOTICED_S
+        # Meanwhile a client may reach the one or the other.
+        model.is_switching = not (is_active and has_settled)
+        if not is_active:
+            # Connections that clients keep would lead here for as long as this router lives.
+            for connections in self._connections:
+                connections.hang_up()

@@ -1,0 +1,105 @@
+"""Clusters of different models on one server, of which one serves clients."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from everlift.v1 import session_pb2
+from router.ledger import redis_ledger
+from router.ledger.redis_ledger import RedisLedger
+from tests.ledger_servers import cluster, cluster_url
+from tests.ledgers import connected, valkey_server
+
+
+@dataclass(frozen=True)
+class Pair:
+    old: RedisLedger
+    new: RedisLedger
+    key: str
+
+
+@pytest.fixture(scope="module", params=["valkey", "cluster"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "valkey":
+        with valkey_server() as url:
+            yield url
+    else:
+        with cluster() as nodes:
+            yield cluster_url(nodes)
+
+
+@pytest.fixture
+async def pair(url: str) -> AsyncIterator[Pair]:
+    key = f"release-{secrets.token_hex(4)}-active"
+    async with AsyncExitStack() as stack:
+        old, new = [
+            await stack.enter_async_context(connected(url, active_key=key, timeout=30.0))
+            for _ in range(2)
+        ]
+        yield Pair(old, new, key)
+
+
+async def test_the_first_cluster_is_active_until_another_one_replaces_it(pair: Pair) -> None:
+    assert await pair.old.is_active()
+    assert not await pair.new.is_active()
+    assert await pair.old.is_active()
+    await pair.new.activate()
+    assert await pair.new.is_active()
+    assert not await pair.old.is_active()
+    # A repeated call changes nothing.
+    await pair.new.activate()
+    assert not await pair.old.is_active()
+
+
+async def test_an_active_cluster_that_is_gone_is_replaced(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_ledger, "_ACTIVE_MS", 300)
+    assert await pair.old.is_active()
+    for _ in range(8):
+        # It is there as long as it asks.
+        await asyncio.sleep(0.05)
+        assert await pair.old.is_active()
+        assert not await pair.new.is_active()
+    async with asyncio.timeout(30.0):
+        while not await pair.new.is_active():
+            await asyncio.sleep(0.05)
+    assert not await pair.old.is_active()
+
+
+async def test_the_new_cluster_reads_the_load_of_the_active_one(pair: Pair) -> None:
+    assert await pair.old.active_load() is None
+    assert await pair.new.active_load() is None
+    await pair.old.lead("router", "address", 1, 3600.0)
+    await pair.old.put_load(session_pb2.ClusterLoad(term=1, workers=3))
+    assert await pair.old.active_load() is None
+    report = await pair.new.active_load()
+    assert report is not None
+    assert report.load.workers == 3
+    await pair.new.activate()
+    assert await pair.new.active_load() is None
+
+
+async def test_without_a_shared_key_every_cluster_is_active(url: str) -> None:
+    async with connected(url) as one, connected(url) as other:
+        await one.activate()
+        assert await other.is_active()
+        assert await other.active_load() is None
+
+
+async def test_a_full_server_keeps_the_active_cluster() -> None:
+    with valkey_server(also="+config|set") as url:
+        async with connected(url, active_key="release-active") as old:
+            assert await old.is_active()
+            async with Redis.from_url(url) as client:
+                await client.config_set("maxmemory", 1)
+            assert await old.is_active()
+            async with Redis.from_url(url) as client:
+                assert await client.pttl("release-active") > 5000

@@ -1,0 +1,62 @@
+"""Which of two models clients are sent to, and what a request for the other one is answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from everlift.errors import RouterStopping, UnknownModel
+from router.active import ActiveModel
+from router.gateway.model import ServedModel
+from router.ledger.memory import MemoryLedger
+
+
+class Connections:
+    def __init__(self) -> None:
+        self.hang_ups = 0
+
+    def hang_up(self) -> None:
+        self.hang_ups += 1
+
+
+def served(*, is_active: bool) -> tuple[ServedModel, ActiveModel, Connections]:
+    model, connections = ServedModel.load("fake"), Connections()
+    model.is_active = is_active
+    active = ActiveModel(MemoryLedger(lambda: 0.0), model, [connections])
+    active.note(is_active, 100.0)
+    return model, active, connections
+
+
+def test_a_model_that_no_other_replaces_knows_what_it_does_not_serve() -> None:
+    model, _, connections = served(is_active=True)
+    model.check_asked("")
+    model.check_asked("fake")
+    with pytest.raises(UnknownModel):
+        model.check_asked("other")
+    assert connections.hang_ups == 0
+
+
+def test_a_replaced_model_sends_requests_for_the_other_one_elsewhere() -> None:
+    model, active, connections = served(is_active=True)
+    active.note(False, 200.0)
+    assert not model.is_active
+    # Load balancers may still lead here: requests for this model are served.
+    model.check_asked("fake")
+    for moment in (200.0, 205.0, 500.0):
+        active.note(False, moment)
+        with pytest.raises(RouterStopping):
+            model.check_asked("other")
+    assert connections.hang_ups == 4
+
+
+def test_a_new_model_knows_what_it_does_not_serve_once_all_clients_come() -> None:
+    model, active, connections = served(is_active=False)
+    assert connections.hang_ups == 1
+    active.note(True, 200.0)
+    assert model.is_active
+    active.note(True, 209.0)
+    with pytest.raises(RouterStopping):
+        model.check_asked("other")
+    active.note(True, 210.0)
+    with pytest.raises(UnknownModel):
+        model.check_asked("other")
+    assert connections.hang_ups == 1
