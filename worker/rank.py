@@ -87,9 +87,10 @@ class Rank:
         rank: int = 0,
         rendezvous: str = "",
         serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
+        ray_cluster: str = "",
     ) -> None:
-        """``serve`` makes rank 0's server. Raises ValueError for a configuration that cannot
-        run."""
+        """``serve`` makes rank 0's server; ``ray_cluster`` is the session name of the Ray cluster
+        that the rank is part of. Raises ValueError for a configuration that cannot run."""
         if not config.model:
             raise ValueError('model must be set, to a directory or "fake"')
         if not 0 <= rank < config.tensor_parallel:
@@ -106,6 +107,7 @@ class Rank:
         self._startup = Startup()
         self._thread: EngineThread | None = None
         self._serve_with = serve
+        self._ray_cluster = ray_cluster
         self._grammars: GrammarCompiler | NoGrammars | None = None
         self._server: Server | None = None
         self._sessions: Sessions | None = None
@@ -343,6 +345,7 @@ class Rank:
             pid=os.getpid(),
             max_num_batched_tokens=limits.max_num_batched_tokens,
             device=_device(config),
+            ray_cluster=self._ray_cluster,
         )
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ray import get_runtime_context
 from ray.util import get_node_ip_address
 
 from everlift import heap, logs
@@ -25,7 +26,12 @@ class RankActor:
         logs.configure(
             f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
         )
-        self._rank = Rank(replace(config, host=get_node_ip_address()), rank, rendezvous)
+        self._rank = Rank(
+            replace(config, host=get_node_ip_address()),
+            rank,
+            rendezvous,
+            ray_cluster=get_runtime_context().get_session_name(),
+        )
 
     async def set_log_level(self, level: str) -> None:
         logs.set_level(level)

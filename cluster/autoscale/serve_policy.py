@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray import get_runtime_context
 from ray.serve.config import AutoscalingContext
 from ray.util.metrics import Gauge
 
@@ -54,7 +55,7 @@ class QueuePolicy:
         target, now = context.target_num_replicas, time.monotonic()
         config = self._settings(context, load)
         self._autoscaler.configure(config)
-        others = max(0, load.workers - len(context.running_replicas)) if load is not None else 0
+        others = _of_others(load) if load is not None else 0
         replaced = self._exchange.replaced_workers()
         decision = self._autoscaler.decide(load, age_s, target, now, others, replaced)
         most = config.max_workers or 0
@@ -82,6 +83,20 @@ class QueuePolicy:
         self._exchange.say(self._decisions.told(now, most))
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
+
+
+def _of_others(load: ClusterLoad) -> int:
+    """Return the workers in the load that are another Ray cluster's.
+
+    Workers of this one that stop are still in the load while Serve no longer lists them.
+    """
+    own = _ray_cluster()
+    return sum(workers for cluster, workers in load.ray_clusters.items() if cluster != own)
+
+
+def _ray_cluster() -> str:
+    name: str = get_runtime_context().get_session_name()
+    return name
 
 
 def _ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:

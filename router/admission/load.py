@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
@@ -33,4 +34,5 @@ def cluster_load(
         wait_s=tenure.wait_s,
         class_queues=tenure.class_queues(),
         tenant_queues=tenure.tenant_queues(),
+        ray_clusters=Counter(it.capacity.ray_cluster for it in staying if it.capacity.ray_cluster),
     )

@@ -40,6 +40,8 @@ class Capacity:
     num_blocks: int
     max_num_batched_tokens: int = 2048
     kind: str = ""
+    #: that it is part of, empty for none
+    ray_cluster: str = ""
 
     @classmethod
     def told(cls, info: session_pb2.WorkerInfo) -> Self:
@@ -48,6 +50,7 @@ class Capacity:
             num_blocks=info.num_blocks,
             max_num_batched_tokens=info.max_num_batched_tokens,
             kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
+            ray_cluster=info.ray_cluster,
         )
 
 

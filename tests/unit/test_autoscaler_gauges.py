@@ -38,11 +38,10 @@ def fresh() -> None:
     FakeGauge.made = {}
 
 
-def serve_context(target: int, running: int, least: int = 1, most: int = 4) -> Any:
+def serve_context(target: int, least: int = 1, most: int = 4) -> Any:
     """What Serve calls the policy with."""
     return SimpleNamespace(
         target_num_replicas=target,
-        running_replicas=["a replica"] * running,
         capacity_adjusted_min_replicas=least,
         capacity_adjusted_max_replicas=most,
     )
@@ -113,9 +112,10 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
     monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
     monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
     policy = serve_policy.QueuePolicy({}, str(tmp_path))
-    context = serve_context(target=1, running=1)
+    context = serve_context(target=1)
     workers, _ = policy(context)
     values = shown()
     assert values["everlift_autoscaler_workers"] == workers == 3
@@ -151,19 +151,31 @@ def test_the_policy_takes_bounds_from_serve_and_targets_from_the_load(
 
     monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
     monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
     monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
     policy = serve_policy.QueuePolicy({}, str(tmp_path))
-    assert policy(serve_context(target=1, running=1, most=2))[0] == 2
-    assert policy(serve_context(target=1, running=1, most=9))[0] == 3
+    assert policy(serve_context(target=1, most=2))[0] == 2
+    assert policy(serve_context(target=1, most=9))[0] == 3
     # 5,000 tokens take 50 s: fewer than a target of 200 s needs another worker for.
     load.autoscale["ttft_target"] = 200.0
-    assert policy(serve_context(target=1, running=1, most=9))[0] == 1
+    assert policy(serve_context(target=1, most=9))[0] == 1
     # A setting that only a leader of another version knows changes nothing.
     load.autoscale["no_such_setting"] = 1.0
-    assert policy(serve_context(target=1, running=1, most=9))[0] == 3
+    assert policy(serve_context(target=1, most=9))[0] == 3
     # Two of three workers are another cluster's: this one is to have as many.
     load.workers = 3
-    assert policy(serve_context(target=1, running=1, most=9))[0] == 2
+    load.ray_clusters.update({"this": 1, "other": 2})
+    assert policy(serve_context(target=1, most=9))[0] == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_own_workers_that_stop_are_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.autoscale import serve_policy
+
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
+    # Serve lists none of them any more.
+    assert serve_policy._of_others(ClusterLoad(workers=3, ray_clusters={"this": 3})) == 0
+    assert serve_policy._of_others(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2})) == 2
 
 
 def test_dashboard_and_alerts_ask_for_what_there_is() -> None:

@@ -59,11 +59,13 @@ def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
     for number, load in enumerate(loads):
         pace = paced()
         pace.full_rate = (100.0, None, 900.0)[number]
-        cluster.add_worker(f"w{number}", load, pace, Capacity(max_num_seqs=4, num_blocks=64))
+        capacity = Capacity(max_num_seqs=4, num_blocks=64, ray_cluster=("a", "b", "b")[number])
+        cluster.add_worker(f"w{number}", load, pace, capacity)
     said = say(cluster)
     assert (said.workers, said.running, said.slots) == (2, 8, 8)
     assert (said.blocks_used, said.blocks_total) == (30, 128)
     assert said.worker_rate == 100.0
+    assert said.ray_clusters == {"a": 1, "b": 1}
 
 
 def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:

@@ -279,6 +279,7 @@ class WorkerInfo(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    RAY_CLUSTER_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this incarnation: a restarted worker has another"""
     address: builtins.str
@@ -297,6 +298,8 @@ class WorkerInfo(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     device: builtins.str
     """what a rank computes on, by its maker's name"""
+    ray_cluster: builtins.str
+    """session name of the Ray cluster that it is part of; empty without Ray"""
     def __init__(
         self,
         *,
@@ -313,8 +316,9 @@ class WorkerInfo(google.protobuf.message.Message):
         pid: builtins.int = ...,
         max_num_batched_tokens: builtins.int = ...,
         device: builtins.str = ...,
+        ray_cluster: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -342,6 +346,22 @@ class ClusterLoad(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class RayClustersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TERM_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
@@ -359,6 +379,7 @@ class ClusterLoad(google.protobuf.message.Message):
     CLASS_QUEUES_FIELD_NUMBER: builtins.int
     TENANT_QUEUES_FIELD_NUMBER: builtins.int
     AUTOSCALE_FIELD_NUMBER: builtins.int
+    RAY_CLUSTERS_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -401,6 +422,10 @@ class ClusterLoad(google.protobuf.message.Message):
     def autoscale(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """settings of the autoscaler that are not its defaults, by their names"""
 
+    @property
+    def ray_clusters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of these workers, how many each Ray cluster has"""
+
     def __init__(
         self,
         *,
@@ -421,9 +446,10 @@ class ClusterLoad(google.protobuf.message.Message):
         class_queues: collections.abc.Iterable[Global___ClassQueue] | None = ...,
         tenant_queues: collections.abc.Iterable[Global___TenantQueue] | None = ...,
         autoscale: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        ray_clusters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
