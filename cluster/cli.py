@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from cluster import (
     capacity_view,
+    chat_command,
     generate,
     measure_command,
     picture_file,
@@ -232,6 +233,7 @@ def ledger(
 
 
 app.command(epilog=generate.EXAMPLES, rich_help_panel=_ASK)(generate.generate)
+app.command(epilog=chat_command.EXAMPLES, rich_help_panel=_ASK)(chat_command.chat)
 app.command(epilog=batching.EXAMPLES, rich_help_panel=_ASK)(batching.batch)
 app.command(epilog=requests_command.EXAMPLES, rich_help_panel=_LOOK)(requests_command.requests)
 app.command(epilog=explaining.EXAMPLES, rich_help_panel=_LOOK)(explaining.explain)

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cluster.bench.endpoint import Answer, Refused, slug
-from cluster.bench.events import DONE, Events
 from cluster.bench.request import Request
 from cluster.errors import BenchFailed
+from cluster.sse import DONE, Events
 
 _MOST_ERROR_BYTES = 16_384
 #: What a connection may have on its way at once is for the server to say.

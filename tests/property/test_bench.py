@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bench.events import Events
 from cluster.bench.figures import figures, more_figures
 from cluster.bench.goodput import Slo
 from cluster.bench.outcome import Outcome
 from cluster.bench.saturation import Ramp
 from cluster.bench.spread import spread
+from cluster.sse import Events
 from tests.outcomes import outcome
 
 seconds = st.floats(0, 1000, allow_subnormal=False)

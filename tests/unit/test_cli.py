@@ -27,8 +27,8 @@ from router.gateway.model import ByteTokenizer
 from tests.restored_logging import restored_logging
 from worker.fake_runner import expected_tokens
 
-COMMANDS = ["up", "generate", "batch", "attach", "cancel", "forget", "status", "models", "tokenize"]
-COMMANDS += ["simulate", "measure", "plan", "replay"]
+COMMANDS = ["up", "generate", "chat", "batch", "attach", "cancel", "forget", "status", "models"]
+COMMANDS += ["tokenize", "simulate", "measure", "plan", "replay"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,190 @@
+"""``everlift chat``: a conversation with the model of a running cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from cluster.connection import Address, connected
+from cluster.errors import ClusterFailed
+from cluster.http_api import HttpApi, connected_to_http
+from everlift.errors import ContextLengthExceeded, EverliftError, NoChatTemplate, PromptTooLong
+
+EXAMPLES = """
+**In the conversation**
+
+- `/system TEXT` sets the system prompt and begins a new conversation
+- `/clear` begins a new conversation
+- `/exit` or Ctrl-D ends it
+- Ctrl-C stops the answer, which stays in the conversation as far as it was shown
+
+**Examples**
+
+- `everlift chat --system "Answer in one sentence." --temperature 0`
+- `echo "What is paged attention?" | everlift chat` takes each line of standard input as a message
+"""
+_COMMANDS = "/system TEXT, /clear, /exit; Ctrl-C stops an answer"
+
+
+def chat(
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System prompt of the conversation.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    address: Address = None,
+) -> None:
+    """Chat with the model of a running cluster."""
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            api, model = runner.run(_open(stack, address))
+            _converse(runner, Conversation(api, model, given, system))
+        finally:
+            runner.run(stack.aclose())
+
+
+async def _open(stack: AsyncExitStack, address: str | None) -> tuple[HttpApi, str]:
+    """Connect with a cluster whose model has a chat template, and return the model's name."""
+    client = await stack.enter_async_context(connected(address))
+    api = await stack.enter_async_context(connected_to_http(client, address))
+    try:
+        await api.post("tokenize", {"messages": [{"role": "user", "content": "hello"}]})
+    except NoChatTemplate as error:
+        raise ClusterFailed(f"{error}: use `everlift generate`") from None
+    return api, (await client.status()).model
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the request for the next answer."""
+
+    api: HttpApi
+    model: str
+    options: dict[str, Any]
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def answer(self, text: str) -> None:
+        """Write the answer to a message as it is generated.
+
+        Raises EverliftError; then the message is no part of the conversation. Cancelling ends the
+        request and keeps the text so far.
+        """
+        self.messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        try:
+            await self._stream(said)
+        except EverliftError:
+            self.messages.pop()
+            raise
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    async def _stream(self, said: list[str]) -> None:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        body = {**self.options, "messages": [*first, *self.messages], "stream": True}
+        reason = None
+        async with aclosing(self.api.stream("v1/chat/completions", body)) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    text = choice["delta"].get("content") or ""
+                    reason = choice.get("finish_reason") or reason
+                    said.append(text)
+                    typer.echo(text, nl=False)
+        typer.echo()
+        if not any(said):
+            _remark("the answer is empty: the model ended it at once")
+        if reason == "length":
+            _remark("the answer was cut: --max-tokens was reached, or the context is full (/clear)")
+
+    def clear(self) -> None:
+        self.messages.clear()
+
+
+def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        # Line editing and history for input(); nothing is written to a file.
+        with suppress(ImportError):
+            import readline  # noqa: F401
+        _remark(f"{conversation.model}: {_COMMANDS}")
+    while (line := _read("> " if is_interactive else "")) is not None:
+        if not line.strip():
+            continue
+        if not line.startswith("/"):
+            _answer(runner, conversation, line, is_interactive=is_interactive)
+        elif line.split()[0] in ("/exit", "/quit"):
+            return
+        else:
+            _obey(conversation, line)
+
+
+def _read(prompt: str) -> str | None:
+    """Return the next line; None at the end of the input."""
+    while True:
+        try:
+            return input(prompt)
+        except EOFError:
+            if prompt:
+                typer.echo()
+            return None
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            typer.echo()
+            _remark("Ctrl-D or /exit leaves")
+
+
+def _answer(
+    runner: asyncio.Runner, conversation: Conversation, text: str, *, is_interactive: bool
+) -> None:
+    try:
+        runner.run(conversation.answer(text))
+    except KeyboardInterrupt:
+        typer.echo()
+        if not is_interactive:
+            raise
+    except (ContextLengthExceeded, PromptTooLong) as error:
+        if not is_interactive:
+            raise
+        _remark(f"{error}; /clear begins a new conversation")
+    except EverliftError as error:
+        if not is_interactive:
+            raise
+        _remark(f"error: {error}")
+
+
+def _obey(conversation: Conversation, line: str) -> None:
+    command, _, text = line.partition(" ")
+    if command == "/system":
+        conversation.system = text.strip() or None
+        conversation.clear()
+        _remark("system prompt set" if conversation.system else "no system prompt")
+    elif command == "/clear":
+        conversation.clear()
+        _remark("new conversation")
+    else:
+        _remark(f"{command}: unknown; {_COMMANDS}")
+
+
+def _remark(text: str) -> None:
+    """Write what is no part of the conversation to standard error."""
+    typer.secho(text, err=True, dim=True)

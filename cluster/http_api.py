@@ -1,0 +1,90 @@
+"""OpenAI's API of a cluster, for commands that need what gRPC does not serve: chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from cluster.connection import addresses, api_key, tls
+from cluster.errors import ClusterFailed
+from cluster.sse import DONE, Events
+from everlift.address import joined
+from everlift.certificates import client_context
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError, Unreachable, from_slug
+
+Body = Mapping[str, object]
+
+
+class HttpApi:
+    """Client of one router's HTTP server. Every method raises EverliftError, as the router does,
+    and Unreachable for a connection that fails."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def post(self, path: str, body: Body, headers: Mapping[str, str] | None = None) -> Any:
+        """Return the answer's JSON."""
+        async with self._answer(path, body, headers or {}) as answer:
+            return await answer.json()
+
+    async def stream(self, path: str, body: Body) -> AsyncGenerator[Any]:
+        """Yield the JSON of each event. Closing the iterator cancels the request."""
+        events = Events()
+        async with self._answer(path, body, {}) as answer:
+            async for data in answer.content.iter_any():
+                for event in events.of(data):
+                    if event == DONE:
+                        return
+                    chunk = json.loads(event)
+                    if "error" in chunk:
+                        raise _error(chunk)
+                    yield chunk
+        raise Unreachable("the connection was lost")
+
+    @asynccontextmanager
+    async def _answer(
+        self, path: str, body: Body, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.post(path, json=body, headers=headers) as answer:
+                if answer.status != 200:
+                    raise _error(await answer.json())
+                yield answer
+        except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+            raise Unreachable(f"{self._session._base_url}: {error}") from None
+
+
+@asynccontextmanager
+async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIterator[HttpApi]:
+    """Connect with the HTTP server of the router that ``client`` reaches at ``address``.
+
+    Its host is the address's; its port is what the router says. Raises ClusterFailed where the
+    router serves no HTTP.
+    """
+    served = (await client.status()).http_address
+    if not served:
+        raise ClusterFailed("this cluster serves no HTTP, and so no chat (router.http_host)")
+    credentials, key = tls(), api_key()
+    host, port = addresses(address)[0].rpartition(":")[0], served.rpartition(":")[2]
+    context = client_context(credentials).current() if credentials is not None else None
+    scheme = "http" if context is None else "https"
+    async with aiohttp.ClientSession(
+        f"{scheme}://{joined(host.strip('[]'), int(port))}/",
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        connector=aiohttp.TCPConnector(limit=0, ssl=context if context is not None else True),
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as session:
+        yield HttpApi(session)
+
+
+def _error(body: Mapping[str, Any]) -> EverliftError:
+    """Return the error of an answer. Raises ValueError for a body that has none."""
+    try:
+        return from_slug(body["error"]["code"], body["error"]["message"])
+    except (TypeError, LookupError):
+        raise ValueError("the answer is no error of Everlift") from None
