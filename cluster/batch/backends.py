@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import math
+import random
+import time
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
 
-from cluster.batch.lines import Work
+from cluster.batch.lines import ChatWork, Work
 from cluster.completion import Completion, gather
+from cluster.http_api import HttpApi
 from everlift.client import AsyncClient
+from everlift.errors import EverliftError, InvalidRequest
 from everlift.messages import OnDisconnect
 from everlift.options import GenerateOptions
+from everlift.retries import RECONNECT_S, Retries
 
 if TYPE_CHECKING:
     from cluster.offline import LLM
@@ -19,12 +26,34 @@ class ClusterBackend:
     """A request that it sent before, perhaps in another process, is attached to. What is cut off
     goes on in the cluster, where it is found again."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
+        """``http`` is entered for the first chat; closing the backend leaves it."""
         self._client = client
+        self._http_context = http
+        self._http: asyncio.Future[HttpApi] | None = None
 
     async def complete(self, work: Work) -> Completion:
         options: GenerateOptions = {**work.options, "on_disconnect": OnDisconnect.CONTINUE}
         return await gather(self._client.generate(work.prompt, **options))
+
+    async def chat(self, work: ChatWork) -> Any:
+        if self._http is None:
+            self._http = asyncio.ensure_future(self._http_context.__aenter__())
+        http = await asyncio.shield(self._http)
+        retries = Retries(RECONNECT_S, math.inf, random.random)
+        headers = {"idempotency-key": work.request_id}
+        while True:
+            try:
+                return await http.post("v1/chat/completions", work.body, headers)
+            except EverliftError as error:
+                delay = retries.delay(error, time.monotonic())
+                if delay is None:
+                    raise
+                await asyncio.sleep(delay)
+
+    async def aclose(self) -> None:
+        if self._http is not None and not self._http.exception():
+            await self._http_context.__aexit__(None, None, None)
 
 
 class LocalBackend:
@@ -36,3 +65,6 @@ class LocalBackend:
         if completion.error is not None:
             raise completion.error
         return completion
+
+    async def chat(self, work: ChatWork) -> Any:
+        raise InvalidRequest("a chat needs a cluster: run the batch without --local")

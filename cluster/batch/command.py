@@ -6,6 +6,8 @@ import asyncio
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,20 +16,22 @@ import typer
 
 from cluster.bar import bar
 from cluster.batch.backends import ClusterBackend, LocalBackend
-from cluster.batch.lines import Survey, read
+from cluster.batch.lines import Line, Survey, read
 from cluster.batch.results import Results
 from cluster.batch.run import Backend, Batch
 from cluster.connection import Address, connected
 from cluster.errors import BatchFailed
+from cluster.http_api import connected_to_http
 from cluster.local import Assignments, Local, Model, local_config, opened
 
 #: What two workers of default size have in their batches.
 _CONCURRENCY = 512
 
 EXAMPLES = """
-Each line of FILE is a prompt with its options, or one of OpenAI's with `custom_id` and `body`:
+Each line of FILE is a prompt with its options, or one of OpenAI's completions or chat completions:
 
     {"id": "a", "prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 64}
+    {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
 Results are appended as they come. Run again, a batch that was cut off goes on with the rest.
 
@@ -35,6 +39,7 @@ Results are appended as they come. Run again, a batch that was cut off goes on w
 
 - `everlift batch prompts.jsonl` writes prompts.out.jsonl
 - `everlift batch prompts.jsonl --output answers.jsonl --concurrency 64`
+- `everlift batch prompts.jsonl --retry-failed` replaces the results that are errors
 - `everlift batch prompts.jsonl --local --model ~/models/llama`
 """
 
@@ -48,6 +53,9 @@ def batch(
     concurrency: Annotated[
         int, typer.Option(metavar="N", min=1, help="Most requests at once.")
     ] = _CONCURRENCY,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run the lines again whose results are errors.")
+    ] = False,
     address: Address = None,
     local: Local = False,
     model: Model = None,
@@ -58,7 +66,7 @@ def batch(
     known, path = Survey(file), output or file.with_suffix(f".out{file.suffix}")
     if path.exists() and path.samefile(file):
         raise BatchFailed("the results cannot go into the file that is read")
-    with Results(path) as results:
+    with Results(path, retry_failed=retry_failed) as results:
         job = _Job(file, known, results, concurrency)
         if not job.num_left:
             typer.echo(f"{path}: all {len(known)} were done before")
@@ -73,7 +81,8 @@ def batch(
 async def _through_cluster(job: _Job, address: str | None) -> None:
     # A full queue is waited for.
     async with connected(address, retry_s=math.inf) as client:
-        await job.run(ClusterBackend(client))
+        async with aclosing(ClusterBackend(client, connected_to_http(client, address))) as backend:
+            await job.run(backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +103,12 @@ class _Job:
         with bar(self.file.name, total, done, shown=shown) as advance:
             batch = Batch(backend, self.results, self.concurrency, advance)
             try:
-                await batch.run(read(self.file, self.known.digest, self.results))
+                await batch.run(self._lines())
             finally:
                 self._sum_up(batch.output_tokens, time.monotonic() - began)
+
+    def _lines(self) -> Iterator[Line]:
+        return read(self.file, self.known.digest, self.results, self.results.attempt)
 
     def _sum_up(self, tokens: int, elapsed_s: float) -> None:
         total, left = len(self.known), self.num_left

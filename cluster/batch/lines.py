@@ -3,16 +3,17 @@
     {"id": "a", "prompt": "count from 1 to 9:", "max_tokens": 20, "temperature": 0}
     {"id": "b", "prompt": [17, 4, 9], "n": 2}
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
+    {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Options are those of the client by their names. A line without an id has its number as one,
-"line-7". Empty lines are passed over.
+Options are those of the client by their names; the body of a chat is sent as it is. A line without
+an id has its number as one, "line-7". Empty lines are passed over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,7 +26,7 @@ from everlift.typos import did_you_mean
 
 #: A batch's requests go on to their end, so that the same batch finds them when it comes again.
 _OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect"}
-_OPENAI_URL = "/v1/completions"
+_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -40,6 +41,16 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatWork:
+    """A line with the body of a chat completion, which the router checks."""
+
+    number: int
+    id: str
+    body: Mapping[str, Any]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class BadLine:
     """A line that cannot; ``id`` is None where it has none that can be read."""
 
@@ -48,7 +59,7 @@ class BadLine:
     error: EverliftError
 
 
-Line = Work | BadLine
+Line = Work | ChatWork | BadLine
 #: What names a line in the results: its id, or its number where none can be read.
 Key = str | int
 
@@ -83,16 +94,22 @@ class Survey:
             raise BatchFailed(f"lines {first} and {number} have the same id {line_id!r}")
 
 
-def read(path: Path, digest: bytes, done: Container[Key] = ()) -> Iterator[Line]:
+def read(
+    path: Path,
+    digest: bytes,
+    done: Container[Key] = (),
+    attempt: Callable[[Key], int] = lambda key: 1,
+) -> Iterator[Line]:
     """Line by line, without those that are ``done``.
 
     The file's ``digest`` makes request id and seed of each that has none of its own: the same line
     of the same file has the same ones, so that a cluster knows it again and its text does not
-    change.
+    change. A later ``attempt`` of a line is another request with the same seed.
     """
     for number, data in _numbered(path):
-        if (_id_of(data, number) or number) not in done:
-            yield _line(number, data, digest)
+        key = _id_of(data, number) or number
+        if key not in done:
+            yield _line(number, data, _Names(digest, number, attempt(key)))
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -102,13 +119,37 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, data
 
 
-def _line(number: int, data: bytes, digest: bytes) -> Line:
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Request id and seed of a line that has none of its own."""
+
+    digest: bytes
+    number: int
+    attempt: int
+
+    @property
+    def request_id(self) -> str:
+        again = f"-{self.attempt}" if self.attempt > 1 else ""
+        return f"batch-{self._own[8:].hex()}{again}"
+
+    @property
+    def seed(self) -> int:
+        return int.from_bytes(self._own[:8], "little") >> 1
+
+    @property
+    def _own(self) -> bytes:
+        return hashlib.sha256(self.digest + self.number.to_bytes(8, "little")).digest()
+
+
+def _line(number: int, data: bytes, names: _Names) -> Line:
     line_id: str | None = None
     try:
         fields = _parse(data)
         line_id = _given_id(fields) or _default_id(number)
+        if fields.get("url") == _CHATS:
+            return ChatWork(number, line_id, _chat_body(fields, names), names.request_id)
         prompt, options = _asked(fields)
-        options = _named(options, digest, number)
+        options = {"request_id": names.request_id, "seed": names.seed, **options}
         submission_message(prompt, options)
     except TypeError as error:
         return BadLine(number, line_id, InvalidRequest(f"a value of the wrong type: {error}"))
@@ -136,7 +177,7 @@ def _id_of(data: bytes, number: int) -> str | None:
 
 
 def _given_id(fields: Mapping[str, Any]) -> str | None:
-    given = fields.get("custom_id" if "body" in fields else "id")
+    given = fields.get("custom_id" if fields.keys() & {"custom_id", "body"} else "id")
     if given is not None and not isinstance(given, str):
         raise InvalidRequest(f"the id must be text, not {given!r}")
     return given
@@ -152,6 +193,8 @@ def _asked(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
     given = {name: value for name, value in body.items() if value is not None}
     given.pop("id", None)
     prompt = given.pop("prompt", None)
+    if prompt is None and "messages" in given:
+        raise InvalidRequest(f"messages need the url {_CHATS}")
     if not isinstance(prompt, str | list):
         raise InvalidRequest("the prompt must be text or a list of token ids")
     for name in given:
@@ -161,12 +204,21 @@ def _asked(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
     return prompt, cast(GenerateOptions, given)
 
 
+def _chat_body(fields: dict[str, Any], names: _Names) -> dict[str, Any]:
+    body = _openai_body(fields)
+    for name in ("stream", "on_disconnect"):
+        if name in body:
+            raise InvalidRequest(f"a batch has no option {name!r}")
+    # What is cut off goes on in the cluster, where the same line finds it again.
+    return {"seed": names.seed, **body, "on_disconnect": "continue"}
+
+
 def _openai_body(fields: dict[str, Any]) -> dict[str, Any]:
     if unknown := fields.keys() - _ENVELOPE:
         raise InvalidRequest(f"a line with a body has no {sorted(unknown)[0]!r} beside it")
-    url, body = fields.get("url", _OPENAI_URL), fields["body"]
-    if url != _OPENAI_URL:
-        raise InvalidRequest(f"only {_OPENAI_URL} is served in a batch, not {url!r}")
+    url, body = fields.get("url", _COMPLETIONS), fields.get("body")
+    if url not in (_COMPLETIONS, _CHATS):
+        raise InvalidRequest(f"url must be {_COMPLETIONS} or {_CHATS}, not {url!r}")
     if not isinstance(body, dict):
         raise InvalidRequest("the body is no JSON object")
     return body
@@ -186,9 +238,3 @@ def _by_token(bias: object) -> dict[int, float]:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
         raise InvalidRequest("a key of logit_bias is no token id") from None
-
-
-def _named(options: GenerateOptions, digest: bytes, number: int) -> GenerateOptions:
-    own = hashlib.sha256(digest + number.to_bytes(8, "little")).digest()
-    seed = int.from_bytes(own[:8], "little") >> 1
-    return {"request_id": f"batch-{own[8:].hex()}", "seed": seed, **options}

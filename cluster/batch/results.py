@@ -3,9 +3,12 @@ any moment and go on later.
 
     {"id": "a", "text": " 42", "finish_reason": "stop", "usage": {...}}
     {"id": "b", "choices": [{"text": ..., "finish_reason": ...}, ...], "usage": {...}}
+    {"id": "d", "message": {"role": "assistant", ...}, "finish_reason": "stop", "usage": {...}}
     {"id": "c", "line": 3, "error": {"code": "out_of_range", "message": "..."}}
 
-A line whose id cannot be read has null for it. Each line is one write; what a crash of the machine
+A line whose id cannot be read has null for it. A line that is tried again has its new result
+behind the failure, in the place of which it comes when the file is closed or opened again; an error
+of a later attempt says so ("attempt": 2). Each line is one write; what a crash of the machine
 leaves of the last one is cut off when the file is opened again. A file that is something else is
 refused as it is.
 """
@@ -26,7 +29,7 @@ from cluster.errors import BatchFailed
 
 #: A line of ours as far as its id, and what may come behind that.
 _BEGINNING = re.compile(rb'\{"id": (?:null|"(?:\\.|[^"\\])*")')
-_NEXT = (b', "text": ', b', "choices": ', b', "line": ')
+_NEXT = (b', "text": ', b', "choices": ', b', "message": ', b', "line": ')
 #: The same, torn within the id.
 _TORN = (b'{"id": null', b'{"id": "')
 
@@ -34,40 +37,55 @@ _TORN = (b'{"id": null', b'{"id": "')
 class Results(Container[Key]):
     """Opened with what is in it already. One process at a time has it."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises BatchFailed for a file that is something else, or another's now; OSError."""
+    def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
+        """With ``retry_failed``, lines that failed are not done.
+
+        Raises BatchFailed for a file that is something else, or another's now; OSError.
+        """
         self.path = path
         self._keys: set[Key] = set()
-        self._failed: set[Key] = set()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        #: attempts of lines whose last one failed
+        self._failed: dict[Key, int] = {}
+        self._has_replaced = False
+        self._descriptor = self._opened()
         try:
-            self._lock()
             self._read()
+            self._replace()
         except BaseException:
-            self.close()
+            os.close(self._descriptor)
             raise
+        self._retrying = set(self._failed) if retry_failed else set[Key]()
 
     def __contains__(self, line: object) -> bool:
         """Whether the line of this Key is done."""
-        return line in self._keys
+        return line in self._keys and line not in self._retrying
+
+    def attempt(self, line: Key) -> int:
+        """Return the number of the next attempt of a line, from 1."""
+        return self._failed.get(line, 0) + 1
 
     def num_done(self, lines: Iterable[Key]) -> int:
-        """How many of ``lines`` are in it."""
-        return sum(line in self._keys for line in lines)
+        """How many of ``lines`` are done."""
+        return sum(line in self for line in lines)
 
     def num_failed(self, lines: Iterable[Key]) -> int:
-        """How many of ``lines`` are in it as failures."""
-        return sum(line in self._failed for line in lines)
+        """How many of ``lines`` are done and failed."""
+        return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
         """Raises OSError where it cannot be written whole."""
-        data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(f"{self.path}: no room for the next result")
+        line = _key(record)
+        if "error" in record and (attempt := self.attempt(line)) > 1:
+            record = {**record, "attempt": attempt}
+        _write(self._descriptor, _encoded(record), self.path)
         self._take(record)
+        self._retrying.discard(line)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        try:
+            self._replace()
+        finally:
+            os.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +98,49 @@ class Results(Container[Key]):
     ) -> None:
         self.close()
 
-    def _lock(self) -> None:
+    def _opened(self) -> int:
+        """Raises BatchFailed for another batch's file, OSError."""
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                self._lock(descriptor)
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            # Another batch has put a new file in its place meanwhile.
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BatchFailed(f"another batch writes to {self.path}") from None
+
+    def _replace(self) -> None:
+        """Keep the last record of each line alone. Raises OSError."""
+        if not self._has_replaced:
+            return
+        last: dict[Key, bytes] = {}
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            for data in file:
+                last[_key(json.loads(data))] = data
+        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        try:
+            self._lock(descriptor)
+            _write(descriptor, b"".join(last.values()), new)
+            os.fsync(descriptor)
+            new.replace(self.path)
+        except BaseException:
+            os.close(descriptor)
+            new.unlink(missing_ok=True)
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._has_replaced = False
 
     def _read(self) -> None:
         whole = 0
@@ -111,10 +167,27 @@ class Results(Container[Key]):
         return BatchFailed(f"{self.path} holds something else than results (line {number})")
 
     def _take(self, record: Mapping[str, Any]) -> None:
-        line: Key = record["line"] if record["id"] is None else record["id"]
+        line = _key(record)
+        self._has_replaced |= line in self._keys
         self._keys.add(line)
+        self._failed.pop(line, None)
         if "error" in record:
-            self._failed.add(line)
+            self._failed[line] = record.get("attempt", 1)
+
+
+def _key(record: Mapping[str, Any]) -> Key:
+    key: Key = record["line"] if record["id"] is None else record["id"]
+    return key
+
+
+def _encoded(record: Mapping[str, object]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _write(descriptor: int, data: bytes, path: Path) -> None:
+    """Raises OSError where it cannot be written whole."""
+    if os.write(descriptor, data) != len(data):
+        raise OSError(f"{path}: no room for the next result")
 
 
 def _is_torn(data: bytes) -> bool:

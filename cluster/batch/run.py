@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster import describe
-from cluster.batch.lines import BadLine, Line, Work
+from cluster.batch.lines import BadLine, ChatWork, Line, Work
 from cluster.batch.results import Results
 from cluster.completion import Completion
 from everlift.errors import EverliftError
@@ -22,6 +22,10 @@ class Backend(Protocol):
 
     async def complete(self, work: Work) -> Completion:
         """Raises EverliftError for this one, anything else for all that would follow."""
+        ...
+
+    async def chat(self, work: ChatWork) -> Any:
+        """Return the chat completion as OpenAI's API has it. Raises as ``complete``."""
         ...
 
 
@@ -54,13 +58,20 @@ class Batch:
             self._write(_failure(line, line.error))
             return
         try:
-            completion = await self.backend.complete(line)
+            record, output_tokens = await self._answer(line)
         except EverliftError as error:
             if error.grpc_status == "UNAVAILABLE":
                 raise
             self._write(_failure(line, error))
         else:
-            self._write(_answer(line, completion), completion.num_output_tokens)
+            self._write(record, output_tokens)
+
+    async def _answer(self, line: Work | ChatWork) -> tuple[describe.Json, int]:
+        if isinstance(line, ChatWork):
+            chat = await self.backend.chat(line)
+            return _chat_answer(line, chat), chat["usage"]["completion_tokens"]
+        completion = await self.backend.complete(line)
+        return _answer(line, completion), completion.num_output_tokens
 
     def _write(self, record: describe.Json, output_tokens: int = 0) -> None:
         self.results.append(record)
@@ -78,6 +89,24 @@ def _answer(line: Work, completion: Completion) -> describe.Json:
         record["prompt_logprobs"] = describe.logprobs(completion.prompt_logprobs)
     record["usage"] = describe.usage(completion)
     return record
+
+
+def _chat_answer(line: ChatWork, chat: Any) -> describe.Json:
+    """In the form of a completion's record, with a message in the place of the text."""
+    kept = ("message", "finish_reason", "logprobs")
+    choices = [
+        {name: choice[name] for name in kept if choice.get(name) is not None}
+        for choice in chat["choices"]
+    ]
+    usage = chat["usage"]
+    return {
+        "id": line.id,
+        **(choices[0] if len(choices) == 1 else {"choices": choices}),
+        "usage": {
+            "prompt_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        },
+    }
 
 
 def _failure(line: Line, error: EverliftError) -> describe.Json:

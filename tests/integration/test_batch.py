@@ -20,8 +20,10 @@ from cluster.cli import app
 from everlift.errors import QueueFull
 from everlift.testing import FakeRouter, Refuse
 from router.gateway.model import ByteTokenizer
+from tests.chat_support import HERMES
 from tests.in_process import WORKER, Cluster, cluster, until
 from tests.restored_logging import restored_logging
+from tests.scripted import SAY, scripted_cluster
 from worker.config import FakeModel
 from worker.fake_runner import expected_tokens
 
@@ -180,3 +182,36 @@ async def test_what_keeps_a_batch_from_its_start_is_said(
     assert result.exit_code == 1
     assert cause in result.stderr
     assert num_lines(file) == LINES
+
+
+async def test_chats_and_prompts_are_answered_by_a_cluster(tmp_path: Path) -> None:
+    chats: list[dict[str, object]] = [
+        {
+            "custom_id": f"chat-{word}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"{SAY}{word}"}]},
+        }
+        for word in ("four", "five")
+    ]
+    path = tmp_path / "batch.jsonl"
+    lines = [*chats, {"id": "text", "prompt": "12 + 30 =", "max_tokens": 2}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    async with scripted_cluster(tmp_path / "m", HERMES) as parts:
+        result = await run(path, "--address", parts.address)
+        page = await parts.ledger.list_requests("")
+    assert result.exit_code == 0, result.output
+    records = {it["id"]: it for it in map(json.loads, output(path).read_text().splitlines())}
+    assert [records[f"chat-{word}"]["message"]["content"] for word in ("four", "five")] == [
+        "four",
+        "five",
+    ]
+    assert "text" in records["text"]
+    # By these a batch that was cut off finds them.
+    assert all(entry.request_id.startswith("batch-") for entry in page.entries)
+    # Without a cluster nobody knows how the model's chats are written.
+    with output(path).open("w"):
+        pass
+    result = await run(path, "--local", "--model", "fake")
+    assert result.exit_code == 1
+    assert "a chat needs a cluster" in output(path).read_text()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.batch.lines import BadLine, Line, Survey, Work, read
+from cluster.batch.lines import BadLine, ChatWork, Line, Survey, Work, read
 from cluster.batch.results import Results
 from cluster.batch.run import Batch
 from cluster.completion import Choice, Completion
@@ -80,9 +82,14 @@ def test_openais_line_is_one_too(tmp_path: Path) -> None:
         ({"id": "i", "prompt": "x", "logit_bias": [1]}, "must be an object"),
         ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "one form"),
         ({"id": "i", "prompt": "x", "request_id": "no id"}, "request_id"),
-        ({"custom_id": "i", "body": {"messages": []}}, "the prompt must be text or a list"),
+        ({"custom_id": "i", "body": {"messages": []}}, "need the url /v1/chat/completions"),
         ({"custom_id": "i", "body": "x"}, "no JSON object"),
-        ({"custom_id": "i", "url": "/v1/embeddings", "body": {}}, "only /v1/completions"),
+        ({"custom_id": "i", "url": "/v1/embeddings", "body": {}}, "url must be /v1/completions or"),
+        ({"custom_id": "i", "url": "/v1/chat/completions"}, "no JSON object"),
+        (
+            {"custom_id": "i", "url": "/v1/chat/completions", "body": {"stream": True}},
+            "no option 'stream'",
+        ),
         ({"custom_id": "i", "prompt": "x", "body": {}}, "'prompt' beside it"),
         ({"id": 3, "prompt": "x"}, "the id must be text"),
     ],
@@ -229,19 +236,87 @@ class Backend:
             raise self._errors[work.prompt]
         return completion(work.prompt)
 
+    async def chat(self, work: ChatWork) -> Any:
+        self.asked.append(work.request_id)
+        content = work.body["messages"][0]["content"]
+        if content in self._errors:
+            raise self._errors[content]
+        message = {"role": "assistant", "content": content}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        return {"choices": [choice] * work.body.get("n", 1), "usage": usage}
+
 
 async def run(
-    directory: Path, given: Sequence[object], backend: Backend, concurrency: int = 8
+    directory: Path,
+    given: Sequence[object],
+    backend: Backend,
+    concurrency: int = 8,
+    *,
+    retry_failed: bool = False,
 ) -> list[dict[str, object]]:
     """The results, all that there are now."""
     path, out = written(directory, *given), directory / "out.jsonl"
-    with Results(out) as results:
+    with Results(out, retry_failed=retry_failed) as results:
         batch = Batch(backend, results, concurrency, lambda tokens: None)
         try:
-            await batch.run(read(path, Survey(path).digest, results))
+            await batch.run(read(path, Survey(path).digest, results, results.attempt))
         finally:
             records = [json.loads(line) for line in out.read_text().splitlines()]
     return records
+
+
+def chat_line(line_id: str, content: str, **more: object) -> dict[str, object]:
+    body = {"messages": [{"role": "user", "content": content}], **more}
+    return {"custom_id": line_id, "url": "/v1/chat/completions", "body": body}
+
+
+async def test_a_chat_is_a_line_and_its_message_the_result(tmp_path: Path) -> None:
+    records = await run(tmp_path, [chat_line("a", "x"), chat_line("b", "y", n=2)], Backend())
+    message = {"role": "assistant", "content": "x"}
+    usage = {"prompt_tokens": 3, "output_tokens": 2}
+    assert records[0] == {"id": "a", "message": message, "finish_reason": "stop", "usage": usage}
+    assert [each["message"]["content"] for each in records[1]["choices"]] == ["y", "y"]  # type: ignore[attr-defined]
+
+
+async def test_failed_lines_are_run_again_as_other_requests(tmp_path: Path) -> None:
+    given = [{"id": "a", "prompt": "x"}, chat_line("b", "y"), chat_line("c", "z")]
+    errors: dict[str, Exception] = {"y": EngineFailed("first"), "z": EngineFailed("first")}
+    backend = Backend(errors)
+    await run(tmp_path, given, backend)
+    ids = backend.asked[1:]
+    # Without being told to, nothing is.
+    assert len(await run(tmp_path, given, again := Backend())) == 3
+    assert again.asked == []
+    # One fails again: its error says which attempt it was.
+    again = Backend({"z": EngineFailed("second")})
+    await run(tmp_path, given, again, retry_failed=True)
+    assert again.asked == [f"{each}-2" for each in ids]
+    out = tmp_path / "out.jsonl"
+    records = {it["id"]: it for it in map(json.loads, out.read_text().splitlines())}
+    assert len(out.read_text().splitlines()) == len(records) == 3
+    assert records["b"]["message"]["content"] == "y"
+    assert (records["c"]["error"]["message"], records["c"]["attempt"]) == ("second", 2)
+    await run(tmp_path, given, last := Backend(), retry_failed=True)
+    assert last.asked == [f"{ids[1]}-3"]
+    with Results(out) as results:
+        assert (results.num_done("abc"), results.num_failed("abc")) == (3, 0)
+
+
+def test_a_retry_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    failure: dict[str, object] = {"line": 1, "error": {"code": "internal", "message": "m"}}
+    path.write_text("".join(json.dumps({"id": name, **failure}) + "\n" for name in "ab"))
+    retrying = Results(path, retry_failed=True)
+    retrying.append({"id": "a", "text": "done"})
+    # Killed here: both records of the line are in the file.
+    os.close(retrying._descriptor)
+    assert len(path.read_text().splitlines()) == 3
+    with Results(path, retry_failed=True) as results:
+        assert ("a" in results, "b" in results) == (True, False)
+        assert results.attempt("b") == 2
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "b"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 async def test_a_failure_is_a_result_and_stops_no_other(tmp_path: Path) -> None:
