@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cluster import settings_file
 from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
 from everlift.model_name import is_hub_id
@@ -143,28 +144,26 @@ def load(
     beneath: Mapping[str, object] | None = None,
 ) -> Config:
     """YAML file, then environment, then ``key=value`` assignments, then ``options``, a nested
-    mapping; ``beneath`` all of them another one. Raises SettingsError."""
-    return settings.load(
-        Config,
-        beneath or {},
-        _read(file) if file else {},
+    mapping; ``beneath`` all of them another one. Raises SettingsError for all wrong settings of
+    the file together, with its lines."""
+    content, lines = settings_file.read(file) if file else ({}, {})
+    above = (
         settings.from_environment(Config, environ, ignore=_OTHER_VARIABLES),
         settings.from_flags(Config, assignments),
         options or {},
     )
 
+    def where(path: str) -> str:
+        is_of_file = path in lines and not any(_has(layer, path) for layer in above)
+        return f"{file}:{lines[path]}: " if is_of_file else ""
 
-def _read(file: Path) -> Mapping[str, object]:
-    import yaml
+    return settings.load(Config, beneath or {}, content, *above, where=where)
 
-    try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise SettingsError(f"{file}: must hold settings by their names")
-    return loaded
+
+def _has(layer: Mapping[str, object], path: str) -> bool:
+    value: object = layer
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True

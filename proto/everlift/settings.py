@@ -36,15 +36,45 @@ T = TypeVar("T")
 
 
 class SettingsError(Exception):
-    """A setting that cannot be. One line that begins with the key's path."""
+    """Settings that cannot be. Each has a line, which begins with where it is set, if that is
+    known, and its path."""
 
 
-def load(cls: type[T], *layers: Mapping[str, object]) -> T:
-    """A ``cls`` from nested mappings, each laid over those before it. Raises SettingsError."""
+def load(
+    cls: type[T], *layers: Mapping[str, object], where: Callable[[str], str] = lambda path: ""
+) -> T:
+    """A ``cls`` from nested mappings, each laid over those before it.
+
+    ``where`` returns what comes before the path of a wrong setting, the file and line that set it
+    for example. Raises SettingsError for all wrong settings.
+    """
     merged: Mapping[str, object] = {}
     for layer in layers:
         merged = _merge(merged, layer)
-    return _build(cls, merged, Keys(cls), section="")
+    problems = _Problems(where)
+    loaded = _build(cls, merged, Keys(cls), "", problems)
+    problems.check()
+    assert loaded is not None
+    return loaded
+
+
+class _Problems:
+    """Settings that are wrong, all of which are reported together."""
+
+    def __init__(self, where: Callable[[str], str] = lambda path: "") -> None:
+        self._where = where
+        self._lines: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, path: str, error: Exception) -> None:
+        """``error`` begins with the path."""
+        self._lines.append(f"{self._where(path)}{error}")
+
+    def check(self) -> None:
+        if self._lines:
+            raise SettingsError("\n".join(self._lines))
 
 
 def from_environment(
@@ -54,28 +84,36 @@ def from_environment(
 
     Variables named in ``ignore`` are no settings. Raises SettingsError.
     """
-    keys = Keys(cls)
+    keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX) and name not in ignore:
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace(_NESTING, ".")
-            if path not in keys:
-                raise keys.unknown(path, spell=_variable)
-            _put(layer, path, _parse(keys[path], environ[name], name))
+            try:
+                if path not in keys:
+                    raise keys.unknown(path, spell=_variable)
+                _put(layer, path, _parse(keys[path], environ[name], name))
+            except SettingsError as error:
+                problems.add(path, error)
+    problems.check()
     return layer
 
 
 def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
     """The layer that assignments such as ``worker.max_num_seqs=8`` make. Raises SettingsError."""
-    keys = Keys(cls)
+    keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
-        if not equals:
-            raise SettingsError(f"{assignment}: must be key=value")
-        if path not in keys:
-            raise keys.unknown(path)
-        _put(layer, path, _parse(keys[path], text, path))
+        try:
+            if not equals:
+                raise SettingsError(f"{assignment}: must be key=value")
+            if path not in keys:
+                raise keys.unknown(path)
+            _put(layer, path, _parse(keys[path], text, path))
+        except SettingsError as error:
+            problems.add(path, error)
+    problems.check()
     return layer
 
 
@@ -161,20 +199,34 @@ def _put(layer: dict[str, object], path: str, value: object) -> None:
     layer[name] = value
 
 
-def _build(cls: type[T], values: Mapping[str, object], keys: Keys, section: str) -> T:
-    """A ``cls``; the keys of ``values`` stand in ``section``, which is empty or ends with a dot."""
+def _build(
+    cls: type[T], values: Mapping[str, object], keys: Keys, section: str, problems: _Problems
+) -> T | None:
+    """A ``cls``, or None where ``problems`` have grown; the keys of ``values`` stand in
+    ``section``, which is empty or ends with a dot."""
+    before = len(problems)
     hints = get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            raise keys.unknown(f"{section}{key}")
-    for name in _required(cls) - values.keys():
-        raise SettingsError(f"{section}{name}: must be set")
+    given: dict[str, object] = {}
+    for key, value in values.items():
+        path = f"{section}{key}"
+        try:
+            if key not in hints:
+                raise keys.unknown(path)
+            given[key] = _setting(hints[key], value, keys, path, problems)
+        except SettingsError as error:
+            problems.add(path, error)
+    if len(problems) == before:
+        for name in sorted(_required(cls) - values.keys()):
+            problems.add(f"{section}{name}", SettingsError(f"{section}{name}: must be set"))
+    if len(problems) > before:
+        return None
     try:
-        return cls(
-            **{key: _setting(hints[key], values[key], keys, f"{section}{key}") for key in values}
-        )
+        return cls(**given)
     except ValueError as error:
-        raise SettingsError(f"{section}{error}") from None
+        # It begins with the setting's name.
+        name = str(error).partition(" ")[0].rstrip(":,")
+        problems.add(f"{section}{name}", SettingsError(f"{section}{error}"))
+        return None
 
 
 def _required(cls: type) -> set[str]:
@@ -185,12 +237,12 @@ def _required(cls: type) -> set[str]:
     }
 
 
-def _setting(hint: Any, value: object, keys: Keys, at: str) -> object:
+def _setting(hint: Any, value: object, keys: Keys, at: str, problems: _Problems) -> object:
     if not is_dataclass(hint):
         return _value(hint, value, at)
     if not isinstance(value, Mapping):
         raise SettingsError(f"{at}: must be a section of settings, not {value!r}")
-    return _build(cast(type, hint), value, keys, f"{at}.")
+    return _build(cast(type, hint), value, keys, f"{at}.", problems)
 
 
 def _value(hint: Any, value: object, at: str) -> object:

@@ -1,0 +1,54 @@
+"""A file of settings in YAML, and in which line each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everlift.settings import SettingsError
+
+if TYPE_CHECKING:
+    import yaml
+
+
+def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
+    """Return the settings, and the line of each key by its dotted path, from 1.
+
+    Raises SettingsError.
+    """
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        root, loaded = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}, {}
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"{file}: must hold settings by their names")
+    lines: dict[str, int] = {}
+    twice = [
+        f"{file}:{line}: {path}: is set in line {lines[path]} already"
+        for path, line in _keys(root, "")
+        if lines.setdefault(path, line) != line
+    ]
+    if twice:
+        raise SettingsError("\n".join(twice))
+    return loaded, lines
+
+
+def _keys(node: yaml.Node | None, section: str) -> Iterator[tuple[str, int]]:
+    """Yield path and line of each key; ``section`` is empty or ends with a dot."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            path = f"{section}{key.value}"
+            yield path, key.start_mark.line + 1
+            yield from _keys(value, f"{path}.")
