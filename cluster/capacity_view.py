@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 from google.protobuf.json_format import MessageToDict
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
 
+from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import admin_pb2 as pb
 
+_UNKNOWN = "not known"
 
-def show(capacity: pb.CapacityResponse) -> str:
-    wait_s = f"{capacity.wait_s:.1f} s" if capacity.HasField("wait_s") else "not known"
-    rate = f"{capacity.tokens_per_s:.0f}" if capacity.tokens_per_s else "not known"
-    kinds = "".join(f"{_kind(kind)}\n" for kind in capacity.kinds)
-    return (
-        f"workers {capacity.workers}\n{kinds}"
-        f"slots {capacity.slots_used} / {capacity.slots}\n"
-        f"KV blocks {capacity.blocks_used} / {capacity.blocks}\n"
-        f"tokens/s when full {rate}\n"
-        f"queue {capacity.queued}   tokens {capacity.queued_tokens}   wait {wait_s}"
+
+def show(capacity: pb.CapacityResponse) -> Group:
+    """Return tables in which sizes are in tokens and times of steps in milliseconds."""
+    return Group(_cluster(capacity), _kinds(capacity))
+
+
+def _cluster(capacity: pb.CapacityResponse) -> Table:
+    table = Table("", "used", "of", box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("workers", "", f"{capacity.workers}")
+    table.add_row("sequences", f"{capacity.slots_used}", f"{capacity.slots}")
+    used, most = (BLOCK_SIZE * blocks for blocks in (capacity.blocks_used, capacity.blocks))
+    table.add_row("KV cache, tokens", f"{used}", f"{most}")
+    rate = f"{capacity.tokens_per_s:.0f}" if capacity.tokens_per_s else _UNKNOWN
+    table.add_row("throughput when full, tokens/s", "", rate)
+    table.add_row("queued requests", f"{capacity.queued}", "")
+    table.add_row("queued work, tokens", f"{capacity.queued_tokens}", "")
+    wait = f"{capacity.wait_s:.1f}" if capacity.HasField("wait_s") else _UNKNOWN
+    table.add_row("wait in the queue, s", wait, "")
+    return table
+
+
+def _kinds(capacity: pb.CapacityResponse) -> Table:
+    table = Table(
+        *("workers", "device", "step, ms", "each sequence, ms", "each new token, ms"),
+        *("each cached token, ms", "error"),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for kind in capacity.kinds:
+        times = _times(kind.step_time) if kind.HasField("step_time") else (_UNKNOWN,)
+        table.add_row(f"{kind.workers}", kind.device or _UNKNOWN, *times)
+    return table
 
 
-def _kind(kind: pb.WorkerKind) -> str:
-    text = f"  {kind.workers} x {kind.device or 'not said what'}"
-    if not kind.HasField("step_time"):
-        return f"{text}: steps not known"
-    step = kind.step_time
-    return (
-        f"{text}: a step takes {step.overhead_s * 1e3:.3g} ms, and of it a sequence "
-        f"{step.row_s * 1e6:.3g} us, a token {step.token_s * 1e6:.3g}, a known one "
-        f"{(step.kv_token_s + step.pair_s) * 1e6:.3g}"
-        + (f"   (off by {step.error:.0%})" if step.HasField("error") else "")
-    )
+def _times(step: pb.StepTimeModel) -> tuple[str, ...]:
+    parts = (step.overhead_s, step.row_s, step.token_s, step.kv_token_s + step.pair_s)
+    error = f"{step.error:.0%}" if step.HasField("error") else _UNKNOWN
+    return *(f"{1e3 * part:.2g}" for part in parts), error
 
 
 def as_json(capacity: pb.CapacityResponse) -> dict[str, object]:

@@ -384,8 +384,10 @@ async def _drain(address: str | None, worker: str, wait: bool) -> None:
 async def _capacity(address: str | None, as_json: bool) -> None:
     async with connected(address) as client:
         answer = await client.capacity()
-    text = json.dumps(capacity_view.as_json(answer)) if as_json else capacity_view.show(answer)
-    typer.echo(text)
+    if as_json:
+        typer.echo(json.dumps(capacity_view.as_json(answer)))
+    else:
+        Console(highlight=False, markup=False).print(capacity_view.show(answer))
 
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -98,10 +99,13 @@ def _measure(
         raise ForecastFailed("worker.tensor_parallel: one rank is all that can be measured")
     console = Console(highlight=False, markup=False)
     with _engine(loaded) as engine:
-        steps = []
-        for step in Measurement(engine).steps():
+        measurement, began = Measurement(engine), time.monotonic()
+        steps: list[Step] = []
+        for step in measurement.steps():
             steps.append(step)
-            console.print(_line(step))
+            left_s = (time.monotonic() - began) * (len(measurement) / len(steps) - 1)
+            progress = f"{len(steps):3}/{len(measurement)}"
+            console.print(f"{progress}  {_line(step)}  {left_s:4.0f} s left", soft_wrap=True)
         worker = _worker(engine)
     fit = fitted(steps)
     as_json.write(_as_json(loaded, worker, steps, fit), file)

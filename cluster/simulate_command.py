@@ -57,7 +57,16 @@ SloText = Annotated[
     typer.Option(
         "--slo",
         metavar="ttft=1s,tpot=50ms",
-        help="What a good request keeps to, besides its own target and deadline.",
+        help="Limits of a good request. Goodput is the rate of good requests: those that finish "
+        "within these limits and their own target and deadline.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Groups = Annotated[
+    bool,
+    typer.Option(
+        "--groups",
+        help="Also a row for each class, tenant and application.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -98,6 +107,7 @@ def simulate(
     slow: faults.Slow = None,
     start_time: faults.StartTime = 30.0,
     slo: SloText = None,
+    groups: Groups = False,
     json_file: JsonFile = None,
     picture_directory: PictureDirectory = None,
 ) -> None:
@@ -124,7 +134,7 @@ def simulate(
             weights=asked.weights,
         )
     answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
-    _show(answer, wanted, json_file, picture_directory)
+    _show(answer, wanted, json_file, picture_directory, by_group=groups)
     _say_what_came_too_late(answer, scenario)
 
 
@@ -135,11 +145,16 @@ def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
 
 
 def _show(
-    answer: Forecast, wanted: Slo, json_file: Path | None, picture_directory: Path | None
+    answer: Forecast,
+    wanted: Slo,
+    json_file: Path | None,
+    picture_directory: Path | None,
+    *,
+    by_group: bool,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(tables.requests_table(answer, wanted))
-    console.print(tables.cluster_table(answer))
+    console.print(tables.requests_table(answer, wanted, by_group=by_group))
+    console.print(tables.cluster_table(answer, wanted))
     if json_file is not None:
         as_json.write(as_json.forecast_as_json(answer, wanted), json_file)
     if picture_directory is not None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +14,13 @@ from rich.console import Console
 
 from cluster import config as configuration
 from cluster.chaos.check import PATIENCE_S, Result, check
-from cluster.chaos.run import Happened, run
-from cluster.chaos.view import as_json, happened, result_table
+from cluster.chaos.run import run
+from cluster.chaos.view import as_json, done, happened, outcome, result_table
 from cluster.config import Config
 from cluster.connection import Address, connected
 from cluster.ledger_connection import connected_ledger, with_ledger
 from everlift.checks import sendable
+from everlift.errors import EverliftError, Forbidden
 from everlift.v1 import chaos_pb2 as pb
 
 app = typer.Typer(
@@ -90,8 +92,7 @@ def run_many(
     """Random faults, of which at least one worker is spared. Ctrl-C ends them."""
     seed = secrets.randbits(32) if seed is None else seed
     console = Console(highlight=False)
-    happening = _run(address, minutes * 60, every, seed, console)
-    console.print(happened(asyncio.run(happening)))
+    asyncio.run(_run(address, minutes * 60, every, seed, console))
 
 
 @app.command("check", epilog="**Example:** `everlift chaos check --json`")
@@ -124,9 +125,15 @@ def check_ledger(
 
 async def _run(
     address: str | None, seconds: float, every_s: float, seed: int, console: Console
-) -> list[Happened]:
+) -> None:
     async with connected(address, retry_s=0) as client:
-        return await run(client, seconds, every_s, seed, console)
+        before = await client.status()
+        log = await run(client, seconds, every_s, seed, console)
+        console.print(happened(log))
+        try:
+            console.print(outcome(log, before, await client.status()))
+        except EverliftError as error:
+            console.print(f"no status after the faults: {error}", markup=False)
 
 
 async def _check(config: Config, patience_s: float) -> Result:
@@ -143,4 +150,9 @@ def _inject(address: str | None, kind: pb.FaultKind.ValueType, **how: Any) -> No
 
 async def _injected(address: str | None, fault: pb.Fault) -> str:
     async with connected(address) as client:
-        return (await client.inject(fault)).target
+        running: dict[str, int] = {}
+        # A key may be for faults and not for the status.
+        with suppress(Forbidden):
+            running = {it.worker_id: it.num_running for it in (await client.status()).workers}
+        target = (await client.inject(fault)).target
+    return done(fault, target, running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -14,10 +14,60 @@ from rich.text import Text
 from cluster.chaos.check import Result
 from cluster.chaos.checker import Kind
 from cluster.chaos.run import Happened
+from everlift.v1 import chaos_pb2 as pb
+from everlift.v1 import inference_pb2 as status_pb
+from router.faults import LEDGER
 from router.ledger.entry import State
 
 #: Of very many findings the table shows the first ones; JSON has them all.
 _SHOWN = 50
+
+
+def done(fault: pb.Fault, target: str, running: Mapping[str, int]) -> str:
+    """Say what a fault did, which struck ``target``.
+
+    ``running`` has the sequences of each worker when it was made, by worker id.
+    """
+    whom = _called(target, running)
+    match fault.kind:
+        case pb.FAULT_KIND_KILL:
+            requests = running.get(target, 0)
+            handed_on = f"; its {requests} running sequences resume elsewhere" if requests else ""
+            rank = f"rank {fault.rank} of " if fault.rank else ""
+            return f"killed {rank}{whom}{handed_on}"
+        case pb.FAULT_KIND_PAUSE:
+            return f"paused {whom} for {fault.seconds:g} s"
+        case pb.FAULT_KIND_PARTITION:
+            peer = fault.peer or "everything"
+            return f"cut {whom} off from {peer} for {fault.seconds:g} s"
+        case _ if target in running:
+            return f"steps of {whom} take {fault.factor:g} times as long for {fault.seconds:g} s"
+        case _:
+            return f"calls of {whom} take {fault.delay_s:g} s longer for {fault.seconds:g} s"
+
+
+def _called(target: str, running: Mapping[str, int]) -> str:
+    if target == LEDGER:
+        return "the ledger"
+    return f"{'worker' if target in running else 'router'} {target}"
+
+
+def outcome(
+    log: Sequence[Happened], before: status_pb.GetStatusResponse, after: status_pb.GetStatusResponse
+) -> str:
+    """Say what became of requests while the faults of ``log`` were made.
+
+    A router that was restarted counts from 0 again.
+    """
+    made = sum(not each.error for each in log)
+    counters = (
+        f"{max(0, getattr(after, name) - getattr(before, name))} {name}"
+        for name in ("completed", "migrated", "failed")
+    )
+    return (
+        f"{made} faults made; requests of the answering router meanwhile: {', '.join(counters)}\n"
+        "everlift chaos check searches the ledger for lost and repeated tokens"
+    )
 
 
 def happened(log: Sequence[Happened]) -> Table:

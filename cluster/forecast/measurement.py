@@ -39,19 +39,45 @@ class Measurement:
         self._epochs = count(1)
         self._rng = Random(0)
 
+    def __len__(self) -> int:
+        """Number of steps that ``steps`` yields."""
+        chunks = self._chunked // self._budget - 1 if self._chunked else 0
+        return len(self._prompts()) + chunks + len(self._batches())
+
     def steps(self) -> Iterator[Step]:
         """As they are measured. A first round of each kind warms up, and does not count."""
-        budget = self._limits.max_num_batched_tokens
-        # A prompt leaves room for its output, and the watermark's blocks free.
-        longest = self._limits.max_model_len - _OUTPUTS
-        for tokens in _up_to(min(budget, longest), _PROMPTS):
+        for tokens in self._prompts():
             yield _median([self._prompt(tokens)[-1] for _ in range(_REPETITIONS + 1)][1:])
-        if longest >= 2 * budget:
-            chunks = self._prompt(min(longest, 8 * budget) // budget * budget)
-            yield from chunks[1:]
-        for context in _up_to(longest, _CONTEXTS):
-            for rows in _up_to(self._most_rows(context), _ROWS):
-                yield self._decoding(rows, context)
+        if self._chunked:
+            yield from self._prompt(self._chunked)[1:]
+        for rows, context in self._batches():
+            yield self._decoding(rows, context)
+
+    @property
+    def _budget(self) -> int:
+        return self._limits.max_num_batched_tokens
+
+    @property
+    def _longest(self) -> int:
+        """A prompt leaves room for its output, and the watermark's blocks free."""
+        return self._limits.max_model_len - _OUTPUTS
+
+    @property
+    def _chunked(self) -> int:
+        """Tokens of the prompt that takes several steps; 0 where none does."""
+        budget, longest = self._budget, self._longest
+        return min(longest, 8 * budget) // budget * budget if longest >= 2 * budget else 0
+
+    def _prompts(self) -> list[int]:
+        return [*_up_to(min(self._budget, self._longest), _PROMPTS)]
+
+    def _batches(self) -> list[tuple[int, int]]:
+        """Rows and context of each batch that decodes."""
+        return [
+            (rows, context)
+            for context in _up_to(self._longest, _CONTEXTS)
+            for rows in _up_to(self._most_rows(context), _ROWS)
+        ]
 
     def _most_rows(self, context: int) -> int:
         """That decode at once: there are blocks to grow into, and the steps have room for their

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -36,12 +37,15 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
             yield from ((f"{word} {name}", part) for name, part in parts.items())
 
 
-def requests_table(forecast: Forecast, slo: Slo) -> Table:
+def requests_table(forecast: Forecast, slo: Slo, *, by_group: bool = False) -> Table:
+    """Return a row of all requests, and with ``by_group`` one of each class, tenant and
+    application of which there are several."""
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     # Where it is too wide the names take more lines: no number is cut off.
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    for name, summary in groups(forecast, slo):
+    shown = groups(forecast, slo) if by_group else [("all", forecast.summary(slo))]
+    for name, summary in shown:
         table.add_row(name, *cells(summary))
     return table
 
@@ -60,17 +64,29 @@ def cells(summary: Summary) -> tuple[str, ...]:
     )
 
 
-def cluster_table(forecast: Forecast) -> Table:
+def cluster_table(forecast: Forecast, slo: Slo) -> Table:
     table = Table("", "", show_header=False, box=SIMPLE_HEAD)
-    for name, value in _cluster(forecast, forecast.summary()):
+    for name, value in _cluster(forecast, forecast.summary(slo), slo):
         table.add_row(name, value)
     return table
 
 
-def _cluster(forecast: Forecast, summary: Summary) -> Iterator[tuple[str, str]]:
+def _goodput(summary: Summary, slo: Slo) -> str:
+    """The rate, and what a good request is."""
+    limits = [
+        f"{name} at most {seconds(limit)}"
+        for name, limit in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+        if limit < inf
+    ]
+    kept = " and ".join(limits) if limits else "no limits: see --slo"
+    return f"{summary.goodput_per_s:.2f} / s of good requests: finished, {kept}"
+
+
+def _cluster(forecast: Forecast, summary: Summary, slo: Slo) -> Iterator[tuple[str, str]]:
     samples = forecast.samples
     yield "duration", f"{summary.duration_s:.1f} s"
     yield "requests finished", f"{summary.requests_per_s:.2f} / s"
+    yield "goodput", _goodput(summary, slo)
     yield "output tokens", f"{summary.output_tokens_per_s:.0f} / s"
     if samples:
         workers = {sample.workers for sample in samples}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
+from cluster.chaos.run import Happened
+from cluster.chaos.view import done, outcome
 from cluster.config import load
 from everlift import wire
 from everlift.errors import (
@@ -20,7 +22,7 @@ from everlift.errors import (
     UnknownWorker,
 )
 from everlift.v1 import chaos_pb2 as pb
-from everlift.v1 import chaos_pb2_grpc, session_pb2, session_pb2_grpc
+from everlift.v1 import chaos_pb2_grpc, inference_pb2, session_pb2, session_pb2_grpc
 from router import beginnings
 from router.chaos import Chaos
 from router.config import RouterConfig
@@ -354,3 +356,28 @@ async def test_clients_inject_over_the_public_port_and_get_errors_as_statuses(me
             await wire.answer(call, call)
     await server.stop(None)
     assert answer.target == "worker-1"
+
+
+def test_what_a_fault_did_is_said() -> None:
+    running = {"w1": 3, "w2": 0}
+
+    def said(kind: pb.FaultKind.ValueType, target: str, **fields: float | str) -> str:
+        return done(pb.Fault(kind=kind, target="any", **fields), target, running)  # type: ignore[arg-type]
+
+    handed_on = "killed worker w1; its 3 running sequences resume elsewhere"
+    assert said(pb.FAULT_KIND_KILL, "w1") == handed_on
+    assert said(pb.FAULT_KIND_KILL, "w2", rank=1) == "killed rank 1 of worker w2"
+    assert said(pb.FAULT_KIND_KILL, "ledger") == "killed the ledger"
+    assert said(pb.FAULT_KIND_PAUSE, "r", seconds=2.5) == "paused router r for 2.5 s"
+    cut = said(pb.FAULT_KIND_PARTITION, "w1", seconds=5)
+    assert cut == "cut worker w1 off from everything for 5 s"
+
+
+def test_random_faults_end_with_what_became_of_requests() -> None:
+    log = [Happened("kill worker", 1.0, "w1"), Happened("kill worker", 2.0, "", "refused")]
+    before = inference_pb2.GetStatusResponse(completed=5, migrated=1, failed=2)
+    after = inference_pb2.GetStatusResponse(completed=9, migrated=4, failed=0)
+    first, second = outcome(log, before, after).splitlines()
+    assert first.startswith("1 faults made;")
+    assert first.endswith("4 completed, 3 migrated, 0 failed")
+    assert second.startswith("everlift chaos check")

@@ -82,6 +82,8 @@ async def test_settings_decide_what_becomes_of_a_workload(
 async def test_a_made_up_workload_on_gpus() -> None:
     how = ("--workload", "chat", "--duration", "2", "--fluid", "--foresight", "0.5")
     said = await run("simulate", "--workers", "h200=1", *how)
+    assert "class 1" not in said and "tenant t1" not in said
+    said = await run("simulate", "--workers", "h200=1", *how, "--groups")
     assert "class 1" in said and "tenant t1" in said
 
 

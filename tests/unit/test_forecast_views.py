@@ -30,13 +30,21 @@ def within(width: int, *parts: object) -> str:
 
 def test_the_tables_have_all_requests_and_each_group() -> None:
     forecast = forecasts.some()
-    text = printed(tables.requests_table(forecast, Slo(ttft_s=0.5)), tables.cluster_table(forecast))
+    slo = Slo(ttft_s=0.5)
+    requests = tables.requests_table(forecast, slo, by_group=True)
+    text = printed(requests, tables.cluster_table(forecast, slo))
     rows = {line[:12].strip(): line.split() for line in text.splitlines()}
     assert rows["all"][1:5] == ["10", "90.0%", "0.500", "0.900"]
     assert rows["all"][-1] == "50.0%"
     assert {"class 0", "class 1", "tenant t0", "tenant t1", "tenant t2"} <= rows.keys()
     assert "application chat" not in text
+    assert "of good requests: finished, TTFT at most 500.0 ms" in text
     assert "ended by queue_full" in text and "3 requests" in text
+
+
+def test_the_table_has_one_row_without_groups() -> None:
+    text = printed(tables.requests_table(forecasts.some(), Slo()))
+    assert "all" in text and "class 0" not in text and "tenant t0" not in text
 
 
 def test_a_long_name_cuts_no_number_off() -> None:
@@ -45,7 +53,7 @@ def test_a_long_name_cuts_no_number_off() -> None:
         for record, name in zip(forecasts.some().records, cycle(("API", "Chat")), strict=False)
     ]
     forecast = replace(forecasts.some(), records=tuple(records))
-    text = within(80, tables.requests_table(forecast, Slo()))
+    text = within(80, tables.requests_table(forecast, Slo(), by_group=True))
     assert "…" not in text and "90.0%" in text
 
 
@@ -69,6 +77,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 def test_a_forecast_in_which_nothing_happened_is_shown_too(tmp_path: Path) -> None:
     idle = Sample(0.0, 0, 0, 0, 1, 8, 0, 200)
     nothing = Forecast((forecasts.refused(0, 0.0),), (idle,), 0, 0, 0.0)
-    printed(tables.requests_table(nothing, Slo()), tables.cluster_table(nothing))
+    text = printed(tables.requests_table(nothing, Slo()), tables.cluster_table(nothing, Slo()))
+    assert "finished, no limits: see --slo" in text
     json.dumps(forecast_as_json(nothing, Slo()), allow_nan=False)
     assert len(pictures.draw(nothing, Slo(), tmp_path)) == 3

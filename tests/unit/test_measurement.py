@@ -56,7 +56,9 @@ def test_an_engines_steps_have_the_sizes_that_are_said_of_them() -> None:
 
     runner = FakeRunner(400, FakeModel(step_time=0.005, token_time=1e-4), sleep=sleep)
     engine = Engine(runner, Limits.of(CONFIG, runner))
-    steps = list(Measurement(engine, clock=lambda: now[0]).steps())
+    measurement = Measurement(engine, clock=lambda: now[0])
+    steps = list(measurement.steps())
+    assert len(steps) == len(measurement)
     for step in steps:
         assert step.seconds == pytest.approx(0.005 + 1e-4 * step.size.num_tokens)
     sizes = [step.size for step in steps]
