@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 from cluster.config import Config
+from cluster.errors import ClusterFailed
 from everlift import logs, model_files
 from everlift.progress import told
 from worker.config import FAKE
@@ -20,7 +24,8 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """``pinned``, with all files of that model on this machine. Raises ModelUnavailable."""
+    """``pinned``, with all files of that model on this machine. Raises ModelUnavailable, and
+    ClusterFailed for a model that no worker can serve."""
     config = await pinned(config)
     with told(f"downloading {config.model}") as progress:
         await model_files.fetch(
@@ -30,5 +35,28 @@ async def fetched(config: Config) -> Config:
             progress=progress,
         )
     if config.model != FAKE:
-        model_files.locate(config.model, config.model_revision, weights=False)
+        directory = model_files.locate(config.model, config.model_revision, weights=False)
+        await asyncio.to_thread(_check_supported, directory, config.worker.tensor_parallel)
     return config
+
+
+def _check_supported(directory: Path, num_ranks: int) -> None:
+    """Refuse what workers would refuse, before a router misses another file of it.
+
+    Raises ClusterFailed.
+    """
+    from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
+
+    try:
+        try:
+            ModelSpec.from_hf(directory)
+        except UnsupportedArchitecture:
+            # Seconds to import, and needed by few models.
+            from worker.model.transformers_loading import check_config
+
+            check_config(directory, num_ranks)
+    except UnsupportedModel as error:
+        raise ClusterFailed(f"{directory}: {error}") from None
+    except ValueError:
+        # A file that is no model's configuration: whoever reads it says so.
+        pass

@@ -87,7 +87,8 @@ def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
-        raise Unservable(f"transformers does not read its config: {error}") from error
+        cause = str(error).partition("\n")[0].rstrip(".")
+        raise Unservable(f"transformers does not read its config: {cause}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise Unservable("its weights are quantized")
     if config.is_encoder_decoder:
