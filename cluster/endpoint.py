@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _FILE = "endpoint.json"
@@ -28,16 +29,30 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
                 path.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster by its routers' addresses and the process that started it."""
+
+    addresses: list[str]
+    pid: int
+
+
 def find(state_dir: Path) -> list[str]:
     """The routers' addresses; none when no cluster of this state directory runs."""
+    cluster = running(state_dir)
+    return cluster.addresses if cluster is not None else []
+
+
+def running(state_dir: Path) -> Running | None:
+    """Return the cluster of this state directory that runs."""
     try:
         match json.loads((state_dir / _FILE).read_text()):
             case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):
-                return addresses
+                return Running(addresses, pid)
     except (OSError, ValueError):
         # None was started here, or its file is just being written.
         pass
-    return []
+    return None
 
 
 def _is_alive(pid: int) -> bool:

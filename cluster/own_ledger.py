@@ -41,6 +41,13 @@ class OwnLedger:
         self._watching: asyncio.Task[None] | None = None
 
     @property
+    def place(self) -> str:
+        """Where it keeps its data, without a password."""
+        if self._config.ledger.url == EMBEDDED:
+            return f"embedded, in {self._config.state_dir}"
+        return "that of ledger.url"
+
+    @property
     def pid(self) -> int:
         """0 while no server of ours runs."""
         return self._server.pid

@@ -26,6 +26,7 @@ from cluster.nursery import Nursery, is_possible
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
 from cluster.router_ports import consecutive
+from cluster.stages import Stages, listening
 from cluster.starter import PlainStarter, Starter
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
@@ -50,9 +51,12 @@ class ProcessCluster:
     worker is another worker.
     """
 
-    def __init__(self, config: Config, *, revive: bool = False) -> None:
-        """With ``revive`` whatever ends by itself is started again."""
+    def __init__(
+        self, config: Config, *, revive: bool = False, stages: Stages | None = None
+    ) -> None:
+        """With ``revive`` whatever ends by itself is started again; ``stages`` show the start."""
         self.config = config
+        self._stages = stages or Stages()
         self._revive = revive
         self._reviving: asyncio.Future[list[None]] | None = None
         self.routers: list[RouterReplica] = []
@@ -71,6 +75,11 @@ class ProcessCluster:
     @property
     def addresses(self) -> list[str]:
         return [router.address for router in self.routers]
+
+    @property
+    def internal_address(self) -> str:
+        """Of the first router, where nobody asks for a key or for a certificate of clients."""
+        return self.routers[0].internal_address
 
     @property
     def http_addresses(self) -> list[str]:
@@ -110,8 +119,11 @@ class ProcessCluster:
         await _together(self._load_nursery(), self._start_routers())
         for index in range(self.config.num_workers):
             self.workers.append(self._worker(index))
-        await _together(*(worker.start() for worker in self.workers))
-        await self._settle()
+        name = self.config.worker.name
+        with self._stages.stage("workers", f"loading {name}") as stage:
+            await _together(*(worker.start() for worker in self.workers))
+            await self._settle()
+            stage.result = f"{len(self.workers)} ready with {name}"
         if self._revive:
             self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
 
@@ -133,10 +145,14 @@ class ProcessCluster:
                 self._nursery = None
 
     async def _start_routers(self) -> None:
-        ledger = await self._ledger.start()
+        with self._stages.stage("ledger", "starting") as stage:
+            ledger = await self._ledger.start()
+            stage.result = self._ledger.place
         for index in range(self.config.num_routers):
             self.routers.append(self._router(index, ledger))
-        await _together(*(router.start() for router in self.routers))
+        with self._stages.stage("routers", "starting") as stage:
+            await _together(*(router.start() for router in self.routers))
+            stage.result = listening(self.config, self.addresses, self.http_addresses)
 
     async def stop(self) -> None:
         """Ends everything: routers finish or hand on what they have, then workers, then ledger."""

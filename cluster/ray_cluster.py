@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.model import pinned
 from cluster.own_ledger import OwnLedger, write_url
+from cluster.stages import Stages, listening
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 
@@ -43,10 +44,14 @@ _POLL_S = 0.1
 class RayCluster:
     """``async with RayCluster(config) as cluster``: inside, all of it is ready."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, stages: Stages | None = None) -> None:
+        """``stages`` show the start."""
         self.config = config
+        self._stages = stages or Stages()
         #: where clients connect: of one replica, for Serve answers for any
         self.addresses: list[str] = []
+        #: of the same one
+        self.internal_address = ""
         #: of the same one; empty where OpenAI's API is served nowhere
         self.http_addresses: list[str] = []
         #: of the same one; empty where metrics are read nowhere
@@ -74,23 +79,41 @@ class RayCluster:
             raise
 
     async def _start(self) -> None:
-        self.config = await pinned(self.config)
-        self._ledger_config = await self._ledger.start()
-        self._start_ray()
+        config = self.config = await pinned(self.config)
+        with self._stages.stage("ledger", "starting") as stage:
+            self._ledger_config = await self._ledger.start()
+            stage.result = self._ledger.place
+        with self._stages.stage("Ray", "starting") as stage:
+            stage.result = self._where_ray_is()
+            self._start_ray()
+            from ray import serve
+
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            serve.start(proxy_location="Disabled")
+        with self._stages.stage("routers", "starting") as stage:
+            self._deploy(self.application(config))
+            await self._until(_has_router)
+            await self._find_router()
+            stage.result = listening(config, self.addresses, self.http_addresses)
+        with self._stages.stage("workers", f"loading {config.worker.name}") as stage:
+            await self._until(lambda application: application.status == "RUNNING")
+            stage.result = f"ready with {config.worker.name}"
+
+    def _where_ray_is(self) -> str:
+        address = self.config.ray_address
+        return "on this machine" if address == LOCAL else f"cluster at {address}"
+
+    async def _find_router(self) -> None:
         from ray import serve
 
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="Disabled")
-        await self._run(self.application(self.config))
-        router = serve.get_deployment_handle("router", APPLICATION)
+        router = serve.get_deployment_handle(deployments.ROUTER, APPLICATION)
         found = await router.describe.remote()
         self.addresses = [found["address"]]
+        self.internal_address = found["internal_address"]
         self.http_addresses = [found["http_address"]]
         self.metrics_addresses = [found["metrics_address"]]
 
-    async def _run(self, application: Application) -> None:
-        """Returns when it runs. Serve's own wait would let nobody hear a signal meanwhile, and
-        where a worker cannot be placed it has no end."""
+    def _deploy(self, application: Application) -> None:
         from ray import serve
 
         target = serve.RunTarget(application, name=APPLICATION, route_prefix=None)
@@ -99,7 +122,13 @@ class RayCluster:
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        while (found := serve.status().applications[APPLICATION]).status != "RUNNING":
+
+    async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
+        """Wait for a state of the application. Serve's own wait would let nobody hear a signal
+        meanwhile, and where a worker cannot be placed it has no end. Raises ClusterFailed."""
+        from ray import serve
+
+        while not condition(found := serve.status().applications[APPLICATION]):
             if found.status == "DEPLOY_FAILED":
                 raise ClusterFailed(f"{_cause(found)} (logs: {log_dir(self.config)})")
             await asyncio.sleep(_POLL_S)
@@ -170,6 +199,13 @@ class RayCluster:
     def _needed_cpus(self) -> int:
         ranks = self.config.most_workers * self.config.worker.tensor_parallel
         return ranks * threads_per_rank(self.config, _cores())
+
+
+def _has_router(application: ApplicationStatusOverview) -> bool:
+    from ray.serve._private.common import ReplicaState
+
+    router = application.deployments.get(deployments.ROUTER)
+    return router is not None and router.replica_states.get(ReplicaState.RUNNING, 0) > 0
 
 
 def _cause(application: ApplicationStatusOverview) -> str:

@@ -11,13 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import endpoint, port_check
-from cluster.config import TLS_VARIABLES, Config
+from cluster.config import API_KEY_VARIABLE, TLS_VARIABLES, Config
+from cluster.errors import ClusterFailed
 from cluster.model import fetched
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import LOCAL, RayCluster
 from cluster.router_ports import consecutive
+from cluster.served import Served, curl, first_request
+from cluster.stages import Stages
 from everlift import logs
 from everlift.settings import SettingsError
+from router.ledger.config import EMBEDDED
 
 Cluster = ProcessCluster | RayCluster
 
@@ -36,17 +40,23 @@ async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
 async def _serve(config: Config, console: Console, with_ray: bool) -> None:
     task = asyncio.current_task()
     assert task is not None
+    _check_alone(config)
     if not with_ray or config.ray_address == LOCAL:
         port_check.check(consecutive(config.router, config.num_routers))
         config = await fetched(config)
-    cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
+    stages = Stages(console)
+    cluster = (
+        RayCluster(config, stages=stages)
+        if with_ray
+        else ProcessCluster(config, revive=True, stages=stages)
+    )
     async with AsyncExitStack() as stack:
-        with console.status("starting"):
+        with stages.shown():
             await stack.enter_async_context(cluster)
         # Ray takes SIGTERM for itself when it starts.
         on_signal(task.cancel)
         stack.enter_context(endpoint.published(config.state_dir, cluster.addresses))
-        _welcome(config, cluster, console)
+        _welcome(config, cluster, await Served.by(config, cluster), console)
         try:
             await asyncio.Event().wait()
         finally:
@@ -74,7 +84,19 @@ def workers(config: Config) -> str:
     return f"{count} worker{'s' * (count != 1)}"
 
 
-def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
+def _check_alone(config: Config) -> None:
+    """Raise ClusterFailed where another cluster runs in the state directory, whose ledger it
+    has."""
+    running = endpoint.running(config.state_dir)
+    if running is not None and config.ledger.url == EMBEDDED:
+        raise ClusterFailed(
+            f"a cluster runs already: process {running.pid}, at {', '.join(running.addresses)}. "
+            "Stop it with Ctrl-C there, or start another one in its own state directory and at "
+            "other ports: --set state_dir=DIR --set router.port=0 --set router.http_port=0"
+        )
+
+
+def _welcome(config: Config, cluster: Cluster, served: Served, console: Console) -> None:
     reached = f" --address {','.join(cluster.addresses)}" if _is_elsewhere(config) else ""
     option = escape(reached)
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
@@ -85,10 +107,13 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
         f"[bold]everlift[/] serves [bold]{escape(config.worker.name)}[/] with {workers(config)}; "
         "Ctrl-C stops it\n"
         f"{escape(places)}"
+        f"{_context_line(config, served)}"
         f"{_tls_line(config)}"
+        f"{_key_line(config)}"
         f"{chaos}"
         "try:\n"
-        f'  everlift generate "count from 17 to 30:" --temperature 0{option}\n'
+        f"  {first_request(config, served)}{option}\n"
+        f"{escape(_curl_line(config, cluster, served))}"
         f"  everlift status --watch{option}",
         soft_wrap=True,
     )
@@ -108,6 +133,25 @@ def _places(config: Config, cluster: Cluster) -> list[tuple[str, list[str]]]:
         ),
         ("logs", [str(config.state_dir / "logs")]),
     ]
+
+
+def _context_line(config: Config, served: Served) -> str:
+    shorter = served.shorter(config)
+    return f"  context  {shorter}\n" if shorter else ""
+
+
+def _key_line(config: Config) -> str:
+    if config.router.access != "ledger":
+        return ""
+    return f"  keys     clients need one in {API_KEY_VARIABLE}: everlift key create --tenant NAME\n"
+
+
+def _curl_line(config: Config, cluster: Cluster, served: Served) -> str:
+    """Empty where no HTTP is served, or a client needs certificates."""
+    http = [address for address in cluster.http_addresses if address]
+    if not http or config.router.tls is not None:
+        return ""
+    return f"  {curl(config, served, f'http://{http[0]}')}\n"
 
 
 def _is_elsewhere(config: Config) -> bool:

@@ -10,11 +10,16 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from cluster import endpoint
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config, load
+from cluster.errors import ClusterFailed
 from cluster.processes import ProcessCluster
-from cluster.serving import _welcome, workers
+from cluster.served import Served, curl, first_request
+from cluster.serving import _check_alone, _welcome, workers
+from cluster.stages import Stages
 
+SERVED = Served(context=4096, longest=4096, has_template=False)
 ADDRESSES = ("address", "http_address", "metrics_address")
 
 
@@ -43,7 +48,7 @@ def test_who_has_no_home_is_told_where_the_cluster_is(
     monkeypatch.setattr(ProcessCluster, "addresses", ["127.0.0.1:5"])
     said = io.StringIO()
     console = Console(file=said, width=200)
-    _welcome(config, ProcessCluster(config), console)
+    _welcome(config, ProcessCluster(config), SERVED, console)
     assert "everlift status --watch --address 127.0.0.1:5" in said.getvalue()
 
 
@@ -53,7 +58,76 @@ def test_addresses_and_paths_are_said_as_they_are() -> None:
     config = Config(model="/models/[bold]", state_dir=Path("/runs/[/home]"))
     console = Console(highlight=False)
     with console.capture() as capture:
-        _welcome(config, cluster, console)
+        _welcome(config, cluster, SERVED, console)
     said = capture.get()
-    assert said.count("[fd00::1]:8000") == 6
+    assert said.count("[fd00::1]:8000") == 7
     assert "/runs/[/home]/logs" in said and "serves [bold] with" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "why"),
+    [
+        (["worker.num_blocks=4"], 128, "the KV cache holds no more: raise worker.num_blocks"),
+        ([], 96, "the KV cache of 256 MiB holds no more: raise worker.kv_cache_mib"),
+        (
+            ["worker.kv_cache_mib=7"],
+            64,
+            "of 7 MiB holds no more: raise worker.kv_cache_mib",
+        ),
+        (["worker.max_model_len=512"], 512, "worker.max_model_len is lower"),
+        (["worker.device=cuda"], 512, "the GPU has no room for more: raise worker.tensor_parallel"),
+    ],
+)
+def test_a_context_that_is_shorter_than_the_models_is_explained(
+    settings: list[str], longest: int, why: str
+) -> None:
+    said = Served(1024, longest, True, has_gpus=False).shorter(load(None, {}, settings))
+    assert said.startswith(f"{longest} of the model's 1,024 tokens; ")
+    assert said.endswith(why)
+
+
+def test_where_a_gpu_is_chosen_its_memory_is_the_reason() -> None:
+    assert "the GPU has no room" in Served(1024, 512, True, has_gpus=True).shorter(Config())
+
+
+def test_a_whole_context_and_one_that_is_not_known_are_not_explained() -> None:
+    assert Served(1024, 1024, True).shorter(Config()) == ""
+    assert Served(1024, 0, True).shorter(Config()) == ""
+
+
+def test_the_first_request_is_one_that_the_model_can_answer(tmp_path: Path) -> None:
+    chat, text = Served(1024, 1024, True), Served(1024, 1024, False)
+    other = Config(model=str(tmp_path))
+    assert first_request(Config(), chat).startswith('everlift generate "count from')
+    assert first_request(other, chat) == "everlift chat"
+    assert first_request(other, text).startswith("everlift generate")
+    assert "/v1/chat/completions" in curl(other, chat, "http://here")
+    assert "/v1/completions" in curl(other, text, "http://here")
+    assert "authorization" not in curl(other, text, "http://here")
+    with_keys = load(None, {}, ["router.access=ledger"])
+    assert "Bearer $EVERLIFT_API_KEY" in curl(with_keys, chat, "http://here")
+
+
+def test_stages_have_a_line_each_with_their_result() -> None:
+    said = io.StringIO()
+    stages = Stages(Console(file=said, width=200))
+    with stages.shown(), stages.stage("ledger", "starting") as stage:
+        stage.result = "in [/home]"
+    begun, over = said.getvalue().splitlines()
+    assert begun == "  ledger   starting ..."
+    assert over.startswith("  ledger   in [/home] (0.")
+    with pytest.raises(ClusterFailed), stages.stage("workers", "loading m"):
+        raise ClusterFailed("no memory")
+    # What failed has no result.
+    assert said.getvalue().splitlines()[2:] == ["  workers  loading m ..."]
+
+
+def test_a_second_cluster_in_a_state_directory_is_refused(tmp_path: Path) -> None:
+    config = load(None, {}, [f"state_dir={tmp_path}"])
+    _check_alone(config)
+    with endpoint.published(tmp_path, ["127.0.0.1:5"]):
+        with pytest.raises(ClusterFailed, match=r"already: process \d+, at 127.0.0.1:5\. Stop"):
+            _check_alone(config)
+        # Nothing of theirs is shared.
+        _check_alone(load(None, {}, [f"state_dir={tmp_path}", "ledger.url=redis://h:1"]))
+    _check_alone(config)

@@ -1,0 +1,98 @@
+"""What a started cluster serves, and a first request to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.config import DEMO_MODEL, Config
+from cluster.gpus import visible_gpus
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError
+from everlift.transport import internal
+
+
+class Cluster(Protocol):
+    @property
+    def internal_address(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as clients have it.
+
+    ``context`` is the model's context in tokens, ``longest`` the longest sequence that every worker
+    can hold: 0 while there is no worker. ``has_gpus`` is of this machine.
+    """
+
+    context: int
+    longest: int
+    has_template: bool
+    has_gpus: bool = False
+
+    @classmethod
+    async def by(cls, config: Config, cluster: Cluster) -> Served:
+        """Ask a cluster that runs."""
+        context, has_template = await asyncio.to_thread(_of_files, config)
+        transport = internal(config.internal_tls)
+        longest = 0
+        async with AsyncClient(cluster.internal_address, retry_s=0, transport=transport) as client:
+            try:
+                longest = (await client.models()).models[0].max_model_len
+            except EverliftError:
+                # Whatever is wrong, requests show it.
+                pass
+        gpus = await asyncio.to_thread(visible_gpus, config, os.environ)
+        return cls(context, longest, has_template, bool(gpus))
+
+    def shorter(self, config: Config) -> str:
+        """Say why less than the model's context is served, and what raises it; empty if it is
+        all."""
+        if not 0 < self.longest < self.context:
+            return ""
+        worker = config.worker
+        if worker.max_model_len == self.longest:
+            why = "worker.max_model_len is lower"
+        elif worker.num_blocks is not None:
+            why = "the KV cache holds no more: raise worker.num_blocks"
+        elif worker.kv_cache_mib is None and (worker.device == "cuda" or self.has_gpus):
+            why = "the GPU has no room for more: raise worker.tensor_parallel"
+        else:
+            mib = worker.cpu_kv_cache_mib
+            why = f"the KV cache of {mib} MiB holds no more: raise worker.kv_cache_mib"
+        return f"{self.longest:,} of the model's {self.context:,} tokens; {why}"
+
+
+def first_request(config: Config, served: Served) -> str:
+    """Return a command that the model can answer."""
+    if config.model == str(DEMO_MODEL):
+        return 'everlift generate "count from 17 to 30:" --temperature 0'
+    if served.has_template:
+        return "everlift chat"
+    return 'everlift generate "Once upon a time" --max-tokens 32'
+
+
+def curl(config: Config, served: Served, url: str) -> str:
+    """Return the same request for OpenAI's API at ``url``."""
+    key = "" if config.router.access == "off" else ' -H "authorization: Bearer $EVERLIFT_API_KEY"'
+    text = "count from 17 to 30:" if config.model == str(DEMO_MODEL) else "Once upon a time"
+    body: dict[str, object] = {"prompt": text, "max_tokens": 32}
+    if served.has_template:
+        body = {"messages": [{"role": "user", "content": text}]}
+    path = "chat/completions" if served.has_template else "completions"
+    header = "-H 'content-type: application/json'"
+    return f"curl -s {url}/v1/{path}{key} {header} -d '{json.dumps(body)}'"
+
+
+def _of_files(config: Config) -> tuple[int, bool]:
+    # Tokenizers take a moment to import, and most commands need none.
+    from everlift.chat_templates import Templates
+    from router.gateway.model import ServedModel
+
+    model = ServedModel.load(config.model, config.model_revision)
+    directory = model.directory
+    has_template = directory is not None and Templates.read(directory) is not None
+    return model.context, has_template
