@@ -44,6 +44,7 @@ def _router_settings(config: Config) -> dict[str, Any]:
     }
     return {
         "log_level": config.log_level,
+        "num_workers": None if config.autoscale.is_on else config.num_workers,
         "router": {n: v for n, v in changed["router"].items() if n in ROUTER_SETTINGS},
         "autoscale": {
             n: v for n, v in changed["autoscale"].items() if n not in ("min_workers", "max_workers")

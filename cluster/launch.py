@@ -21,6 +21,8 @@ class RouterLaunch:
     router: RouterConfig
     #: with the ledger's password in its url: goes over a pipe, never by command line or environment
     ledger: LedgerConfig
+    #: workers that there are to be
+    num_workers: int
 
 
 @dataclass(frozen=True, slots=True)

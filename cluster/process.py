@@ -93,6 +93,7 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
         memory_limit=launch.ledger.memory_limit,
         simulator=ProcessSimulator(launch.ledger),
     )
+    router.reconfigure(launch.router, {}, launch.num_workers)
     heap.settle()
     tell(
         {

@@ -201,7 +201,9 @@ class ProcessCluster:
 
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
         router = self._router_configs()[index]
-        launch = RouterLaunch(f"router-{index}", self.config.log_level, router, ledger)
+        launch = RouterLaunch(
+            f"router-{index}", self.config.log_level, router, ledger, self.config.num_workers
+        )
         return RouterReplica(launch, PlainStarter({}), self._log_dir)
 
     def _router_configs(self) -> list[RouterConfig]:

@@ -88,7 +88,9 @@ def _state(worker: pb.WorkerStatus) -> str:
 
 
 def _counters(status: pb.GetStatusResponse) -> Text:
+    missing = f"workers {status.missing_workers}\n" if status.missing_workers else ""
     return Text(
+        f"{missing}"
         f"model {status.model}   leader {status.leader[:8] or 'none'}{_engine_policy(status)}\n"
         f"queue {status.queued}   running {status.running}   completed {status.completed}   "
         f"failed {status.failed}   migrated {status.migrated}   "

@@ -69,7 +69,9 @@ class RouterDeployment:
         self._config = replace(self._config, **policy)
         if self._router is None:
             await self._start()
-        self._running.reconfigure(self._config, user_config["autoscale"])
+        self._running.reconfigure(
+            self._config, user_config["autoscale"], user_config["num_workers"]
+        )
 
     async def _start(self) -> None:
         self._router = await Router.start(

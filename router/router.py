@@ -319,6 +319,7 @@ class Router:
             self._leader,
             self.metrics_address,
             self.http_address,
+            self._ledger,
         )
 
     def _open_console(self, chaos: Chaos) -> Console:
@@ -405,13 +406,17 @@ class Router:
         """As RouterDeployment says it."""
         await self._ledger.activate()
 
-    def reconfigure(self, config: RouterConfig, autoscale: Mapping[str, float]) -> None:
+    def reconfigure(
+        self, config: RouterConfig, autoscale: Mapping[str, float], num_workers: int | None
+    ) -> None:
         """Take the policy settings of ``config`` and the autoscaler's settings. No others change.
 
-        The autoscaler reads its settings with the load that the leader reports.
+        The autoscaler reads its settings with the load that the leader reports. ``num_workers`` is
+        how many there are to be; None where the autoscaler decides it.
         """
         self._rulebook.configure(config)
         self._leader.autoscale = autoscale
+        self._leader.num_workers = num_workers
 
     async def wait(self) -> None:
         """Until a part fails; raises its error. To give up waiting disturbs none."""

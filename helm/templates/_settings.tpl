@@ -221,6 +221,7 @@ Serve restarts all actors when one of an application's args changes. What change
   num_replicas: {{ int .Values.routers.replicas }}
   user_config:
     log_level: {{ $level }}
+    num_workers: {{ eq (include "everlift.autoscales" .) "true" | ternary "null" (include "everlift.firstWorkers" .) }}
     router: {{ $policy | toJson }}
     autoscale: {{ omit $autoscale "min_workers" "max_workers" | toJson }}
 - name: worker

@@ -21,6 +21,10 @@ class Starts:
             if start.seconds > 0.0:
                 self._until[start.name] = now + start.seconds
 
+    def count(self, now: float) -> int:
+        """Return how many start. O(starts)."""
+        return sum(until > now for until in self._until.values())
+
     def is_any(self, now: float) -> bool:
         """What is over is forgotten, so that each is looked at once."""
         while self._until:

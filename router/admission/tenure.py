@@ -235,6 +235,10 @@ class Tenure:
         """Takes out of the queue those that have waited for as long as they may."""
         return self._bounds.expire(ledger_now)
 
+    def num_starting(self, now: float) -> int:
+        """Return how many workers load their model."""
+        return self._starts.count(now)
+
     @property
     def wait_s(self) -> float | None:
         """Until all that wait now have left the queue, as predicted; None: not known."""

@@ -33,6 +33,7 @@ from router.console.rates import Rates
 from router.console.workers import Link, Row
 from router.ledger.base import LoadReport
 from router.ledger.config import PROMISES
+from router.missing_workers import missing_workers
 
 Json = dict[str, Any]
 
@@ -112,6 +113,7 @@ class Snapshot:
             "cells": workers.cells(self._rows),
             "queue": self._queue(holding),
             "scaling": self.scaling,
+            "missing_workers": missing_workers(self.load),
             "span_labels": _SPAN_LABELS,
             "latencies": latencies,
             "ledger": _ledger(ledger),

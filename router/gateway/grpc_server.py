@@ -99,7 +99,7 @@ class InferenceServer:
 
     async def get_status(self, data: bytes, call: Call) -> pb.GetStatusResponse:
         parse(pb.GetStatusRequest, data)
-        return self._status.describe(call.caller)
+        return await self._status.describe(call.caller)
 
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""

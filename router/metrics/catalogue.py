@@ -335,6 +335,15 @@ _CLUSTER = (
         "workers",
         "Leader: workers that are up and not about to leave.",
     ),
+    Metric(
+        "everlift_wanted_workers",
+        "gauge",
+        "workers",
+        "Leader: workers that there are to be, by configuration or autoscaler.",
+    ),
+    Metric(
+        "everlift_starting_workers", "gauge", "workers", "Leader: workers that load their model."
+    ),
     Metric("everlift_queue_requests", "gauge", "requests", "Leader: requests that wait."),
     Metric(
         "everlift_queue_tokens",

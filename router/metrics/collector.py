@@ -157,6 +157,8 @@ def _single(name: str, value: float) -> Family:
 def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
     return {
         "everlift_workers": load.workers,
+        "everlift_starting_workers": load.starting_workers,
+        "everlift_wanted_workers": _wanted(load),
         "everlift_queue_requests": load.queued,
         "everlift_queue_tokens": load.queued_tokens,
         "everlift_queue_head_wait_seconds": load.waited_s,
@@ -167,6 +169,11 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
         "everlift_queue_predicted_wait_seconds": load.wait_s,
         "everlift_full_worker_tokens_per_second": load.worker_rate,
     }
+
+
+def _wanted(load: session_pb2.ClusterLoad) -> int:
+    """Where it is not known how many there are to be, none is missing."""
+    return load.wanted_workers if load.HasField("wanted_workers") else load.workers
 
 
 def _of_worker(link: Link, view: WorkerView | None) -> Mapping[tuple[str, ...], float]:

@@ -1730,6 +1730,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     LEDGER_FIELD_NUMBER: builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: builtins.int
+    MISSING_WORKERS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     model: builtins.str
     leader: builtins.str
@@ -1753,6 +1754,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """host:port of the answering router's metrics; empty: nowhere"""
     http_address: builtins.str
     """the same of its HTTP server"""
+    missing_workers: builtins.str
+    """Why fewer workers are ready than there are to be; empty: none is missing, or that is not known."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
@@ -1777,9 +1780,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         ledger: Global___LedgerStatus | None = ...,
         metrics_address: builtins.str = ...,
         http_address: builtins.str = ...,
+        missing_workers: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "missing_workers", b"missing_workers", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
 

@@ -380,6 +380,8 @@ class ClusterLoad(google.protobuf.message.Message):
     TENANT_QUEUES_FIELD_NUMBER: builtins.int
     AUTOSCALE_FIELD_NUMBER: builtins.int
     RAY_CLUSTERS_FIELD_NUMBER: builtins.int
+    WANTED_WORKERS_FIELD_NUMBER: builtins.int
+    STARTING_WORKERS_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -403,6 +405,10 @@ class ClusterLoad(google.protobuf.message.Message):
     """the largest difference between counters of tenants that wait in the same class"""
     wait_s: builtins.float
     """until all that wait now have left the queue, as predicted; unset: not known"""
+    wanted_workers: builtins.int
+    """that there are to be; unset: not known"""
+    starting_workers: builtins.int
+    """that load their model"""
     @property
     def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantService]:
         """Where tenants are told apart. Counters are prompt and output tokens by what they cost, divided by the
@@ -447,10 +453,15 @@ class ClusterLoad(google.protobuf.message.Message):
         tenant_queues: collections.abc.Iterable[Global___TenantQueue] | None = ...,
         autoscale: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         ray_clusters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        wanted_workers: builtins.int | None = ...,
+        starting_workers: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "wait_s", b"wait_s", "wanted_workers", b"wanted_workers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wanted_workers", b"_wanted_workers"]) -> typing.Literal["wanted_workers"] | None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
 

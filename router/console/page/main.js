@@ -52,6 +52,10 @@ function show(changed) {
   const all = cluster.sections;
   overview.show(changed);
   grid.show(changed, all);
+  if ("missing_workers" in changed) {
+    $("missing-workers").hidden = !changed.missing_workers;
+    say($("missing-workers"), `Workers: ${changed.missing_workers}`);
+  }
   health.show(changed, all);
   admin.show(changed, all);
   if (document.hidden) return;
