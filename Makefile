@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -77,12 +77,18 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (34 minutes on 2 cores without AVX-512)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 2 --dist=loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 2 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
+
+image: ## the container image, with docker or buildah; VARIANT=cpu for CPUs
+	@tools/build_image.sh $(or $(VARIANT),cuda)
+
+test-image: $(VENV)/.installed ## build the image for CPUs on a base of Debian's packages, and run it (as root, with buildah, debootstrap, bubblewrap)
+	$(BIN)/pytest -q -s -m image tests/image
 
 e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
 	$(BIN)/pytest -q -s -m ray_up tests/ray_up

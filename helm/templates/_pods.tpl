@@ -48,6 +48,9 @@ topologySpreadConstraints:
 {{- end }}
 - {name: HOME, value: /home/everlift}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+# Ray would wait until Serve has moved what runs on the node, for up to 30 s: all of a pod's grace. Routers and
+# workers have handed over what they had before Ray gets the signal, and Serve's controller on the head stays there.
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
 {{- with .Values.model.hub }}
 {{- if .existingSecret }}
 - name: HF_TOKEN

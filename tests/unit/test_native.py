@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from worker import native
+from cluster.config import DEMO_MODEL
+from worker import native, ship_native
+from worker.attention.cpu import kernel_flags
+from worker.model.stack import stack_flags
 
+AVX2 = "avx avx2 bmi1 bmi2 f16c fma abm movbe sse4_2"
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 needs_compiler = pytest.mark.skipif(
@@ -87,3 +94,60 @@ def test_a_directory_to_which_others_can_write_is_not_used(source: Path) -> None
     os.chmod(directory, 0o777)
     assert native.compiled(source) is None
     assert not list(directory.iterdir())
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory for what is shipped."""
+    monkeypatch.setattr(native, "_SHIPPED", tmp_path / "shipped")
+    native.shipped_level.cache_clear()
+    yield
+    native.shipped_level.cache_clear()
+
+
+@needs_compiler
+def test_a_shipped_library_needs_no_compiler(
+    source: Path, shipped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    for level in native.LEVELS:
+        native.ship(source, ["-DANSWER=7"], level)
+    monkeypatch.setenv("PATH", "")
+    library = native.compiled(source, ["-DANSWER=7"])
+    assert library is not None and library.answer() == 7
+    assert not (source.parent / "cache").exists()
+    # Of other flags, and of another text, there is none.
+    assert native.compiled(source, ["-DANSWER=8"]) is None
+    source.write_text(source.read_text() + "// changed")
+    assert native.compiled(source, ["-DANSWER=7"]) is None
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        (AVX2, "avx2"),
+        (f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl", "avx512"),
+        (f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16", "avx512_bf16"),
+        ("avx sse4_2", ""),
+    ],
+)
+def test_the_highest_level_that_a_cpu_has_is_used(
+    features: str, name: str, shipped: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.shipped_level() is None
+    native.shipped_level.cache_clear()
+    (tmp_path / "shipped").mkdir()
+    monkeypatch.setattr(native, "_cpu", lambda: f"vendor_id : x\nflags : {features}")
+    level = native.shipped_level()
+    assert (level.name if level else "") == name
+
+
+def test_what_the_demo_model_needs_is_shipped() -> None:
+    dims = json.loads((DEMO_MODEL / "config.json").read_text())["head_dim"]
+    for level in native.LEVELS:
+        flags = {(source.name, given) for source, given in ship_native.libraries(level)}
+        assert ("paged.cpp", kernel_flags(dims, torch.float32)) in flags
+        assert {"largest.cpp", "collectives.cpp", "pointwise.cpp"} <= {name for name, _ in flags}
+        has_bfloat16 = level.name == "avx512_bf16"
+        assert (("paged.cpp", kernel_flags(dims, torch.bfloat16)) in flags) == has_bfloat16
+        assert (("stack.cpp", stack_flags(dims)) in flags) == has_bfloat16

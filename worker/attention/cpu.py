@@ -75,9 +75,13 @@ class Kernel:
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
     """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
-    defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}")
-    library = native.compiled(_SOURCE, (*defined, *flags))
+    library = native.compiled(_SOURCE, (*kernel_flags(head_dim, dtype), *flags))
     return None if library is None else Kernel(library)
+
+
+def kernel_flags(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """The compiler's flags for the library of a head dimension and dtype."""
+    return f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}"
 
 
 class CpuAttention:

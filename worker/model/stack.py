@@ -213,9 +213,13 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
 @cache
 def stack_library(head_dim: int) -> ctypes.CDLL | None:
     """None where it cannot be made; the log says why."""
+    return native.compiled(_SOURCE, stack_flags(head_dim))
+
+
+def stack_flags(head_dim: int) -> tuple[str, ...]:
+    """The compiler's flags for the library of a head dimension."""
     element = native.DTYPES[torch.bfloat16]
-    defined = (f"-D{element}", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}")
-    return native.compiled(_SOURCE, defined)
+    return f"-D{element}", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 
 def _has_our_ends(plain: LayerByLayer) -> bool:
