@@ -70,6 +70,9 @@ class Config:
     router_resource: str = ""
     #: workers, where their number is fixed: without autoscale.max_workers
     num_workers: int = 1
+    #: nodes of Ray over which the ranks of a worker are spread; 1: one node, where any is large
+    #: enough for all of them
+    nodes_per_worker: int = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
     state_dir: Path = field(default_factory=_default_state_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -87,6 +90,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.num_routers < 1 or self.num_workers < 1:
             raise ValueError("num_routers and num_workers must be at least 1")
+        if self.nodes_per_worker < 1 or self.worker.tensor_parallel % self.nodes_per_worker:
+            raise ValueError(
+                f"nodes_per_worker must divide worker.tensor_parallel "
+                f"({self.worker.tensor_parallel}), not be {self.nodes_per_worker}"
+            )
         if self.autoscale.is_on and self.num_workers != 1:
             raise ValueError(
                 "num_workers is for a fixed number of workers; with autoscale.max_workers, set "

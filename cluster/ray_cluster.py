@@ -281,7 +281,10 @@ def _workers(config: Config, routers: Application) -> Application:
         **deployments.options(config)[deployments.WORKER],
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
-        placement_group_strategy=_strategy(nodes, resources, size),
+        # Nodes that are to come cannot be looked at.
+        placement_group_strategy="PACK"
+        if config.nodes_per_worker > 1
+        else _strategy(nodes, resources, size),
         graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
     ).bind(
         replace(config.worker, num_threads=threads),

@@ -83,7 +83,12 @@ class Rendered:
 
     @property
     def groups(self) -> list[Object]:
-        return [self.group(name) for name in ("head", "routers", "workers")]
+        return [self.group("head"), *self.ray["workerGroupSpecs"]]
+
+    @property
+    def worker_groups(self) -> list[Object]:
+        groups: list[Object] = self.ray["workerGroupSpecs"]
+        return [each for each in groups if each["groupName"] != "routers"]
 
     @property
     def application(self) -> Object:

@@ -55,6 +55,7 @@ _PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
 #: What a value may be where its default does not say it: by its path, or by its name.
 _SHAPES: dict[str, Json] = {
     "access.mode": {"enum": list(get_args(get_type_hints(RouterConfig)["access"]))},
+    "accessModes": {"type": "array", "items": {"type": "string"}},
     "affinity": {"type": "object"},
     "annotations": _TEXTS,
     # As the Gateway API writes durations.
@@ -67,8 +68,11 @@ _SHAPES: dict[str, Json] = {
     # Who is not root may listen there.
     "monitoring.port": _PORT | {"minimum": 1024},
     "nodeSelector": _TEXTS,
+    "commonLabels": _TEXTS,
     "podAnnotations": _TEXTS,
+    "podLabels": _TEXTS,
     "podSecurityContext": {"type": "object"},
+    "podSpec": {"type": "object"},
     "resources": _RESOURCES,
     "routers.replicas": {"type": "integer", "minimum": 1},
     "securityContext": {"type": "object"},
@@ -76,6 +80,30 @@ _SHAPES: dict[str, Json] = {
     "service.port": _PORT,
     "service.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     "upgrade.strategy": {"enum": ["NewCluster", "None"]},
+    "workers.groups": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"},
+                "pods": {"type": "integer", "minimum": 0},
+                "maxPods": {"type": "integer", "minimum": 1},
+                "gpuResource": {"type": "string"},
+                "resources": _RESOURCES,
+                "sharedMemory": {"type": "string"},
+                "nodeSelector": _TEXTS,
+                "tolerations": _OBJECTS,
+                "affinity": {"type": "object"},
+                "topologySpreadConstraints": _OBJECTS,
+                "podAnnotations": _TEXTS,
+                "podLabels": _TEXTS,
+                "podSpec": {"type": "object"},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "workers.nodesPerWorker": {"type": "integer", "minimum": 1},
     "workers.device": {"enum": ["cuda", "cpu"]},
     "workers.max": {"type": "integer", "minimum": 1},
     "workers.min": {"type": "integer", "minimum": 0},

@@ -86,9 +86,9 @@ preStop:
 {{- end -}}
 
 {{- define "everlift.workerResources" -}}
-{{- $resources := deepCopy .Values.workers.resources -}}
-{{- if eq .Values.workers.device "cuda" -}}
-  {{- $gpus := dict .Values.workers.gpuResource (int .Values.workers.tensorParallel) -}}
+{{- $resources := deepCopy .group.resources -}}
+{{- if eq .root.Values.workers.device "cuda" -}}
+  {{- $gpus := dict .group.gpuResource (include "everlift.ranksPerPod" .root | int) -}}
   {{- $resources = mergeOverwrite $resources (dict "limits" $gpus "requests" $gpus) -}}
 {{- end -}}
 {{- toYaml $resources -}}

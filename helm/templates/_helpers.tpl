@@ -15,6 +15,9 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "everlift.image" -}}
@@ -61,22 +64,26 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{ include "everlift.autoscales" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
 {{- end -}}
 
+{{- define "everlift.ranksPerPod" -}}
+{{ div (int .Values.workers.tensorParallel) (int .Values.workers.nodesPerWorker) }}
+{{- end -}}
+
 {{/* CPUs that Ray counts in a worker's pod: as many as its ranks take, so that it has room for one. */}}
 {{- define "everlift.workerCpus" -}}
 {{- $threads := dig "worker" "num_threads" nil .Values.config | default 1 -}}
-{{ mul (int .Values.workers.tensorParallel) (int $threads) }}
+{{ mul (include "everlift.ranksPerPod" .) (int $threads) }}
 {{- end -}}
 
 {{/*
 Pods of a group, of which there are to be so many at first. Where Ray's autoscaler makes them, there are as many as
 Serve asks for, whose bounds hold at once: those of a Ray cluster that runs stay what they were. So it has none, which
-is KubeRay's largest number.
+is KubeRay's largest number, unless the group has a cap ("most").
 */}}
 {{- define "everlift.groupSize" -}}
 replicas: {{ .replicas }}
 {{- if include "everlift.autoscales" .root }}
 minReplicas: 0
-maxReplicas: 2147483647
+maxReplicas: {{ .most | default 2147483647 }}
 {{- else }}
 minReplicas: {{ .replicas }}
 maxReplicas: {{ .replicas }}

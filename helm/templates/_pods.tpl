@@ -58,6 +58,9 @@ topologySpreadConstraints:
     secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
+{{- if include "everlift.hasCache" (dict "root" . "name" "router") }}
+- {name: HF_HOME, value: /var/cache/everlift/hub}
+{{- end }}
 {{- with .Values.env }}
 {{ toYaml . }}
 {{- end }}
@@ -67,6 +70,19 @@ topologySpreadConstraints:
 {{- define "everlift.hasModels" -}}
 {{- $volume := .root.Values.model.volume -}}
 {{- if and (ne .name "head") (or $volume.persistentVolumeClaim $volume.image) }}true{{ end -}}
+{{- end -}}
+
+{{- define "everlift.hasCache" -}}
+{{- $cache := .root.Values.model.cache -}}
+{{- if and (ne .name "head") (or $cache.size $cache.existingClaim $cache.hostPath) }}true{{ end -}}
+{{- end -}}
+
+{{- define "everlift.cacheClaim" -}}
+{{ default (printf "%s-models" (include "everlift.fullname" .)) .Values.model.cache.existingClaim }}
+{{- end -}}
+
+{{- define "everlift.serviceAccount" -}}
+{{- with .Values.serviceAccount }}{{ .name | default (.create | ternary (include "everlift.fullname" $) "") }}{{ end -}}
 {{- end -}}
 
 {{- define "everlift.hasClientsTls" -}}
@@ -90,6 +106,12 @@ topologySpreadConstraints:
 {{- if include "everlift.hasModels" . }}
 - {name: models, mountPath: {{ .root.Values.model.volume.mountPath | quote }}, readOnly: true}
 {{- end }}
+{{- if include "everlift.hasCache" . }}
+- {name: hub, mountPath: /var/cache/everlift/hub}
+{{- end }}
+{{- with .root.Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- if include "everlift.hasClientsTls" . }}
 - {name: clients-tls, mountPath: /etc/everlift/clients-tls, readOnly: true}
 {{- end }}
@@ -109,6 +131,17 @@ topologySpreadConstraints:
 - {name: tmp, emptyDir: {}}
 - name: shared-memory
   emptyDir: {medium: Memory, sizeLimit: {{ default "512Mi" .group.sharedMemory | quote }}}
+{{- if include "everlift.hasCache" . }}
+- name: hub
+  {{- with .root.Values.model.cache.hostPath }}
+  hostPath: {path: {{ . | quote }}, type: DirectoryOrCreate}
+  {{- else }}
+  persistentVolumeClaim: {claimName: {{ include "everlift.cacheClaim" .root | quote }}}
+  {{- end }}
+{{- end }}
+{{- with .root.Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- if include "everlift.hasModels" . }}
 - name: models
   {{- with .root.Values.model.volume }}
@@ -145,10 +178,13 @@ in which it has to end, and of a group of several pods "replicas", how many ther
 metadata:
   labels:
     {{- include "everlift.podLabels" . | nindent 4 }}
+    {{- with merge (deepCopy (.group.podLabels | default dict)) .root.Values.commonLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   annotations:
     # Another model is another ledger, and so another Ray cluster, not other settings in this one.
     everlift/ledger: {{ include "everlift.keyPrefix" .root | quote }}
-    {{- if and .replicas (not (include "everlift.autoscales" .root)) }}
+    {{- if and (hasKey . "replicas") (not (include "everlift.autoscales" .root)) }}
     # KubeRay tells a Ray cluster that runs nothing of another number of pods: it makes another one by this.
     everlift/replicas: {{ .replicas | quote }}
     {{- end }}
@@ -160,7 +196,7 @@ spec:
   # A Service named everlift would otherwise set EVERLIFT_PORT, which is no setting.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
-  {{- if and .replicas (include "everlift.autoscales" .root) }}
+  {{- if and (hasKey . "replicas") (include "everlift.autoscales" .root) }}
   # Ray's autoscaler ends Ray in a pod that is to go: started again there, it would be a node that stays.
   restartPolicy: Never
   {{- end }}
@@ -178,6 +214,10 @@ spec:
         {{- toYaml .root.Values.securityContext | nindent 8 }}
       env:
         {{- include "everlift.env" .root | trim | nindent 8 }}
+      {{- with .root.Values.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       volumeMounts:
         {{- include "everlift.volumeMounts" . | nindent 8 }}
       resources:
@@ -187,6 +227,12 @@ spec:
     {{- include "everlift.volumes" . | nindent 4 }}
   {{- with include "everlift.podPlacement" . | trim }}
   {{- . | nindent 2 }}
+  {{- end }}
+  {{- if and (ne .name "head") (include "everlift.serviceAccount" .root) }}
+  serviceAccountName: {{ include "everlift.serviceAccount" .root | quote }}
+  {{- end }}
+  {{- with .group.podSpec }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}
 

@@ -14,6 +14,39 @@
     {{- fail (printf "workers.max (%v) must be at least workers.min (%v) and 1" .max .min) -}}
   {{- end -}}
 {{- end -}}
+{{- with .Values.workers -}}
+  {{- if mod (int .tensorParallel) (int .nodesPerWorker) -}}
+    {{- fail (printf "workers.nodesPerWorker (%v) must divide workers.tensorParallel (%v)" .nodesPerWorker .tensorParallel) -}}
+  {{- end -}}
+  {{- $names := list "routers" -}}
+  {{- $pods := 0 -}}
+  {{- range .groups -}}
+    {{- if has .name $names -}}
+      {{- fail (printf "workers.groups: %s is the name of another group of pods" .name) -}}
+    {{- end -}}
+    {{- $names = append $names .name -}}
+    {{- $pods = add $pods (.pods | default 0) -}}
+    {{- if and (include "everlift.autoscales" $) (hasKey . "pods") -}}
+      {{- fail (printf "workers.groups: %s: pods is for a fixed number of workers; maxPods is a cap" .name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $needed := mul (int .nodesPerWorker) (include "everlift.firstWorkers" $ | int) -}}
+  {{- if and .groups (not (include "everlift.autoscales" $)) (ne (int $pods) (int $needed)) -}}
+    {{- fail (printf "workers.groups: their pods are %d together, and the workers need %d" $pods $needed) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name := list "routers" "workers" "head" -}}
+  {{- range $field := list "containers" "volumes" "securityContext" "serviceAccountName" "terminationGracePeriodSeconds" -}}
+    {{- if hasKey (get $.Values $name).podSpec $field -}}
+      {{- fail (printf "%s.podSpec.%s: is set by the chart" $name $field) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.model.cache -}}
+  {{- if gt (len (compact (list .size .existingClaim .hostPath))) 1 -}}
+    {{- fail "model.cache: set one of size, existingClaim and hostPath" -}}
+  {{- end -}}
+{{- end -}}
 {{- with .Values.model -}}
   {{- if and .volume.persistentVolumeClaim .volume.image -}}
     {{- fail "model.volume: set persistentVolumeClaim or image, not both" -}}
@@ -167,7 +200,7 @@ Written out or not, a default is the same.
   {{- end -}}
 {{- end -}}
 {{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
-      "state_dir" "/home/everlift/state"
+      "nodes_per_worker" (int .Values.workers.nodesPerWorker) "state_dir" "/home/everlift/state"
       "router" $router "worker" $worker "ledger" $ledger -}}
 {{- if include "everlift.autoscales" . -}}
   {{- $_ := set $settings "autoscale"

@@ -41,6 +41,8 @@ TASKS = prompts.mixed(6, seed=3)
 def config(state_dir: Path, ranks: int) -> Config:
     return Config(
         state_dir=state_dir,
+        # As the chart has it where a worker is larger than a pod.
+        nodes_per_worker=ranks,
         router=RouterConfig(port=free_port(), http_port=0, drain=1.0),
         worker=WorkerConfig(
             model="", tensor_parallel=ranks, num_threads=1, num_blocks=256, dtype="float32"

@@ -85,6 +85,63 @@ VALUES: dict[str, Object] = {
     "model of a hub": {
         "model": {"name": "org/name", "revision": "v2", "hub": {"existingSecret": "hub"}}
     },
+    "cache on a claim": {
+        "model": {"name": "org/name", "cache": {"size": "200Gi", "storageClassName": "shared"}}
+    },
+    "cache on nodes": {"model": {"name": "org/name", "cache": {"hostPath": "/var/lib/models"}}},
+    "cache on another claim": {"model": {"name": "org/n", "cache": {"existingClaim": "hub"}}},
+    "pods of one's own": {
+        "commonLabels": {"kueue.x-k8s.io/queue-name": "llm"},
+        "serviceAccount": {"create": True, "annotations": {"iam/role": "models"}},
+        "envFrom": [{"secretRef": {"name": "proxy"}}],
+        "extraVolumes": [{"name": "certs", "configMap": {"name": "certs"}}],
+        "extraVolumeMounts": [{"name": "certs", "mountPath": "/etc/ssl/ours", "readOnly": True}],
+        "workers": {
+            "podLabels": {"team": "ml"},
+            "podSpec": {
+                "priorityClassName": "high",
+                "runtimeClassName": "nvidia",
+                "schedulerName": "volcano",
+                "initContainers": [
+                    {"name": "wait", "image": "busybox:1", "command": ["sh", "-c", "true"]}
+                ],
+            },
+        },
+        "head": {"podSpec": {"priorityClassName": "low"}},
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "{{ .Release.Name }}-more"},
+                "data": {"key": "value"},
+            }
+        ],
+    },
+    "several groups": {
+        "workers": {
+            "min": 1,
+            "max": 9,
+            "groups": [
+                {
+                    "name": "spot",
+                    "maxPods": 8,
+                    "nodeSelector": {"pool": "spot"},
+                    "tolerations": [{"key": "spot", "operator": "Exists"}],
+                },
+                {"name": "on-demand", "resources": {"limits": {"memory": "64Gi"}}},
+            ],
+        }
+    },
+    "several fixed groups": {
+        "workers": {
+            "min": 3,
+            "max": 3,
+            "groups": [{"name": "a", "pods": 2}, {"name": "b", "pods": 1, "maxPods": 4}],
+        }
+    },
+    "workers over nodes": {
+        "workers": {"min": 2, "max": 2, "tensorParallel": 16, "nodesPerWorker": 2}
+    },
     "ledger elsewhere": {"ledger": EXTERNAL, "gcsFaultTolerance": {"enabled": False}},
     "all elsewhere, over TLS": {
         "ledger": EXTERNAL | {"tls": {"existingSecret": "tls", "clientCertificate": True}},
@@ -276,6 +333,106 @@ def test_kubernetes_takes_every_object(rendered: dict[str, Rendered], name: str)
             kubernetes_validate.validate(each, version, strict=True)
 
 
+def pod(rendered: Rendered, group: str) -> Object:
+    spec: Object = rendered.group(group)["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("cache on a claim", {"persistentVolumeClaim": {"claimName": "ev-everlift-models"}}),
+        ("cache on another claim", {"persistentVolumeClaim": {"claimName": "hub"}}),
+        ("cache on nodes", {"hostPath": {"path": "/var/lib/models", "type": "DirectoryOrCreate"}}),
+    ],
+)
+def test_models_of_a_hub_are_kept_in_a_cache(
+    rendered: dict[str, Rendered], name: str, source: Object
+) -> None:
+    for group in ("routers", "workers"):
+        spec = pod(rendered[name], group)
+        assert {"name": "hub"} | source in spec["volumes"]
+        [container] = spec["containers"]
+        [mount] = [it for it in container["volumeMounts"] if it["name"] == "hub"]
+        assert {"name": "HF_HOME", "value": mount["mountPath"]} in container["env"]
+        assert not mount.get("readOnly")
+    assert "hub" not in [it["name"] for it in pod(rendered[name], "head")["volumes"]]
+    claims = [it for it in rendered[name].objects if it["kind"] == "PersistentVolumeClaim"]
+    assert len(claims) == (name == "cache on a claim")
+    for claim in claims:
+        assert claim["spec"]["resources"]["requests"] == {"storage": "200Gi"}
+        assert claim["spec"]["storageClassName"] == "shared"
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_pods_have_what_the_values_add(rendered: dict[str, Rendered]) -> None:
+    own = rendered["pods of one's own"]
+    worker, router, head = (pod(own, group) for group in ("workers", "routers", "head"))
+    assert worker["priorityClassName"] == "high" and head["priorityClassName"] == "low"
+    assert "priorityClassName" not in router
+    assert (worker["runtimeClassName"], worker["schedulerName"]) == ("nvidia", "volcano")
+    assert [it["name"] for it in worker["initContainers"]] == ["wait"]
+    for spec in (worker, router, head):
+        [container] = spec["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "proxy"}}]
+        assert {"name": "certs", "configMap": {"name": "certs"}} in spec["volumes"]
+        assert "certs" in [it["name"] for it in container["volumeMounts"]]
+    # The head's is KubeRay's, which lets Ray's autoscaler make pods.
+    accounts = [spec.get("serviceAccountName") for spec in (worker, router, head)]
+    assert accounts == ["ev-everlift", "ev-everlift", None]
+    account = own.the("ServiceAccount")
+    assert account["metadata"]["name"] == "ev-everlift"
+    assert account["metadata"]["annotations"] == {"iam/role": "models"}
+    assert own.the("ConfigMap", "ev-more")["data"] == {"key": "value"}
+    queue = {"kueue.x-k8s.io/queue-name": "llm"}
+    for each in own.objects:
+        if each["metadata"]["name"] != "ev-more":
+            assert queue.items() <= each["metadata"]["labels"].items()
+    labels = own.group("workers")["template"]["metadata"]["labels"]
+    assert (queue | {"team": "ml"}).items() <= labels.items()
+    # Who is selected by the release's labels alone stays so.
+    assert not queue.keys() & own.the("Service", "ev-everlift")["spec"]["selector"].keys()
+
+
+def test_groups_of_workers_differ_where_they_say_so(rendered: dict[str, Rendered]) -> None:
+    several = rendered["several groups"]
+    spot, on_demand = several.group("spot"), several.group("on-demand")
+    assert (spot["maxReplicas"], on_demand["maxReplicas"]) == (8, 2147483647)
+    assert (spot["minReplicas"], spot["replicas"]) == (0, 0)
+    assert pod(several, "spot")["nodeSelector"] == {"pool": "spot"}
+    assert "nodeSelector" not in pod(several, "on-demand")
+    default = pod(rendered["defaults"], "workers")["tolerations"]
+    assert pod(several, "spot")["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert pod(several, "on-demand")["tolerations"] == default
+    limits = [
+        pod(several, it)["containers"][0]["resources"]["limits"] for it in ("spot", "on-demand")
+    ]
+    assert [it["memory"] for it in limits] == ["32Gi", "64Gi"]
+    assert all(it["nvidia.com/gpu"] == 1 for it in limits)
+    fixed = rendered["several fixed groups"]
+    assert [fixed.group(name)["replicas"] for name in "ab"] == [2, 1]
+
+
+def test_a_worker_may_be_spread_over_pods(rendered: dict[str, Rendered]) -> None:
+    spread = rendered["workers over nodes"]
+    group = spread.group("workers")
+    assert (group["replicas"], group["rayStartParams"]["num-gpus"]) == (4, "8")
+    limits = pod(spread, "workers")["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 8
+    assert spread.settings["nodes_per_worker"] == 2
+    assert spread.settings["worker"]["tensor_parallel"] == 16
+
+
+def test_another_toleration_is_another_ray_cluster(helm: Helm) -> None:
+    """KubeRay changes no pod of a Ray cluster that runs: it makes another one when the cluster's
+    configuration differs, and tolerations are part of it."""
+    tolerations = [{"key": "spot", "operator": "Exists"}]
+    for group in ("head", "routers", "workers"):
+        changed = helm.render({group: {"tolerations": tolerations}})
+        assert _as_compared(changed) != _as_compared(helm.render())
+
+
 @pytest.fixture(scope="module")
 def rayservice_schema() -> Object:
     """KubeRay's own. Its files are no part of this repository."""
@@ -371,6 +528,17 @@ def test_kuberays_schema_finds_what_is_wrong(
         *((gateway, "gateway.http.hostnames: a Gateway accepts only one") for gateway in CLASHES),
         ({"gateway": {"http": {"timeout": "soon"}}}, "does not match pattern"),
         ({"gateway": {"http": {"hostnames": [{}]}}}, "got object, want string"),
+        ({"workers": {"nodesPerWorker": 2}}, r"\(2\) must divide workers.tensorParallel \(1\)"),
+        ({"workers": {"groups": [{"name": "routers"}]}}, "routers is the name of another group"),
+        ({"workers": {"groups": [{"name": "a"}, {"name": "a"}]}}, "a is the name of another"),
+        ({"workers": {"groups": [{"name": "a"}]}}, "pods are 0 together, and the workers need 1"),
+        (
+            {"workers": {"max": 4, "groups": [{"name": "a", "pods": 1}]}},
+            "a: pods is for a fixed number of workers; maxPods is a cap",
+        ),
+        ({"workers": {"groups": [{"size": 2}]}}, "'size' not allowed"),
+        ({"routers": {"podSpec": {"containers": []}}}, "routers.podSpec.containers: is set by"),
+        ({"model": {"cache": {"size": "1Gi", "hostPath": "/m"}}}, "set one of size, existingClaim"),
         ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
         ({"ingress": {"http": {"enabled": True}}}, "ingress.http.host: must be set"),
     ],
@@ -483,9 +651,13 @@ def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], nam
     build.check_shown(config)
     assert config.num_routers == release.group("routers")["replicas"]
     first = config.autoscale.min_workers if config.autoscale.is_on else config.num_workers
-    assert first == release.group("workers")["replicas"]
-    # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
-    assert release.group("workers")["maxReplicas"] in (config.most_workers, NO_BOUND)
+    pods = sum(group["replicas"] for group in release.worker_groups)
+    # Where there are several groups, Ray's autoscaler chooses from the beginning on.
+    assert pods in (first * config.nodes_per_worker, 0)
+    if len(release.worker_groups) == 1:
+        [group] = release.worker_groups
+        # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
+        assert group["maxReplicas"] in (config.most_workers * config.nodes_per_worker, NO_BOUND)
     assert config.ledger.url == EMBEDDED
 
 
