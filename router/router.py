@@ -324,7 +324,10 @@ class Router:
 
     def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
-        identity = Identity(self.router_id, self._model.name, config.chaos, has_access)
+        has_template = self._template is not None
+        identity = Identity(
+            self.router_id, self._model.name, config.chaos, has_access, has_template
+        )
         snapshot = Snapshot(
             identity,
             self._sessions,

@@ -97,7 +97,7 @@ class FakeCluster:
         self.observed[LATENCIES[latency]] = list(cumulative)
 
     def snapshot(self) -> Snapshot:
-        identity = Identity("me", "model", has_chaos=False, has_access=False)
+        identity = Identity("me", "model", has_chaos=False, has_access=False, has_template=False)
         return Snapshot(identity, *[self] * 7)  # type: ignore[arg-type]
 
 

@@ -15,12 +15,14 @@ from everlift.errors import Forbidden, InvalidRequest, UnsupportedMediaType
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 from router.console.page import SECURITY_HEADERS
-from router.gateway.caller import Caller
+from router.gateway.caller import Caller, Scope
 from router.gateway.http.body import Json
 from router.gateway.http.endpoint import Call, JsonResponse
 
 M = TypeVar("M", bound=Message)
 
+#: Requests of a list of the newest ones.
+MOST_RECENT = 20
 #: Of an error, characters: it may have a field's whole value.
 _MOST_CAUSE = 200
 
@@ -29,6 +31,10 @@ class Inference(Protocol):
     async def get_request(
         self, caller: Caller, message: pb.GetRequestRequest
     ) -> pb.GetRequestResponse: ...
+
+    async def list_requests(
+        self, caller: Caller, message: pb.ListRequestsRequest
+    ) -> pb.ListRequestsResponse: ...
 
 
 class Admin(Protocol):
@@ -59,6 +65,16 @@ class Actions:
         request_id = call.request.path_params["request_id"]
         message = pb.GetRequestRequest(request_id=request_id)
         return _told(call, await self._inference.get_request(call.caller, message))
+
+    async def recent(self, call: Call) -> Response:
+        """List the newest requests: of all tenants for an administrator, else the caller's own.
+
+        Raises LedgerUnavailable.
+        """
+        message = pb.ListRequestsRequest(page_size=MOST_RECENT)
+        if Scope.ADMIN in call.caller.scopes:
+            message.tenant = ""
+        return _told(call, await self._inference.list_requests(call.caller, message))
 
     async def drain(self, call: Call) -> Response:
         """Raises UnknownWorker."""

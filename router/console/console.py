@@ -155,6 +155,7 @@ class Console:
             ("GET", "/console", page.without_slash),
             ("GET", "/console/", page.index),
             ("GET", "/console/feed", self.feed, Scope.METRICS, Scope.ADMIN),
+            ("GET", "/console/requests", actions.recent, Scope.INFER, Scope.ADMIN),
             (
                 *("GET", "/console/requests/{request_id:path}", actions.request),
                 *(Scope.INFER, Scope.ADMIN),

@@ -95,9 +95,11 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of a router. With ``has_access`` callers show keys."""
+    """Of a router. With ``has_access`` callers show keys; with ``has_template`` the model has
+    chats."""
 
     router_id: str
     model: str
     has_chaos: bool
     has_access: bool
+    has_template: bool

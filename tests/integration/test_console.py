@@ -312,6 +312,7 @@ async def test_each_path_asks_for_the_scope_that_it_asks_for_over_grpc(locked: L
         assert (await get(address, path)).status == 200
     for method, path, statuses in (
         ("GET", "/console/requests/r", {"acme": 404, "operator": 404, "watcher": 403}),
+        ("GET", "/console/requests", {"acme": 200, "operator": 200, "watcher": 403}),
         ("GET", "/v1/requests/r/explanation", {"acme": 404, "operator": 404, "watcher": 403}),
         ("POST", "/console/policy", {"operator": 200, "acme": 403, "watcher": 403}),
         ("POST", "/console/drain", {"operator": 404, "acme": 403, "other": 403}),
@@ -346,6 +347,20 @@ async def test_a_tenant_sees_its_own_requests_alone(locked: Locked) -> None:
         assert seen == {
             "acme": ["of-acme"],
             "watcher": [],
+            "operator": ["acme/of-acme", "other/of-other"],
+        }
+        listed = {
+            name: sorted(
+                it["request_id"]
+                for it in (await get(locked.address, "/console/requests", locked.keys[name])).json[
+                    "requests"
+                ]
+            )
+            for name in ("acme", "other", "operator")
+        }
+        assert listed == {
+            "acme": ["of-acme"],
+            "other": ["of-other"],
             "operator": ["acme/of-acme", "other/of-other"],
         }
         for name, status in (("acme", 200), ("other", 404)):

@@ -20,10 +20,12 @@ from everlift.v1.session_pb2 import Scaling, ScalingChange
 from router.console import console
 from router.gateway.caller import Scope
 from tests.browser import browser, opened, violations
+from tests.chat_support import HERMES
 from tests.conftest import leaving_nothing
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive
 from tests.keyring import Keyring
 from tests.made_up_simulator import MadeUpSimulator
+from tests.scripted import scripted_cluster
 from worker.config import FakeModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -208,6 +210,66 @@ async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
         await expect(line).to_contain_text("3 workers are wanted, 8 at most: enough.")
         await expect(changes).to_have_count(1)
         await expect(changes).to_contain_text("1 → 3requests would wait 7.0 s")
+
+
+async def test_the_newest_requests_are_listed_and_a_click_shows_one(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load, opened(chromium, url) as page:
+        for number in range(3):
+            await load.begin(f"story-{number}", priority=number % 3)
+        rows = page.locator("#recent-rows tr")
+        names = rows.locator("button")
+        await expect(names.filter(has_text="story-")).to_have_count(3)
+        # The newest comes first.
+        await expect(names.first).to_have_text("story-2")
+        await expect(rows.first).to_contain_text("running")
+        await page.get_by_role("button", name="story-1").click()
+        await expect(page.locator("#request-id")).to_have_value("story-1")
+        await expect(page.locator("#request-answer")).to_contain_text("story-1")
+
+
+async def test_a_bar_is_filled_by_its_value(parts: Cluster, url: str, chromium: Browser) -> None:
+    async with Load(parts.address) as load:
+        for number in range(12):
+            await load.begin(f"story-{number}")
+        async with opened(chromium, url) as page:
+            bars = page.locator("#tiles [role=progressbar]")
+            await expect(bars).to_have_count(2)
+            slots = bars.first
+            await expect(slots).not_to_have_attribute("aria-valuenow", "0")
+            filled = await slots.evaluate(
+                "bar => { const width = (it) => it.getBoundingClientRect().width;"
+                " return [+bar.ariaValueNow, (100 * width(bar.firstChild)) / width(bar)]; }"
+            )
+            assert filled[0] == pytest.approx(filled[1], abs=1.0)
+            # Nothing of an empty one is filled.
+            await slots.evaluate("bar => { bar.firstChild.style.width = '0%' }")
+            width = await slots.evaluate("bar => bar.firstChild.getBoundingClientRect().width")
+            assert width == 0
+
+
+async def test_cards_without_content_are_small(url: str, chromium: Browser) -> None:
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#latencies-of")).to_have_text("No request was measured yet.")
+        for part in ("latencies-measured", "queue-chart", "by-class", "scalings-table", "recent"):
+            await expect(page.locator(f"#{part}")).to_be_hidden()
+        for card in ("queue", "latencies", "scaling"):
+            box = await page.locator(f"#{card}").bounding_box()
+            assert box is not None and box["height"] < 120
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+async def test_a_chat_is_asked_for_where_the_model_has_them(
+    has_template: bool, chromium: Browser, tmp_path: Path
+) -> None:
+    if has_template:
+        started = scripted_cluster(tmp_path / "m", HERMES)
+    else:
+        started = cluster(1, 1)
+    async with started as parts, opened(chromium, url_of(parts)) as page:
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#as-chat")).to_be_checked(checked=has_template)
 
 
 async def test_what_others_say_is_text_and_never_markup(

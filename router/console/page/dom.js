@@ -41,6 +41,13 @@ export function table(caption, columns, rows) {
   );
 }
 
+// A bar of which so many percent are filled, to the pixel.
+export function meter(value, properties = {}) {
+  const fill = el("i");
+  fill.style.width = `${value}%`;
+  return el("span", { class: "meter", ...properties }, fill);
+}
+
 // Text that does not change is left alone: who listens to the page would hear it again.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

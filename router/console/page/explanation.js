@@ -68,7 +68,7 @@ function part(long, total) {
 function stretch({ start_s: start, seconds: long, kind }, total) {
   const bar = el("span", { class: "bar", "data-kind": kind, "aria-hidden": "true" });
   bar.style.marginInlineStart = `${(100 * start) / total}%`;
-  bar.style.width = `${Math.max(0.5, (100 * long) / total)}%`;
+  bar.style.width = `${(100 * long) / total}%`;
   return el("div", { class: "span" }, bar);
 }
 

@@ -6,11 +6,8 @@ export class Health {
   show({ ledger, router, routers, totals, errors }, all) {
     if (ledger || router || routers || totals) this.facts(all);
     if (errors) {
-      $("errors").replaceChildren(
-        ...(errors.length
-          ? errors.map(([slug, number, last]) => row(slug, count(number), ago(last)))
-          : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "none"))]),
-      );
+      $("errors-table").hidden = !errors.length;
+      $("errors").replaceChildren(...errors.map(([slug, number, last]) => row(slug, count(number), ago(last))));
     }
   }
 

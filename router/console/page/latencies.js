@@ -20,7 +20,11 @@ export class Latencies {
   }
 
   show({ latencies, routers }, history) {
-    if (routers) say($("latencies-of"), whose(routers));
+    // Calls to the ledger are always there; a chart needs requests.
+    const isMeasured = history.some((it) => [...it.ttft, ...it.inter_token].some(Boolean));
+    if (isMeasured) $("latencies-measured").hidden = false;
+    const isEmpty = $("latencies-measured").hidden;
+    if (routers) say($("latencies-of"), isEmpty ? "No request was measured yet." : whose(routers));
     for (const chart of this.charts) chart.show(history);
     if (!latencies) return;
     $("percentiles").replaceChildren(

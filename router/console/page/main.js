@@ -12,6 +12,7 @@ import { Lanes } from "./lanes.js";
 import { Latencies } from "./latencies.js";
 import { Overview } from "./overview.js";
 import { Queue } from "./queue.js";
+import { Recent } from "./recent.js";
 import { Request } from "./request.js";
 import { Scaling } from "./scaling.js";
 import { TryIt } from "./tryit.js";
@@ -27,7 +28,8 @@ const scaling = new Scaling();
 const admin = new Admin(api);
 const lanes = new Lanes(cluster, (name) => request.look(name));
 const request = new Request(api, cluster, (name) => lanes.seek(name));
-new TryIt(api, (name, isWanted) => {
+const recent = new Recent(api, (name) => request.look(name));
+const tryIt = new TryIt(api, (name, isWanted) => {
   lanes.seek(name);
   if (isWanted) request.look(name).then(() => $("request").scrollIntoView());
 });
@@ -57,6 +59,7 @@ function show(changed) {
     say($("missing-workers"), `Workers: ${changed.missing_workers}`);
   }
   health.show(changed, all);
+  tryIt.show(changed);
   admin.show(changed, all);
   if (document.hidden) return;
   lanes.draw();
@@ -69,6 +72,7 @@ function show(changed) {
   lanes.tell();
   happenings.show(cluster);
   scaling.show(all.scaling, cluster.at);
+  recent.show(cluster);
 }
 
 $("key-form").addEventListener("submit", (event) => {

@@ -1,6 +1,6 @@
 // The cluster in a few numbers.
 
-import { $, count, el, percent, say } from "./dom.js";
+import { $, count, el, meter, percent, say } from "./dom.js";
 
 const TILES = [
   ["Workers up", (t) => count(t.up), (t) => words([t.lost, "lost"], [t.draining, "draining"], [t.slow, "slow"])],
@@ -26,7 +26,7 @@ export class Overview {
     this.tiles = TILES.map(([title, value, more, part]) => {
       const number = el("span");
       const small = el("small");
-      const bar = part && el("progress", { max: 100, "aria-label": title });
+      const bar = part && meter(0, { role: "progressbar", "aria-label": title, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": 0 });
       $("tiles").append(el("div", {}, el("dt", {}, title), el("dd", {}, number, " ", small, ...(bar ? [bar] : []))));
       return { number, small, bar, value, more, part };
     });
@@ -42,7 +42,13 @@ export class Overview {
     for (const { number, small, bar, value, more, part } of this.tiles) {
       say(number, value(totals));
       say(small, more(totals));
-      if (bar) bar.value = part(totals);
+      if (bar) fill(bar, part(totals));
     }
   }
+}
+
+function fill(bar, value) {
+  if (bar.getAttribute("aria-valuenow") === String(value)) return;
+  bar.setAttribute("aria-valuenow", value);
+  bar.firstChild.style.width = `${value}%`;
 }

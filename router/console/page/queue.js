@@ -1,7 +1,7 @@
 // What waits, by class and tenant.
 
 import { Chart } from "./chart.js";
-import { $, count, el, row, say, seconds } from "./dom.js";
+import { $, count, el, meter, percent, row, say, seconds } from "./dom.js";
 
 export class Queue {
   constructor() {
@@ -10,9 +10,12 @@ export class Queue {
 
   show({ queue, tenants }, all, history) {
     this.chart.show(history);
+    if (history.length) $("queue-chart").hidden = !history.some((it) => it.queued);
     if (queue) {
       say($("queue-line"), line(queue));
-      $("classes").replaceChildren(...rows(queue.classes ?? [], (it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));
+      const classes = queue.classes ?? [];
+      $("by-class").hidden = !classes.length;
+      $("classes").replaceChildren(...classes.map((it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));
     }
     if (tenants) {
       // Where tenants are not told apart there are none.
@@ -32,12 +35,6 @@ function line(queue) {
   return `${waits} ${count(queue.tokens)} tokens are to be computed for them; the next one has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;
 }
 
-function rows(list, make) {
-  return list.length ? list.map(make) : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "nobody waits"))];
-}
-
 function bar(part, whole) {
-  const it = el("span", { class: "bar" });
-  it.style.width = `${whole ? Math.min(60, (60 * part) / whole) : 0}%`;
-  return el("span", {}, `${count(part)} `, it);
+  return el("span", { class: "counted" }, count(part), " ", meter(percent(part, whole), { "aria-hidden": "true" }));
 }

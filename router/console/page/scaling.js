@@ -1,6 +1,6 @@
 // How many workers the autoscaler wants, and why.
 
-import { $, ago, count, el, row, say, seconds } from "./dom.js";
+import { $, ago, count, row, say, seconds } from "./dom.js";
 
 export class Scaling {
   // `scaling` is null where the number of workers is fixed.
@@ -8,7 +8,8 @@ export class Scaling {
     say($("scaling-line"), scaling ? line(scaling) : "No autoscaler is at work: the number of workers is fixed.");
     const rows = (scaling?.changes ?? []).toReversed().map(([at, before, after, why]) =>
       row(ago(now - at), `${count(before)} → ${count(after)}`, why));
-    $("scalings").replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "none"))]));
+    $("scalings-table").hidden = !rows.length;
+    $("scalings").replaceChildren(...rows);
   }
 }
 

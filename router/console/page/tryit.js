@@ -15,6 +15,13 @@ export class TryIt {
     $("try-stop").addEventListener("click", () => this.stopping?.abort());
   }
 
+  // A model that has chats is asked for one, unless somebody has chosen.
+  show({ router }) {
+    if (!router || this.isSet) return;
+    this.isSet = true;
+    $("as-chat").checked = router.has_template;
+  }
+
   async start() {
     this.stopping = new AbortController();
     this.running(true);
