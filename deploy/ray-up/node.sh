@@ -36,6 +36,8 @@ setup() {
 environment() { # of everything that Ray starts; $1 is the head node's address
     ulimit -n 65536 || ulimit -n "$(ulimit -Hn)"
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"
+    # Seconds that a node waits for the head.
+    export RAY_NUM_REDIS_GET_RETRIES=120
     # What has torch's threads wait without taking the cores of others (cluster/threads.py).
     export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500
     if [ -f "$SECRETS/ledger.url" ]; then
@@ -76,6 +78,16 @@ start_ledger() { # $1 is this node's address
         >>"$STATE/ledger.out" 2>&1 </dev/null
 }
 
+start_ray() { # with these arguments; again where a busy machine is too slow for the 30 s that Ray gives a raylet
+    local tries
+    for tries in 1 2 3; do
+        ray stop
+        ray start "$@" && return
+        echo "Ray did not start (attempt $tries)" >&2
+    done
+    return 1
+}
+
 address() { # of this node, as others reach it: where they logged in, else what Ray finds
     local connection
     read -ra connection <<<"${SSH_CONNECTION-}"
@@ -93,8 +105,7 @@ head)
     here=$(address)
     start_ledger "$here"
     environment "$here"
-    ray stop
-    ray start --head --node-ip-address="$here" --port=6379 --dashboard-host=127.0.0.1 --resources='{"everlift_router": 1}' \
+    start_ray --head --node-ip-address="$here" --port=6379 --dashboard-host=127.0.0.1 --resources='{"everlift_router": 1}' \
         --autoscaling-config=~/ray_bootstrap_config.yaml
     everlift build --config "$EVERLIFT/deploy/ray-up/settings.yaml" >"$STATE/serve.yaml"
     serve deploy "$STATE/serve.yaml"
@@ -102,8 +113,7 @@ head)
 worker)
     remember
     environment "$RAY_HEAD_IP"
-    ray stop
-    ray start --address="$RAY_HEAD_IP:6379" --node-ip-address="$(address)"
+    start_ray --address="$RAY_HEAD_IP:6379" --node-ip-address="$(address)"
     ;;
 stop-ledger) stop_ledger ;;
 *)

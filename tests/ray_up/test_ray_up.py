@@ -48,8 +48,9 @@ SETTINGS: dict[str, Any] = {
     },
     "autoscale": {"min_workers": 1, "max_workers": 3, "ttft_target": 1.0, "down_delay": 600.0},
 }
-_UP_S = 300.0
-_GROW_S = 240.0
+#: A busy machine may need three attempts of 30 s for the start of each node.
+_UP_S = 600.0
+_GROW_S = 480.0
 #: Raylets end when they have missed the head for a minute.
 _DOWN_S = 120.0
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,10 +48,12 @@ def test_ray_takes_every_cluster(path: Path) -> None:
 
 
 def test_containers_are_of_the_image_that_the_dockerfile_makes() -> None:
-    first, *_ = re.findall(r"docker build .* -t (\S+)", (FILES.parent / "Dockerfile").read_text())
+    project = tomllib.loads((FILES.parents[1] / "pyproject.toml").read_text())["project"]
+    # As tools/build_image.sh tags it.
+    tag = f"everlift:{project['version']}"
     clusters = [yaml.safe_load(path.read_text()) for path in CLUSTERS]
     images = {cluster["docker"]["image"] for cluster in clusters if "docker" in cluster}
-    assert images == {f"registry.example/{first}"}
+    assert images == {f"registry.example/{tag}"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -92,8 +95,8 @@ def test_ray_starts_with_its_token_and_its_dashboard_on_loopback() -> None:
     assert 'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"' in told
     for role in ("head", "worker"):
         steps = script.partition(f"\n{role})\n")[2].partition(";;")[0].replace("\\\n", "")
-        before, _, start = steps.partition("ray start ")
-        assert "\n    environment " in before and "ray start " not in start
+        before, _, start = steps.partition("start_ray ")
+        assert "\n    environment " in before and "start_ray " not in start
         if role == "head":
             assert " --dashboard-host=127.0.0.1 " in start
 
@@ -144,6 +147,28 @@ def test_who_logs_in_finds_the_ledger_that_secrets_name(
     assert told() == [url, str(programs / "ray")]
     (given / "ledger.url").unlink()
     assert told() == ["none", str(programs / "ray")]
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 1)])
+def test_a_node_whose_ray_does_not_start_in_time_tries_again(
+    failures: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, secrets = tmp_path / "everlift" / ".venv" / "bin", tmp_path / "everlift-secrets"
+    programs.mkdir(parents=True)
+    secrets.mkdir()
+    (secrets / "ledger.url").write_text("redis://redis.example:6379")
+    calls = tmp_path / "calls"
+    ray = programs / "ray"
+    ray.write_text(
+        f'#!/bin/sh\necho "$1" >>{calls}\n'
+        f'[ "$1" = stop ] || [ "$(grep -c start {calls})" -gt {failures} ]\n'
+    )
+    ray.chmod(0o755)
+    monkeypatch.setenv("RAY_HEAD_IP", "10.0.0.10")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.11 22")
+    assert node(tmp_path, "worker").returncode == status
+    attempts = min(failures + 1, 3)
+    assert calls.read_text().split() == ["stop", "start"] * attempts
 
 
 def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> None:
