@@ -16,7 +16,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "image"
 BASE = "localhost/everlift-base"
-TOOLS = ("buildah", "debootstrap", "bwrap", "setpriv")
+TOOLS = ("buildah", "debootstrap", "bwrap", "setpriv", "ip")
 VALUES = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
 _STORAGE = ("--root", str(BUILD / "storage"), "--runroot", str(BUILD / "run"))
 
@@ -30,7 +30,9 @@ def buildah(*arguments: str) -> str:
 
 def check_tools() -> None:
     missing = [name for name in TOOLS if shutil.which(name) is None]
-    assert not missing, f"apt-get install buildah debootstrap bubblewrap: {missing} are missing"
+    assert not missing, (
+        f"apt-get install buildah debootstrap bubblewrap iproute2: {missing} are missing"
+    )
     assert os.geteuid() == 0, "a base image is made by root"
 
 
@@ -150,15 +152,35 @@ class Container:
         return time.monotonic() - began
 
     def kill(self) -> None:
+        """End all of it: with its first process the kernel ends the others."""
         if self._process.poll() is None:
-            self._process.kill()
+            os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
 
 
 @contextmanager
+def network() -> Iterator[Sequence[str]]:
+    """A network of its own, with nothing but loopback; the words that run a command there."""
+    name = f"everlift-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        yield "ip", "netns", "exec", name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@contextmanager
 def container(
-    root: str, command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
+    root: str,
+    command: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    network: Sequence[str] = (),
+    shared: Path | None = None,
 ) -> Iterator[Container]:
+    """Run a command on the host's network, or in another one. A ``shared`` directory is at the
+    same place in the container."""
     security = VALUES["podSecurityContext"]
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -170,6 +192,7 @@ def container(
     isolated = (
         *("bwrap", "--ro-bind", root, "/", "--proc", "/proc", "--dev", "/dev"),
         *(word for path in writable for word in ("--perms", "1777", "--tmpfs", path)),
+        *(("--bind", str(shared), str(shared)) if shared is not None else ()),
         *("--unshare-pid", "--unshare-ipc", "--die-with-parent", "--as-pid-1", "--clearenv"),
         *(word for name, value in variables.items() for word in ("--setenv", name, value)),
         *("--chdir", "/home/everlift"),
@@ -178,7 +201,7 @@ def container(
     )
     with output.open("w") as file:
         process = subprocess.Popen(
-            [*isolated, *command], stdout=file, stderr=subprocess.STDOUT, text=True
+            [*network, *isolated, *command], stdout=file, stderr=subprocess.STDOUT, text=True
         )
     started = Container(process, output)
     try:

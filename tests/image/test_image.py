@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from tests.chart import Rendered, running_helm
 from tests.free_port import free_port
 from tests.image import containers
 from tests.image.containers import ROOT, Container, container
-from tests.serve_api import call
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 
@@ -61,25 +62,25 @@ def chart() -> Rendered:
         return helm.render(values)
 
 
-def answer(url: str) -> str:
+def answer(url: str, network: Sequence[str] = ()) -> str:
     """What the model says, as soon as the router answers."""
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            body = call_json(f"{url}/v1/chat/completions")
-            return str(body["choices"][0]["message"]["content"]).strip()
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    command = ["curl", "-sf", f"{url}/v1/chat/completions", "-d", json.dumps(PROMPT)]
+    header = ["-H", "content-type: application/json"]
+    while (done := subprocess.run([*network, *command, *header], capture_output=True)).returncode:
+        assert time.monotonic() < deadline, done
+        time.sleep(0.1)
+    return str(json.loads(done.stdout)["choices"][0]["message"]["content"]).strip()
 
 
-def call_json(url: str) -> Any:
-    import urllib.request
-
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(PROMPT).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.loads(response.read())
+def serve_status(api: str, network: Sequence[str], body: object = None) -> Any:
+    """As Serve's REST API tells it; with a body, after that was put there."""
+    put = () if body is None else ("-X", "PUT", "-H", "content-type: application/json", "-d", "@-")
+    data = None if body is None else json.dumps(body).encode()
+    done = subprocess.run(
+        [*network, "curl", "-sf", *put, api], input=data, capture_output=True, check=True
+    )
+    return json.loads(done.stdout) if done.stdout else None
 
 
 def run(root: str, directory: Path, *command: str) -> str:
@@ -172,45 +173,53 @@ def ray_start(*arguments: str) -> list[str]:
 def test_ray_serves_and_its_nodes_end_within_their_grace(
     root: str, figures: dict[str, float], chart: Rendered, tmp_path: Path
 ) -> None:
-    gcs, dashboard, http, metrics = (free_port() for _ in range(4))
-    server = EmbeddedLedger(LedgerConfig(), listen=("127.0.0.1", free_port()))
-    url = server.start(tmp_path / "ledger")
-    own = {URL_VARIABLE: url, "RAY_TMPDIR": "/tmp"}
+    gcs, dashboard, http = (free_port() for _ in range(3))
+    # A short path: it has a socket.
+    ledger = Path(tempfile.mkdtemp(prefix="ledger-"))
+    server = EmbeddedLedger(LedgerConfig())
+    own = {URL_VARIABLE: server.start(ledger)}
+    # Whoever the containers' user is on this machine, it may connect.
+    for path in (ledger, *ledger.rglob("*")):
+        path.chmod(0o777)
     memory = "--memory=2000000000 --object-store-memory=104857600 --node-ip-address=127.0.0.1"
 
-    def started(stack: ExitStack, group: str, *arguments: str) -> Container:
-        variables = environment(chart, group) | own
-        agent = f"--dashboard-agent-listen-port={free_port()}"
-        command = ray_start(*arguments, memory, agent, f"--metrics-export-port={free_port()}")
-        return stack.enter_context(container(root, command, tmp_path / group, variables))
-
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, ledger)
         stack.callback(server.stop)
+        network = stack.enter_context(containers.network())
+
+        def started(group: str, *arguments: str) -> Container:
+            variables = environment(chart, group) | own
+            agent = f"--dashboard-agent-listen-port={free_port()}"
+            command = ray_start(*arguments, memory, agent, f"--metrics-export-port={free_port()}")
+            output = tmp_path / group
+            return stack.enter_context(
+                container(root, command, output, variables, network, shared=ledger)
+            )
+
         head = started(
-            *(stack, "head", "--head", f"--port={gcs}", "--num-cpus=0"),
+            *("head", "--head", f"--port={gcs}", "--num-cpus=0"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
         )
         head.until("will now block")
         resources = """--resources='{"everlift_router": 1}'"""
-        node = started(stack, "workers", f"--address=127.0.0.1:{gcs}", "--num-cpus=2", resources)
+        node = started("workers", f"--address=127.0.0.1:{gcs}", "--num-cpus=2", resources)
         node.until("will now block")
 
         application = chart.application
-        application["args"]["router"] |= {
-            "port": free_port(),
-            "http_port": http,
-            "metrics_port": metrics,
-        }
+        application["args"]["router"] |= {"port": 0, "http_port": http, "metrics_port": 0}
         for listener in ("host", "http_host", "metrics_host"):
             application["args"]["router"][listener] = "127.0.0.1"
         api = f"http://127.0.0.1:{dashboard}/api/serve/applications/"
-        call(api, {"proxy_location": "Disabled", "applications": [application]})
+        serve_status(api, network, {"proxy_location": "Disabled", "applications": [application]})
         deadline = time.monotonic() + _PATIENCE_S
-        while (status := call(api)["applications"]["everlift"])["status"] != "RUNNING":
-            assert status["status"] != "DEPLOY_FAILED", status
+        while (status := serve_status(api, network)["applications"]["everlift"])[
+            "status"
+        ] != "RUNNING":
+            assert status["status"] != "DEPLOY_FAILED", json.dumps(status, indent=1)
             assert time.monotonic() < deadline, status
             time.sleep(0.5)
-        assert answer(f"http://127.0.0.1:{http}") == COUNTED
+        assert answer(f"http://127.0.0.1:{http}", network) == COUNTED
         figures["worker_exit_seconds"] = node.stop(grace_s(chart, "workers"))
         figures["head_exit_seconds"] = head.stop(grace_s(chart, "head"))
 
