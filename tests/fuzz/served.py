@@ -158,7 +158,7 @@ class _NoWorkers:
 class _OfNothing:
     """A status."""
 
-    def describe(self, caller: Caller) -> pb.GetStatusResponse:
+    async def describe(self, caller: Caller) -> pb.GetStatusResponse:
         return pb.GetStatusResponse()
 
 

@@ -63,7 +63,8 @@ def says(
 
 
 async def started(cluster: RayCluster) -> None:
-    await cluster._run(SimpleNamespace())  # type: ignore[arg-type]
+    cluster._deploy(SimpleNamespace())  # type: ignore[arg-type]
+    await cluster._until(lambda application: application.status == "RUNNING")
 
 
 async def test_it_waits_until_all_of_it_runs(
