@@ -90,6 +90,12 @@ class Config:
     def __post_init__(self) -> None:
         if self.num_routers < 1 or self.num_workers < 1:
             raise ValueError("num_routers and num_workers must be at least 1")
+        most_routers = self.autoscale.max_routers
+        if most_routers is not None and most_routers < self.num_routers:
+            raise ValueError(
+                f"autoscale.max_routers ({most_routers}) must be at least num_routers "
+                f"({self.num_routers})"
+            )
         if self.nodes_per_worker < 1 or self.worker.tensor_parallel % self.nodes_per_worker:
             raise ValueError(
                 f"nodes_per_worker must divide worker.tensor_parallel "

@@ -20,14 +20,17 @@ RUN_TIME_SETTINGS = (
     *("num_routers", "num_workers", "log_level", "autoscale"),
     *(f"router.{name}" for name in ROUTER_SETTINGS),
 )
-POLICY = "cluster.autoscale.serve_policy:QueuePolicy"
+WORKER_POLICY = "cluster.autoscale.serve_policy:QueuePolicy"
+ROUTER_POLICY = "cluster.autoscale.router_policy:RouterPolicy"
+#: Bounds of Serve's autoscaling, which come to a policy with each call.
+_BOUNDS = ("min_workers", "max_workers", "max_routers")
 
 
 def options(config: Config) -> dict[str, dict[str, Any]]:
     """Return the options of each deployment by its name, in Serve's terms."""
     return {
-        ROUTER: {"num_replicas": config.num_routers, "user_config": _router_settings(config)},
-        WORKER: {**_replicas(config), "user_config": {"log_level": config.log_level}},
+        ROUTER: {**_routers(config), "user_config": _router_settings(config)},
+        WORKER: {**_workers(config), "user_config": {"log_level": config.log_level}},
     }
 
 
@@ -47,25 +50,36 @@ def _router_settings(config: Config) -> dict[str, Any]:
         "num_workers": None if config.autoscale.is_on else config.num_workers,
         "router": {n: v for n, v in changed["router"].items() if n in ROUTER_SETTINGS},
         "autoscale": {
-            n: v for n, v in changed["autoscale"].items() if n not in ("min_workers", "max_workers")
+            name: value for name, value in changed["autoscale"].items() if name not in _BOUNDS
         },
     }
 
 
-def _replicas(config: Config) -> dict[str, Any]:
+def _routers(config: Config) -> dict[str, Any]:
+    most = config.autoscale.max_routers
+    if most is None:
+        return {"num_replicas": config.num_routers}
+    return _autoscaled(config, config.num_routers, most, ROUTER_POLICY)
+
+
+def _workers(config: Config) -> dict[str, Any]:
     autoscale = config.autoscale
     if autoscale.max_workers is None:
         return {"num_replicas": config.num_workers}
+    return _autoscaled(config, autoscale.min_workers, autoscale.max_workers, WORKER_POLICY)
+
+
+def _autoscaled(config: Config, least: int, most: int, policy: str) -> dict[str, Any]:
     return {
         "autoscaling_config": {
-            "min_replicas": autoscale.min_workers,
-            "max_replicas": autoscale.max_workers,
+            "min_replicas": least,
+            "max_replicas": most,
             # The policy decides when to change the number; Serve is to carry it out at once.
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
             # Serve counts the policy's arguments among what restarts actors: nothing that may
             # change at run time is among them.
-            "policy": {"policy_function": POLICY, "policy_kwargs": _policy_arguments(config)},
+            "policy": {"policy_function": policy, "policy_kwargs": _policy_arguments(config)},
         }
     }
 

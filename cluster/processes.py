@@ -110,6 +110,8 @@ class ProcessCluster:
     async def _start(self) -> None:
         if self.config.autoscale.is_on:
             raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
+        if self.config.autoscale.max_routers is not None:
+            raise ClusterFailed("autoscale.max_routers is set: routers come and go under Ray alone")
         self._router_configs()
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -67,9 +67,10 @@ class RayCluster:
 
     async def start(self) -> None:
         """Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left."""
-        if self.config.ray_address == LOCAL and self.config.num_routers > 1:
+        routers = self.config.autoscale.max_routers or self.config.num_routers
+        if self.config.ray_address == LOCAL and routers > 1:
             raise ClusterFailed(
-                f"num_routers is {self.config.num_routers}, but Ray places one router on a node, "
+                f"num_routers is {routers}, but Ray places one router on a node, "
                 "and a local Ray is one node: set num_routers to 1, or start with --no-ray"
             )
         try:
@@ -156,7 +157,7 @@ class RayCluster:
 
     def application(self, config: Config) -> Application:
         """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
-        if config.autoscale.is_on:
+        if config.autoscale.is_on or config.autoscale.max_routers is not None:
             # Serve's controller finds it there, and not in Serve's own records.
             write_url(config, self._ledger_config.url)
         return application(replace(config, ledger=self._ledger_config))

@@ -25,7 +25,12 @@ def all_settings(application: Object) -> Object:
     router, worker = application["deployments"]
     given = router["user_config"]
     autoscale = dict(given["autoscale"])
-    settings = deepcopy(application["args"]) | {"num_routers": router["num_replicas"]}
+    settings = deepcopy(application["args"])
+    if routers := router.get("autoscaling_config"):
+        settings["num_routers"] = routers["min_replicas"]
+        autoscale["max_routers"] = routers["max_replicas"]
+    else:
+        settings["num_routers"] = router["num_replicas"]
     if bounds := worker.get("autoscaling_config"):
         autoscale["min_workers"] = bounds["min_replicas"]
         autoscale["max_workers"] = bounds["max_replicas"]

@@ -74,6 +74,7 @@ _SHAPES: dict[str, Json] = {
     "podSecurityContext": {"type": "object"},
     "podSpec": {"type": "object"},
     "resources": _RESOURCES,
+    "routers.max": {"type": "integer", "minimum": 0},
     "routers.replicas": {"type": "integer", "minimum": 1},
     "securityContext": {"type": "object"},
     "service.httpPort": _PORT,

@@ -13,6 +13,11 @@ class AutoscaleConfig:
     min_workers: int = 1
     #: how many there are at most; not set: their number is fixed (num_workers)
     max_workers: int | None = None
+    #: routers at most, where num_routers is how many there are at least; not set: that many
+    max_routers: int | None = None
+    #: running and queued requests that a router is planned to have: 512 streams of 40 tokens per
+    #: second are about what a core of a router carries
+    requests_per_router: float = 512.0
     #: a request is to leave the queue so soon: when it is going to take longer, workers are added
     ttft_target: float = 2.0
     #: so many are added that what waits is done in so long, beside what comes
@@ -33,7 +38,7 @@ class AutoscaleConfig:
             raise ValueError(f"min_workers must be at least 0, not {self.min_workers}")
         if self.max_workers is not None and self.max_workers < max(1, self.min_workers):
             raise ValueError(f"max_workers ({self.max_workers}) must be at least min_workers and 1")
-        for name in ("ttft_target", "drain_target", "stale"):
+        for name in ("ttft_target", "drain_target", "stale", "requests_per_router"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
         for name in ("utilisation", "kv_utilisation"):

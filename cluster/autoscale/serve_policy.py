@@ -43,7 +43,7 @@ class QueuePolicy:
         self._autoscaler = Autoscaler(AutoscaleConfig(max_workers=1))
         self._gauges = Gauges(Gauge)
         self._decisions = Decisions()
-        self._exchange = LedgerExchange(partial(_ledger_config, dict(ledger), Path(state_dir)))
+        self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
         #: settings that were refused, so that each is logged once
         self._refused: Mapping[str, float] = {}
         # Serve drops a policy when another one is deployed.
@@ -99,6 +99,10 @@ def _ray_cluster() -> str:
     return name
 
 
-def _ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
+def ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
+    """The ledger of these settings, whose URL is in the environment or in the state directory.
+
+    Raises SettingsError, OSError.
+    """
     url = os.environ.get(URL_VARIABLE) or url_file(state_dir).read_text().strip()
     return replace(settings.load(LedgerConfig, ledger), url=url)

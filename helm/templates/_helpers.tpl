@@ -55,13 +55,22 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {{ .Release.Namespace }}/{{ include "everlift.fullname" . }}
 {{- end -}}
 
-{{- define "everlift.autoscales" -}}
+{{- define "everlift.workersScale" -}}
 {{- if gt (int .Values.workers.max) (int .Values.workers.min) }}true{{ end -}}
+{{- end -}}
+
+{{- define "everlift.routersScale" -}}
+{{- if gt (int .Values.routers.max) (int .Values.routers.replicas) }}true{{ end -}}
+{{- end -}}
+
+{{/* Whether Ray's autoscaler makes the pods: as many as Serve asks for, of all groups. */}}
+{{- define "everlift.autoscales" -}}
+{{- if or (include "everlift.workersScale" .) (include "everlift.routersScale" .) }}true{{ end -}}
 {{- end -}}
 
 {{/* Workers at first: where their number is fixed, one or more. */}}
 {{- define "everlift.firstWorkers" -}}
-{{ include "everlift.autoscales" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
+{{ include "everlift.workersScale" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
 {{- end -}}
 
 {{- define "everlift.ranksPerPod" -}}

@@ -202,11 +202,17 @@ Written out or not, a default is the same.
 {{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
       "nodes_per_worker" (int .Values.workers.nodesPerWorker) "state_dir" "/home/everlift/state"
       "router" $router "worker" $worker "ledger" $ledger -}}
-{{- if include "everlift.autoscales" . -}}
-  {{- $_ := set $settings "autoscale"
-        (dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max)) -}}
+{{- $bounds := dict -}}
+{{- if include "everlift.workersScale" . -}}
+  {{- $bounds = dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max) -}}
 {{- else -}}
   {{- $_ := set $settings "num_workers" (include "everlift.firstWorkers" . | int) -}}
+{{- end -}}
+{{- if include "everlift.routersScale" . -}}
+  {{- $_ := set $bounds "max_routers" (int .Values.routers.max) -}}
+{{- end -}}
+{{- if $bounds -}}
+  {{- $_ := set $settings "autoscale" $bounds -}}
 {{- end -}}
 {{- with .Values.tls.internal -}}
   {{- if .existingSecret -}}
@@ -239,6 +245,19 @@ Serve restarts all actors when one of an application's args changes. What change
 {{- $args | toYaml -}}
 {{- end -}}
 
+{{- define "everlift.autoscaled" -}}
+autoscaling_config:
+  min_replicas: {{ int .min }}
+  max_replicas: {{ int .max }}
+  upscale_delay_s: 0
+  downscale_delay_s: 0
+  policy:
+    policy_function: {{ .policy }}
+    policy_kwargs:
+      state_dir: {{ .settings.state_dir | quote }}
+      ledger: {{ .settings.ledger | toJson }}
+{{- end -}}
+
 {{- define "everlift.deployments" -}}
 {{- $settings := include "everlift.settings" . | fromYaml -}}
 {{- $level := $settings.log_level | default "info" -}}
@@ -251,26 +270,23 @@ Serve restarts all actors when one of an application's args changes. What change
 {{- end -}}
 {{- $autoscale := $settings.autoscale | default dict -}}
 - name: router
+  {{- if include "everlift.routersScale" . }}
+  {{- include "everlift.autoscaled" (dict "settings" $settings "min" .Values.routers.replicas "max" .Values.routers.max
+        "policy" "cluster.autoscale.router_policy:RouterPolicy") | nindent 2 }}
+  {{- else }}
   num_replicas: {{ int .Values.routers.replicas }}
+  {{- end }}
   user_config:
     log_level: {{ $level }}
-    num_workers: {{ eq (include "everlift.autoscales" .) "true" | ternary "null" (include "everlift.firstWorkers" .) }}
+    num_workers: {{ eq (include "everlift.workersScale" .) "true" | ternary "null" (include "everlift.firstWorkers" .) }}
     router: {{ $policy | toJson }}
-    autoscale: {{ omit $autoscale "min_workers" "max_workers" | toJson }}
+    autoscale: {{ omit $autoscale "min_workers" "max_workers" "max_routers" | toJson }}
 - name: worker
   user_config:
     log_level: {{ $level }}
-  {{- if include "everlift.autoscales" . }}
-  autoscaling_config:
-    min_replicas: {{ int .Values.workers.min }}
-    max_replicas: {{ int .Values.workers.max }}
-    upscale_delay_s: 0
-    downscale_delay_s: 0
-    policy:
-      policy_function: cluster.autoscale.serve_policy:QueuePolicy
-      policy_kwargs:
-        state_dir: {{ $settings.state_dir | quote }}
-        ledger: {{ $settings.ledger | toJson }}
+  {{- if include "everlift.workersScale" . }}
+  {{- include "everlift.autoscaled" (dict "settings" $settings "min" .Values.workers.min "max" .Values.workers.max
+        "policy" "cluster.autoscale.serve_policy:QueuePolicy") | nindent 2 }}
   {{- else }}
   num_replicas: {{ include "everlift.firstWorkers" . }}
   {{- end }}

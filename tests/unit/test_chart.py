@@ -22,6 +22,7 @@ import yaml
 
 from cluster import build, ray_cluster
 from cluster.config import TLS_VARIABLES, Config
+from cluster.deployments import ROUTER_POLICY
 from everlift import settings
 from everlift.tls import InternalTls, Tls
 from router.config import RouterConfig
@@ -75,6 +76,10 @@ VALUES: dict[str, Object] = {
     "other accelerators": {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
     "autoscaling": {"workers": {"min": 2, "max": 8}},
     "from no worker": {"workers": {"min": 0, "max": 3}},
+    "routers that follow requests": {
+        "routers": {"replicas": 2, "max": 6},
+        "config": {"autoscale": {"requests_per_router": 100}},
+    },
     "fixed workers": {"workers": {"min": 3, "max": 3}},
     "model on a claim": {
         "model": {"name": "/models/llama", "volume": {"persistentVolumeClaim": "models"}}
@@ -412,6 +417,21 @@ def test_groups_of_workers_differ_where_they_say_so(rendered: dict[str, Rendered
     assert all(it["nvidia.com/gpu"] == 1 for it in limits)
     fixed = rendered["several fixed groups"]
     assert [fixed.group(name)["replicas"] for name in "ab"] == [2, 1]
+
+
+def test_routers_follow_the_requests(rendered: dict[str, Rendered]) -> None:
+    scaled = rendered["routers that follow requests"]
+    router, worker = scaled.deployments["router"], scaled.deployments["worker"]
+    assert "num_replicas" not in router
+    bounds = router["autoscaling_config"]
+    assert (bounds["min_replicas"], bounds["max_replicas"]) == (2, 6)
+    assert router["user_config"]["autoscale"] == {"requests_per_router": 100}
+    assert worker["num_replicas"] == 1
+    # Ray's autoscaler makes pods of all groups, as many as Serve asks for.
+    assert scaled.ray["enableInTreeAutoscaling"]
+    assert scaled.group("routers")["maxReplicas"] == NO_BOUND
+    module, _, name = bounds["policy"]["policy_function"].partition(":")
+    assert ROUTER_POLICY == f"{module}:{name}"
 
 
 def test_a_worker_may_be_spread_over_pods(rendered: dict[str, Rendered]) -> None:
