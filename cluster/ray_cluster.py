@@ -109,6 +109,8 @@ class RayCluster:
 
         router = serve.get_deployment_handle(deployments.ROUTER, APPLICATION)
         found = await router.describe.remote()
+        # Else it would tell Serve of its calls for ever, also when Ray has gone.
+        await router.shutdown_async()
         self.addresses = [found["address"]]
         self.internal_address = found["internal_address"]
         self.http_addresses = [found["http_address"]]
