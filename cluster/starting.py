@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -30,6 +31,7 @@ class Starting:
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
         self._name = secrets.token_hex(8)
+        self._began = time.monotonic()
         self._routers = routers
         self._transport = transport
         self._saying: asyncio.Task[None] | None = None
@@ -62,7 +64,8 @@ class Starting:
             await self._say(_HOLDS_S)
 
     async def _say(self, seconds: float) -> None:
-        start = session_pb2.WorkerStart(name=self._name, seconds=seconds)
+        elapsed_s = time.monotonic() - self._began
+        start = session_pb2.WorkerStart(name=self._name, seconds=seconds, elapsed_s=elapsed_s)
         for router in self._routers:
             async with self._transport.channel(router) as channel:
                 stub = session_pb2_grpc.RouterInternalStub(channel)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray import serve
-from ray.util import get_node_ip_address
+from ray import get_runtime_context, serve
+from ray.util import get_node_ip_address, placement_group_table
 
 from everlift import heap, logs, settings
 from everlift.errors import InvalidRequest
@@ -24,10 +24,14 @@ from router.config import RouterConfig
 from router.gateway.counterfactuals import Simulator
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
+from router.placement import unplaced
 from router.router import Router
 from router.rulebook import ROUTER_SETTINGS
 
 log = logs.get(__name__)
+
+#: Between two looks at the places that Ray has for workers.
+_PLACEMENT_S = 5.0
 
 
 @serve.deployment(
@@ -82,10 +86,25 @@ class RouterDeployment:
         )
         heap.settle()
         on_signal(self._leave)
+        self._placing = asyncio.create_task(self._look_at_placement())
 
-    async def worker_starts(self, name: str, seconds: float) -> None:
+    async def _look_at_placement(self) -> None:
+        cluster = get_runtime_context().get_session_name()
+        application = serve.get_replica_context().app_name
+        replicas = f"SERVE_REPLICA::{application}#worker#"
+        while self._router is not None:
+            try:
+                groups = await asyncio.to_thread(placement_group_table)
+                self._router.place(cluster, *unplaced(groups.values(), replicas))
+            except Exception as error:
+                log.info("placement not known", cause=str(error))
+            await asyncio.sleep(_PLACEMENT_S)
+
+    async def worker_starts(self, name: str, seconds: float, elapsed_s: float) -> None:
         """As WorkerStart says it."""
-        self._running.worker_starts(session_pb2.WorkerStart(name=name, seconds=seconds))
+        self._running.worker_starts(
+            session_pb2.WorkerStart(name=name, seconds=seconds, elapsed_s=elapsed_s)
+        )
 
     async def announce(self, worker: bytes) -> str:
         """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else "".
@@ -138,8 +157,12 @@ class RouterDeployment:
     def __del__(self) -> Coroutine[None, None, None] | None:
         """Serve awaits this once when it stops the replica; what Python itself calls later is
         moot."""
-        router, self._router = self.__dict__.get("_router"), None
-        return router.stop() if router is not None else None
+        router: Router | None = self.__dict__.get("_router")
+        self._router = None
+        if router is None:
+            return None
+        self._placing.cancel()
+        return router.stop()
 
 
 async def _end(router: Router) -> None:

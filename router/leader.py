@@ -89,10 +89,6 @@ class Reservation:
         self.leader.settle(self, has_begun=False)
 
 
-#: What the autoscaler said longer ago is not what it wants now.
-_SCALING_STALE_S = 10.0
-
-
 class Leader:
     """``weight_of`` answers a tenant's; None: tenants are not told apart."""
 
@@ -121,10 +117,6 @@ class Leader:
         self._is_reporting = False
         #: settings of the autoscaler, which it reads with the load
         self.autoscale: Mapping[str, float] = {}
-        #: workers that there are to be, where their number is fixed
-        self.num_workers: int | None = None
-        #: the same where the autoscaler decides it; None: it has said nothing of late
-        self._scaled: int | None = None
         #: times that this replica took the lead
         self.num_tenures = 0
         #: workers lost without a drain while it led
@@ -510,10 +502,12 @@ class Leader:
         ledger_now = moment + self._ledger_ahead
         load = cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
         load.autoscale.update(self.autoscale)
-        load.starting_workers = tenure.num_starting(moment)
-        wanted = self._scaled if self.num_workers is None else self.num_workers
-        if wanted is not None:
-            load.wanted_workers = wanted
+        load.starting_workers = tenure.starts.count(moment)
+        load.starting_s = tenure.starts.longest_s(moment)
+        demand = tenure.demands.total(moment)
+        if demand.workers is not None:
+            load.wanted_workers = demand.workers
+        load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
         return load
 
     async def _recall(self, tenure: Tenure) -> None:
@@ -522,14 +516,16 @@ class Leader:
             report = await self._ledger.load()
             tenure.recall(report.load.services if report is not None else ())
 
+    async def _read_scaling(self, tenure: Tenure) -> None:
+        """Raises LedgerUnavailable."""
+        if tenure.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
+            tenure.demands.scale(report.scaling, now() - report.age_s)
+
     async def _report(self, tenure: Tenure) -> None:
         try:
             # In its place is what the leader before knew.
             await self._recall(tenure)
-            if self.num_workers is None:
-                said = await self._ledger.scaling()
-                is_current = said is not None and said.age_s < _SCALING_STALE_S
-                self._scaled = said.scaling.workers if said is not None and is_current else None
+            await self._read_scaling(tenure)
             await self._ledger.put_load(self._load(tenure))
         except LedgerUnavailable as error:
             log.info("load not reported", cause=str(error))

@@ -78,6 +78,8 @@ class AdmissionLine:
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
+        self._demand = session_pb2.WorkerDemand()
+        self._is_demand_due = False
         self._tpot_ratios: list[float] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -153,6 +155,13 @@ class AdmissionLine:
             self._starts.append(start)
             self._changed.set()
 
+    def demand(self, demand: session_pb2.WorkerDemand) -> None:
+        """Tell each leader the workers that this cluster is to have, until they are others."""
+        if demand != self._demand:
+            self._demand.CopyFrom(demand)
+            self._is_demand_due = True
+            self._changed.set()
+
     def asserted(self, generation: str) -> None:
         """The ledger of this generation has been told again what it may have lost."""
         self._generation = generation
@@ -210,6 +219,7 @@ class AdmissionLine:
         waiting, running = self._gateway.waiting(order), self._gateway.running()
         telling = Telling(self._router_id, waiting, running, self._generation, order)
         self._telling = telling
+        self._is_demand_due = True
         self._changed.set()
         try:
             yield self._messages(telling)
@@ -231,7 +241,7 @@ class AdmissionLine:
     @property
     def _has_more(self) -> bool:
         """To be told beside what the gateway has."""
-        return self._is_served_due or bool(self._starts)
+        return self._is_served_due or self._is_demand_due or bool(self._starts)
 
     def _part(self, telling: Telling) -> session_pb2.GatewayMessage:
         message = telling.part()
@@ -241,6 +251,9 @@ class AdmissionLine:
         self._starts.clear()
         self._tpot_ratios.clear()
         self._is_served_due = False
+        if self._is_demand_due:
+            message.demand.CopyFrom(self._demand)
+            self._is_demand_due = False
         return message
 
     # what the leader says

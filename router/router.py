@@ -99,6 +99,7 @@ class Router:
         exporter = otlp(endpoint, self.router_id) if endpoint else None
         self._traces = Traces(ledger, exporter, config.trace_sample)
         self.address = self.internal_address = ""
+        self._demand = session_pb2.WorkerDemand()
         self._instruments = Instruments()
         self._metrics = MetricsServer(self._instruments.registry)
         self._http = HttpServer()
@@ -319,7 +320,6 @@ class Router:
             self._leader,
             self.metrics_address,
             self.http_address,
-            self._ledger,
         )
 
     def _open_console(self, chaos: Chaos) -> Console:
@@ -419,7 +419,23 @@ class Router:
         """
         self._rulebook.configure(config)
         self._leader.autoscale = autoscale
-        self._leader.num_workers = num_workers
+        if num_workers is None:
+            self._demand.ClearField("workers")
+        else:
+            self._demand.workers = num_workers
+        self._line.demand(self._demand)
+
+    def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
+        """Take what Ray knows of workers that it has no place for.
+
+        Args:
+            ray_cluster: As in WorkerInfo.
+            unplaced: Workers without a place.
+            cause: Why one of them has none.
+        """
+        self._demand.ray_cluster = ray_cluster
+        self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
+        self._line.demand(self._demand)
 
     async def wait(self) -> None:
         """Until a part fails; raises its error. To give up waiting disturbs none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -105,23 +106,23 @@ class WorkerDeployment:
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
         """Inside, routers know that this worker starts. What they do not hear changes nothing."""
-        name = secrets.token_hex(8)
-        saying = asyncio.create_task(self._say_that_it_starts(name))
+        name, began = secrets.token_hex(8), time.monotonic()
+        saying = asyncio.create_task(self._say_that_it_starts(name, began))
         try:
             yield
         finally:
             saying.cancel()
             await asyncio.gather(saying, return_exceptions=True)
-        await self._say_start(name, 0.0)
+        await self._say_start(name, 0.0, 0.0)
 
-    async def _say_that_it_starts(self, name: str) -> None:
+    async def _say_that_it_starts(self, name: str, began: float) -> None:
         while True:
-            await self._say_start(name, _STARTS_S)
+            await self._say_start(name, _STARTS_S, time.monotonic() - began)
             await asyncio.sleep(_ANNOUNCE_S)
 
-    async def _say_start(self, name: str, seconds: float) -> None:
+    async def _say_start(self, name: str, seconds: float, elapsed_s: float) -> None:
         try:
-            await self._router.worker_starts.remote(name, seconds)
+            await self._router.worker_starts.remote(name, seconds, elapsed_s)
         except Exception as error:
             log.info("start not told", cause=str(error))
 

@@ -25,7 +25,7 @@ class Decisions:
         if decision.workers != workers:
             self._changes.append((now, workers, decision))
 
-    def told(self, now: float, max_workers: int) -> session_pb2.Scaling:
+    def told(self, now: float, max_workers: int, ray_cluster: str) -> session_pb2.Scaling:
         last = self._last
         return session_pb2.Scaling(
             workers=last.workers,
@@ -33,6 +33,7 @@ class Decisions:
             need=last.need,
             wait_s=last.wait_s,
             reason=last.reason,
+            ray_cluster=ray_cluster,
             changes=[
                 session_pb2.ScalingChange(
                     ago_s=now - moment, before=before, workers=it.workers, reason=it.reason

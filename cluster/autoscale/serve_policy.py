@@ -80,7 +80,7 @@ class QueuePolicy:
 
     def _say(self, decision: Decision, target: int, most: int, now: float) -> None:
         self._decisions.note(decision, target, now)
-        self._exchange.say(self._decisions.told(now, most))
+        self._exchange.say(self._decisions.told(now, most, _ray_cluster()))
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
 

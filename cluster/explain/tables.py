@@ -45,6 +45,8 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
         if explanation.HasField("ledger_s"):
             first += f", of which {explanation.ledger_s:.3f} s until the ledger had it"
         yield first
+    if explanation.missing_workers:
+        yield f"workers: {escape(explanation.missing_workers)}"
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:

@@ -46,7 +46,8 @@ LABELS = MappingProxyType(
         pb.SPAN_KIND_STORING: "ledger: its last tokens, or its end",
         pb.SPAN_KIND_DELIVERY: "its client read on",
         pb.SPAN_KIND_QUEUED: "queued",
-        pb.SPAN_KIND_WORKER_STARTS: "queued: no worker was there yet, one was starting",
+        pb.SPAN_KIND_WORKER_UNPLACED: "queued: no worker was there, one was pending placement",
+        pb.SPAN_KIND_WORKER_STARTS: "queued: no worker was there yet, one was loading its model",
     }
 )
 

@@ -31,10 +31,12 @@ class Obstacle(IntEnum):
 
     #: nothing may be dispatched
     LEADER = 0
-    #: there is no worker, and none starts
+    #: there is no worker, none starts, and none waits for a place
     NO_WORKER = 1
     #: there is no worker yet, and one starts
     WORKER_STARTS = 2
+    #: there is no worker, none starts, and Ray has no place for one
+    WORKER_UNPLACED = 3
 
 
 #: When a request came, how many had left by then, how many waited, the seconds of each obstacle,
@@ -148,6 +150,7 @@ class Stays:
             leader_s=held_s[Obstacle.LEADER],
             no_worker_s=held_s[Obstacle.NO_WORKER],
             starting_s=held_s[Obstacle.WORKER_STARTS],
+            unplaced_s=held_s[Obstacle.WORKER_UNPLACED],
             first_s=self._next_s(waiting.request_id, came, now),
             queue=queue,
         )

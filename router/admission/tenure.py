@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from everlift.v1 import session_pb2
 from router.admission.bounds import Bounds, Refusal
+from router.admission.demands import Demands
 from router.admission.eviction import Evictions
 from router.admission.fair_share import FairShare
 from router.admission.generation import Generations
@@ -91,7 +92,8 @@ class Tenure:
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id, until when
         self._spared: dict[str, float] = {}
-        self._starts = Starts()
+        self.starts = Starts()
+        self.demands = Demands()
         # By then every gateway has looked twice who leads.
         self.roll_call = RollCall(now, patience_s=2 * config.beat)
         self.generations = Generations(generation, now, patience_s=config.lease)
@@ -174,6 +176,7 @@ class Tenure:
         self.generations.disconnect(gateway)
         self._queue.withdraw_gateway(gateway)
         self._running.remove_gateway(gateway)
+        self.demands.disconnect(gateway)
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [], [])
@@ -197,7 +200,9 @@ class Tenure:
             self._fair_share.told(message.served)
         for ratio in message.tpot_ratios:
             self._waits.least_of_tpot.note(ratio)
-        self._starts.hear(message.starts, now)
+        self.starts.hear(message.starts, now)
+        if message.HasField("demand"):
+            self.demands.hear(gateway, message.demand)
         return heard
 
     def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
@@ -235,10 +240,6 @@ class Tenure:
         """Takes out of the queue those that have waited for as long as they may."""
         return self._bounds.expire(ledger_now)
 
-    def num_starting(self, now: float) -> int:
-        """Return how many workers load their model."""
-        return self._starts.count(now)
-
     @property
     def wait_s(self) -> float | None:
         """Until all that wait now have left the queue, as predicted; None: not known."""
@@ -272,9 +273,14 @@ class Tenure:
         if not may_act or not self.roll_call.is_over(now):
             obstacle = Obstacle.LEADER
         elif not self._placement.workers:
-            is_any = self._starts.is_any(now)
-            obstacle = Obstacle.WORKER_STARTS if is_any else Obstacle.NO_WORKER
+            obstacle = self._without_worker(now)
         self._queue.stays.look(obstacle, now)
+
+    def _without_worker(self, now: float) -> Obstacle:
+        if self.starts.is_any(now):
+            return Obstacle.WORKER_STARTS
+        is_unplaced = self.demands.total(now).unplaced
+        return Obstacle.WORKER_UNPLACED if is_unplaced else Obstacle.NO_WORKER
 
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]

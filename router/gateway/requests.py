@@ -66,6 +66,7 @@ from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger, Membership, Opened, Page, Position
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Dispatch, Entry, Event, State, Stored
+from router.missing_workers import missing_workers
 from router.prediction.predictor import Prediction, Predictor
 
 log = logs.get(__name__)
@@ -406,13 +407,23 @@ class Requests:
         else by the ledger. Raises UnknownRequest, Elsewhere, LedgerUnavailable."""
         if (live := self._known(request_id)) is not None:
             self.attempts.look_around(live)
-            return live.explanation(now())
+            explanation = live.explanation(now())
+            if explanation.state == pb.REQUEST_STATE_QUEUED:
+                explanation.missing_workers = await self.missing_workers()
+            return explanation
         entry = await self._ledger.get(request_id)
         if (read := self._deliveries.going_on(entry)) is not None:
             return read.explanation(now())
         if not entry.state.is_final:
             await self._adoption.check_ownerless(entry.gateway)
         return kept(*await self.get(request_id))
+
+    async def missing_workers(self) -> str:
+        """Return why fewer workers are ready than there are to be; empty if that is not known."""
+        try:
+            return missing_workers(await self._ledger.load())
+        except LedgerUnavailable:
+            return ""
 
     async def list_requests(
         self, tenant: str, states: Collection[State], limit: int, before: Position | None

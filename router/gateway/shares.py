@@ -17,7 +17,8 @@ Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 def in_queue(stay: session_pb2.Stay) -> list[Share]:
     """While others leave before a request, each of them keeps it waiting for as long as any other:
     what they took together is shared out by how many of them there were for each reason."""
-    held_s = stay.leader_s + stay.no_worker_s + stay.starting_s + stay.first_s
+    without_worker_s = stay.no_worker_s + stay.unplaced_s + stay.starting_s
+    held_s = stay.leader_s + without_worker_s + stay.first_s
     behind_s = max(0.0, stay.seconds - held_s)
     behind = list(_behind(stay.queue, behind_s))
     # Nobody left, so those ahead of it wait themselves.
@@ -25,6 +26,7 @@ def in_queue(stay: session_pb2.Stay) -> list[Share]:
     return [
         (pb.SPAN_KIND_LEADER, stay.leader_s),
         (pb.SPAN_KIND_NO_WORKER, stay.no_worker_s),
+        (pb.SPAN_KIND_WORKER_UNPLACED, stay.unplaced_s),
         (pb.SPAN_KIND_WORKER_STARTS, stay.starting_s),
         *behind,
         (pb.SPAN_KIND_NO_CREDIT, waited_s),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from itertools import chain
 
-from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2 as pb
 from router.fleet import Fleet
 from router.gateway.caller import Caller, Scope
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 from router.leader import Leader
-from router.ledger.base import Ledger, LoadReport
 from router.line import AdmissionLine
-from router.missing_workers import missing_workers
 from router.sessions import Sessions, WorkerLink
 
 
@@ -29,7 +26,6 @@ class Status:
         leader: Leader,
         metrics_address: str,
         http_address: str,
-        ledger: Ledger,
     ) -> None:
         self._cluster_id = cluster_id
         self._model = model
@@ -40,7 +36,6 @@ class Status:
         self._leader = leader
         self._metrics_address = metrics_address
         self._http_address = http_address
-        self._ledger = ledger
 
     async def describe(self, caller: Caller) -> pb.GetStatusResponse:
         """Whose requests run is nobody's business but an administrator's."""
@@ -67,15 +62,8 @@ class Status:
             ledger=self._requests.ledger_status(),
             metrics_address=self._metrics_address,
             http_address=self._http_address,
-            missing_workers=missing_workers(await self._load()),
+            missing_workers=await self._requests.missing_workers(),
         )
-
-    async def _load(self) -> LoadReport | None:
-        """None while the ledger is away."""
-        try:
-            return await self._ledger.load()
-        except LedgerUnavailable:
-            return None
 
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:
         worker, view = _worker(link), self._leader.view(link.info.worker_id)

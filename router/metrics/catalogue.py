@@ -339,7 +339,7 @@ _CLUSTER = (
         "everlift_wanted_workers",
         "gauge",
         "workers",
-        "Leader: workers that there are to be, by configuration or autoscaler.",
+        "Leader: workers that the clusters on its ledger are to have, by setting or autoscaler.",
     ),
     Metric(
         "everlift_starting_workers", "gauge", "workers", "Leader: workers that load their model."

@@ -419,14 +419,20 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
         await expect(page.locator("#admin-status")).to_have_text("all is as configured")
 
 
-async def test_without_workers_nothing_is_predicted(chromium: Browser) -> None:
+async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
+        parts.routers[0].reconfigure(ROUTER, {}, 1)
+        parts.routers[0].place("ray", 1, "no node with 1 GPU is free")
+        missing = "Workers: 0 of 1 ready; 1 pending placement: no node with 1 GPU is free"
+        await expect(page.locator("#missing-workers")).to_have_text(missing)
         line = page.locator("#queue-line")
         # The page hears clicks once it shows the queue.
         await expect(line).to_contain_text("0 wait")
         await page.click("#try-start")
         await expect(line).to_contain_text("when all will have left is not known.")
         await expect(line).not_to_contain_text("A full worker")
+        await page.locator("#recent-rows button").first.click()
+        await expect(page.locator("#request-answer .warning")).to_have_text(f"{missing}.")
         await page.click("#try-stop")
         await expect(page.locator("#try-status")).to_have_text("stopped")
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.explain.tables import reading
+from cluster.explain.tables import headline, reading
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.restored_logging import restored_logging
@@ -150,6 +150,12 @@ def test_what_a_client_left_unread_is_named_where_it_is_much(
 ) -> None:
     told = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
     assert list(reading(told)) == said
+
+
+def test_a_queued_request_names_missing_workers() -> None:
+    queued = pb.Explanation(request_id="r", missing_workers="0 of 1 ready; 1 not started")
+    assert "workers: 0 of 1 ready; 1 not started" in list(headline(queued))
+    assert not any("workers" in line for line in headline(pb.Explanation(request_id="r")))
 
 
 async def test_other_policies_are_asked_for() -> None:

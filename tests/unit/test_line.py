@@ -231,6 +231,30 @@ async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
     assert told == [0.5, 2.0]
 
 
+async def test_each_new_leader_is_told_the_workers_of_the_cluster(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend([message.demand.workers] if message.HasField("demand") else [])
+        receive(name, message)
+
+    monkeypatch.setattr(leader, "receive", heard)
+    await until(lambda: tenure(leader) == (3, 1))
+    line, demand = gateway.line, pb.WorkerDemand(workers=2)
+    line.demand(demand)
+    line.demand(demand)
+    await until(lambda: told == [2])
+    await line.close()
+    await line.follow("g", "here:1")
+    await until(lambda: told == [2, 2])
+    demand.workers = 3
+    line.demand(demand)
+    await until(lambda: told == [2, 2, 3])
+
+
 async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
     leader: Leader, gateway: Gateway
 ) -> None:

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from everlift.v1.session_pb2 import ClusterLoad, WorkerStart
+from everlift.v1.session_pb2 import ClusterLoad, Scaling, WorkerDemand, WorkerStart
+from router.admission.demands import Demand, Demands
 from router.admission.starts import Starts
 from router.ledger.base import LoadReport
 from router.missing_workers import missing_workers
+from router.placement import unplaced
 
-NOT_PLACED = "not placed (no node has room, or a node or its image is on the way: see ray status)"
+REPLICAS = "SERVE_REPLICA::everlift#worker#"
+NO_GPU = "no node with 1 GPU is free"
+PENDING = f"pending placement: {NO_GPU}"
+OTHERS = "not started (see worker-*.log)"
 
 
 @pytest.mark.parametrize(
-    ("ready", "starting", "said"),
+    ("ready", "starting", "pending", "said"),
     [
-        (3, 0, ""),
-        (4, 1, ""),
-        (1, 2, "1 of 3 ready; 2 loading the model"),
-        (0, 0, f"0 of 3 ready; 3 {NOT_PLACED}"),
-        (1, 1, f"1 of 3 ready; 1 loading the model, 1 {NOT_PLACED}"),
+        (3, 0, 0, ""),
+        (4, 1, 0, ""),
+        (1, 2, 0, "1 of 3 ready; 2 loading the model for up to 40 s"),
+        (0, 0, 3, f"0 of 3 ready; 3 {PENDING}"),
+        (0, 1, 1, f"0 of 3 ready; 1 loading the model for 40 s, 1 {PENDING}, 1 {OTHERS}"),
+        (2, 0, 0, f"2 of 3 ready; 1 {OTHERS}"),
         # Another one starts in the place of one that was lost just now.
-        (2, 5, "2 of 3 ready; 1 loading the model"),
+        (2, 5, 1, "2 of 3 ready; 1 loading the model for 40 s"),
     ],
 )
-def test_missing_workers_load_or_are_not_placed(ready: int, starting: int, said: str) -> None:
-    load = ClusterLoad(workers=ready, starting_workers=starting, wanted_workers=3)
+def test_missing_workers_load_or_wait_for_a_place(
+    ready: int, starting: int, pending: int, said: str
+) -> None:
+    load = ClusterLoad(
+        workers=ready,
+        wanted_workers=3,
+        starting_workers=starting,
+        starting_s=40.0,
+        unplaced_workers=pending,
+        unplaced_cause=NO_GPU,
+    )
     assert missing_workers(LoadReport(load, 0.2)) == said
 
 
@@ -38,7 +55,82 @@ def test_nothing_is_said_where_it_is_not_known() -> None:
 
 def test_starts_are_counted_until_they_are_over() -> None:
     starts = Starts()
-    starts.hear([WorkerStart(name="a", seconds=5.0), WorkerStart(name="b", seconds=9.0)], 0.0)
+    first = WorkerStart(name="a", seconds=5.0, elapsed_s=30.0)
+    starts.hear([first, WorkerStart(name="b", seconds=9.0, elapsed_s=2.0)], 0.0)
     assert [starts.count(now) for now in (4.0, 6.0, 10.0)] == [2, 1, 0]
+    assert [starts.longest_s(now) for now in (4.0, 6.0, 10.0)] == [34.0, 8.0, 0.0]
     starts.hear([WorkerStart(name="b", seconds=0.0)], 6.0)
     assert starts.count(6.0) == 0
+
+
+def test_each_cluster_counts_once_while_its_routers_are_connected() -> None:
+    demands = Demands()
+    assert demands.total(0.0) == Demand() and not demands.is_scaled
+    demands.hear("g1", WorkerDemand(ray_cluster="old", workers=2))
+    demands.hear("g2", WorkerDemand(ray_cluster="old", workers=2))
+    new = WorkerDemand(ray_cluster="new", workers=3, unplaced=1, unplaced_cause=NO_GPU)
+    demands.hear("g3", new)
+    assert demands.total(0.0) == Demand(5, 1, NO_GPU)
+    demands.hear("g1", WorkerDemand(ray_cluster="old", workers=4))
+    assert demands.total(0.0) == Demand(7, 1, NO_GPU)
+    demands.disconnect("g1")
+    demands.disconnect("g2")
+    assert demands.total(0.0) == Demand(3, 1, NO_GPU)
+
+
+def test_an_autoscaler_decides_for_its_own_cluster() -> None:
+    demands = Demands()
+    demands.hear("g1", WorkerDemand(ray_cluster="old"))
+    demands.hear("g2", WorkerDemand(ray_cluster="new"))
+    assert demands.is_scaled and demands.total(0.0).workers is None
+    demands.scale(Scaling(ray_cluster="old", workers=4), 1.0)
+    demands.scale(Scaling(ray_cluster="new", workers=5), 30.0)
+    demands.scale(Scaling(ray_cluster="gone", workers=6), 30.0)
+    assert demands.total(31.0).workers == 9
+    # One that says nothing any more is not known.
+    assert demands.total(62.0).workers == 5
+
+
+def group(state: str, scheduling: str, strategy: str, *bundles: dict[str, float]) -> Any:
+    """A placement group as Ray describes it."""
+    return {
+        "name": f"{REPLICAS}dt5ytvsq",
+        "bundles": dict(enumerate(bundles)),
+        "strategy": strategy,
+        "state": state,
+        "stats": {"scheduling_state": scheduling},
+    }
+
+
+RANK = {"CPU": 4.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("pending", "cause"),
+    [
+        (
+            group("PENDING", "NO_RESOURCES", "STRICT_PACK", RANK, RANK),
+            "no node with 2 GPU and 8 CPU is free",
+        ),
+        (group("PENDING", "INFEASIBLE", "STRICT_PACK", RANK), "no node has 1 GPU and 4 CPU"),
+        (group("RESCHEDULING", "QUEUED", "PACK", {"CPU": 0.5}), "no node with 0.5 CPU is free"),
+        (
+            group("PENDING", "NO_RESOURCES", "PACK", RANK, RANK),
+            "no nodes with 2 x (1 GPU and 4 CPU) are free",
+        ),
+        (
+            group("PENDING", "INFEASIBLE", "PACK", RANK, RANK),
+            "no nodes have 2 x (1 GPU and 4 CPU)",
+        ),
+    ],
+)
+def test_workers_without_a_place_say_which_resources_they_wait_for(
+    pending: Any, cause: str
+) -> None:
+    others = [
+        group("CREATED", "FINISHED", "STRICT_PACK", RANK),
+        group("REMOVED", "REMOVED", "STRICT_PACK", RANK),
+        pending | {"name": "another application's"},
+    ]
+    assert unplaced([*others, pending, pending], REPLICAS) == (2, cause)
+    assert unplaced(others, REPLICAS) == (0, "")

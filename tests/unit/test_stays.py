@@ -72,10 +72,12 @@ def test_what_holds_the_queue_up_is_told_by_its_time() -> None:
     stays.is_next("r", 10.0)
     stays.look(Obstacle.NO_WORKER, 11.0)
     stays.look(Obstacle.WORKER_STARTS, 13.0)
-    stays.look(None, 16.0)
-    stay = told(stays, arrival, one, 17.0)
+    stays.look(Obstacle.WORKER_UNPLACED, 16.0)
+    stays.look(None, 17.5)
+    stay = told(stays, arrival, one, 18.5)
     assert (stay.no_worker_s, stay.starting_s, stay.leader_s) == (5.0, 3.0, 4.0)
-    assert (stay.seconds, stay.first_s) == (15.0, 2.5)
+    assert stay.unplaced_s == 1.5
+    assert (stay.seconds, stay.first_s) == (16.5, 2.5)
 
 
 def test_another_ones_turn_as_the_next_is_not_its_own() -> None:

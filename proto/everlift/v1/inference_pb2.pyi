@@ -165,6 +165,8 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """there was no worker yet, and one started"""
     SPAN_KIND_RENDERING: _SpanKind.ValueType  # 32
     """a chat's template wrote its prompt, which may have had to wait for its turn"""
+    SPAN_KIND_WORKER_UNPLACED: _SpanKind.ValueType  # 33
+    """there was no worker yet, and Ray had no place for one"""
 
 class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
     """What a part of a request's time went into."""
@@ -234,6 +236,8 @@ SPAN_KIND_WORKER_STARTS: SpanKind.ValueType  # 31
 """there was no worker yet, and one started"""
 SPAN_KIND_RENDERING: SpanKind.ValueType  # 32
 """a chat's template wrote its prompt, which may have had to wait for its turn"""
+SPAN_KIND_WORKER_UNPLACED: SpanKind.ValueType  # 33
+"""there was no worker yet, and Ray had no place for one"""
 Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
@@ -1049,6 +1053,7 @@ class Explanation(google.protobuf.message.Message):
     UNREAD_TOKENS_FIELD_NUMBER: builtins.int
     LEDGER_S_FIELD_NUMBER: builtins.int
     OVERTAKEN_FIELD_NUMBER: builtins.int
+    MISSING_WORKERS_FIELD_NUMBER: builtins.int
     COUNTERFACTUALS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
@@ -1083,6 +1088,8 @@ class Explanation(google.protobuf.message.Message):
     """
     overtaken: builtins.int
     """as in Timing"""
+    missing_workers: builtins.str
+    """While it is queued: why fewer workers are ready than there are to be; empty: none is missing, or that is not known."""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """One after the other, without gaps. Of what a worker has told only the sums are known: these stand in the order
@@ -1114,10 +1121,11 @@ class Explanation(google.protobuf.message.Message):
         unread_tokens: builtins.int = ...,
         ledger_s: builtins.float | None = ...,
         overtaken: builtins.int = ...,
+        missing_workers: builtins.str = ...,
         counterfactuals: collections.abc.Iterable[Global___Counterfactual] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload

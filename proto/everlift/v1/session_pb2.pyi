@@ -382,6 +382,9 @@ class ClusterLoad(google.protobuf.message.Message):
     RAY_CLUSTERS_FIELD_NUMBER: builtins.int
     WANTED_WORKERS_FIELD_NUMBER: builtins.int
     STARTING_WORKERS_FIELD_NUMBER: builtins.int
+    STARTING_S_FIELD_NUMBER: builtins.int
+    UNPLACED_WORKERS_FIELD_NUMBER: builtins.int
+    UNPLACED_CAUSE_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -406,9 +409,15 @@ class ClusterLoad(google.protobuf.message.Message):
     wait_s: builtins.float
     """until all that wait now have left the queue, as predicted; unset: not known"""
     wanted_workers: builtins.int
-    """that there are to be; unset: not known"""
+    """That there are to be, of all clusters on the ledger; unset: not known."""
     starting_workers: builtins.int
     """that load their model"""
+    starting_s: builtins.float
+    """for how long one of these has done so, the longest"""
+    unplaced_workers: builtins.int
+    """that Ray has no place for"""
+    unplaced_cause: builtins.str
+    """why it has none for one of these"""
     @property
     def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantService]:
         """Where tenants are told apart. Counters are prompt and output tokens by what they cost, divided by the
@@ -455,9 +464,12 @@ class ClusterLoad(google.protobuf.message.Message):
         ray_clusters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         wanted_workers: builtins.int | None = ...,
         starting_workers: builtins.int = ...,
+        starting_s: builtins.float = ...,
+        unplaced_workers: builtins.int = ...,
+        unplaced_cause: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "wait_s", b"wait_s", "wanted_workers", b"wanted_workers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_s", b"starting_s", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "unplaced_cause", b"unplaced_cause", "unplaced_workers", b"unplaced_workers", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
     @typing.overload
@@ -520,6 +532,7 @@ class Scaling(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     CHANGES_FIELD_NUMBER: builtins.int
+    RAY_CLUSTER_FIELD_NUMBER: builtins.int
     workers: builtins.int
     """that there are to be"""
     max_workers: builtins.int
@@ -529,6 +542,8 @@ class Scaling(google.protobuf.message.Message):
     """what a request that comes now would wait"""
     reason: builtins.str
     """of the last decision"""
+    ray_cluster: builtins.str
+    """whose workers these are, as in WorkerInfo"""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScalingChange]:
         """the last ones, the oldest first"""
@@ -542,8 +557,9 @@ class Scaling(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         reason: builtins.str = ...,
         changes: collections.abc.Iterable[Global___ScalingChange] | None = ...,
+        ray_cluster: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changes", b"changes", "max_workers", b"max_workers", "need", b"need", "reason", b"reason", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "max_workers", b"max_workers", "need", b"need", "ray_cluster", b"ray_cluster", "reason", b"reason", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
 
 Global___Scaling: typing_extensions.TypeAlias = Scaling
 
@@ -1038,19 +1054,55 @@ class WorkerStart(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    ELAPSED_S_FIELD_NUMBER: builtins.int
     name: builtins.str
     """of this start alone"""
     seconds: builtins.float
     """it says so again before these are over; 0: it starts no more"""
+    elapsed_s: builtins.float
+    """since it began to start"""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         seconds: builtins.float = ...,
+        elapsed_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["elapsed_s", b"elapsed_s", "name", b"name", "seconds", b"seconds"]) -> None: ...
 
 Global___WorkerStart: typing_extensions.TypeAlias = WorkerStart
+
+@typing.final
+class WorkerDemand(google.protobuf.message.Message):
+    """Workers that a router's cluster is to have."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RAY_CLUSTER_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    UNPLACED_FIELD_NUMBER: builtins.int
+    UNPLACED_CAUSE_FIELD_NUMBER: builtins.int
+    ray_cluster: builtins.str
+    """as in WorkerInfo"""
+    workers: builtins.int
+    """unset: its autoscaler decides"""
+    unplaced: builtins.int
+    """of these, how many Ray has no place for"""
+    unplaced_cause: builtins.str
+    """why it has none for one of these"""
+    def __init__(
+        self,
+        *,
+        ray_cluster: builtins.str = ...,
+        workers: builtins.int | None = ...,
+        unplaced: builtins.int = ...,
+        unplaced_cause: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_workers", b"_workers", "workers", b"workers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_workers", b"_workers", "ray_cluster", b"ray_cluster", "unplaced", b"unplaced", "unplaced_cause", b"unplaced_cause", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_workers", b"_workers"]) -> typing.Literal["workers"] | None: ...
+
+Global___WorkerDemand: typing_extensions.TypeAlias = WorkerDemand
 
 @typing.final
 class TellStartResponse(google.protobuf.message.Message):
@@ -1325,6 +1377,7 @@ class GatewayMessage(google.protobuf.message.Message):
     SERVED_FIELD_NUMBER: builtins.int
     STARTS_FIELD_NUMBER: builtins.int
     TPOT_RATIOS_FIELD_NUMBER: builtins.int
+    DEMAND_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
     is_complete: builtins.bool
@@ -1355,6 +1408,10 @@ class GatewayMessage(google.protobuf.message.Message):
     def tpot_ratios(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Of requests that finished since this was said last, how many times as long each token took as was predicted."""
 
+    @property
+    def demand(self) -> Global___WorkerDemand:
+        """on a new line, and when it changes"""
+
     def __init__(
         self,
         *,
@@ -1368,8 +1425,10 @@ class GatewayMessage(google.protobuf.message.Message):
         served: collections.abc.Iterable[Global___ServedTokens] | None = ...,
         starts: collections.abc.Iterable[Global___WorkerStart] | None = ...,
         tpot_ratios: collections.abc.Iterable[builtins.float] | None = ...,
+        demand: Global___WorkerDemand | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["demand", b"demand"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["demand", b"demand", "enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 
@@ -1462,10 +1521,11 @@ class Stay(google.protobuf.message.Message):
     DISPATCH_S_FIELD_NUMBER: builtins.int
     QUEUE_FIELD_NUMBER: builtins.int
     STARTING_S_FIELD_NUMBER: builtins.int
+    UNPLACED_S_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     """since the leader was told of it"""
     no_worker_s: builtins.float
-    """there was none, and none started"""
+    """there was none, none started, and none waited for a place"""
     leader_s: builtins.float
     """nothing might be dispatched"""
     first_s: builtins.float
@@ -1474,6 +1534,8 @@ class Stay(google.protobuf.message.Message):
     """and then, for the ledger's word"""
     starting_s: builtins.float
     """there was none, and one started"""
+    unplaced_s: builtins.float
+    """there was none, and Ray had no place for one"""
     @property
     def queue(self) -> everlift.v1.inference_pb2.QueueStay: ...
     def __init__(
@@ -1486,9 +1548,10 @@ class Stay(google.protobuf.message.Message):
         dispatch_s: builtins.float = ...,
         queue: everlift.v1.inference_pb2.QueueStay | None = ...,
         starting_s: builtins.float = ...,
+        unplaced_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds", "starting_s", b"starting_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds", "starting_s", b"starting_s", "unplaced_s", b"unplaced_s"]) -> None: ...
 
 Global___Stay: typing_extensions.TypeAlias = Stay
 

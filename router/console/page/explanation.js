@@ -20,6 +20,7 @@ export function explained(explanation, labels, onPick) {
   const { spans, attempts, total_s: total } = explanation;
   return [
     el("p", {}, headline(explanation)),
+    ...missing(explanation),
     ...reading(explanation),
     table(`Where its ${seconds(total)} went`, ["what for", "time", "part", "when"], rows(spans, total, labels)),
     ...(attempts.length ? [table("Its attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
@@ -38,6 +39,11 @@ function headline(explanation) {
 
 function foreseen({ predicted_output_tokens: tokens, prediction_distrusted: isDistrusted }) {
   return tokens ? ` (${count(tokens)} predicted${isDistrusted ? " by the last outputs" : ""})` : "";
+}
+
+// Workers that it may wait for.
+function missing({ missing_workers: workers }) {
+  return workers ? [el("p", { class: "warning" }, `Workers: ${workers}.`)] : [];
 }
 
 // What lies beside its spans: nothing waits for a client.

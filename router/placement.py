@@ -1,0 +1,44 @@
+"""Workers that Ray has no place for, from its placement groups. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
+
+
+def unplaced(groups: Iterable[Mapping[str, Any]], replicas: str) -> tuple[int, str]:
+    """Return how many groups have no place, and why the first of them has none.
+
+    Args:
+        groups: Placement groups as ``ray.util.placement_group_table`` describes them.
+        replicas: Beginning of the names of those that count.
+    """
+    waiting = [
+        group
+        for group in groups
+        if group["name"].startswith(replicas) and group["state"] in _WAITING
+    ]
+    return len(waiting), _cause(waiting[0]) if waiting else ""
+
+
+def _cause(group: Mapping[str, Any]) -> str:
+    bundles: Sequence[Mapping[str, float]] = [*group["bundles"].values()]
+    is_infeasible = group["stats"]["scheduling_state"] == "INFEASIBLE"
+    if len(bundles) == 1 or group["strategy"] == "STRICT_PACK":
+        needed = _words(bundles)
+        return f"no node has {needed}" if is_infeasible else f"no node with {needed} is free"
+    needed = f"{len(bundles)} x ({_words(bundles[:1])})"
+    return f"no nodes have {needed}" if is_infeasible else f"no nodes with {needed} are free"
+
+
+def _words(bundles: Iterable[Mapping[str, float]]) -> str:
+    """What all of them take, GPUs first."""
+    total: dict[str, float] = defaultdict(float)
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] += amount
+    names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
+    return " and ".join(f"{total[name]:g} {name}" for name in names)
