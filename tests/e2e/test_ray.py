@@ -142,6 +142,22 @@ async def test_what_if_is_simulated_beside_a_replica(running: RayCluster) -> Non
     assert [(it.policy, it.cause) for it in told] == [("fifo", ""), ("hrrn", "")]
 
 
+async def test_status_names_what_a_worker_without_a_place_waits_for(running: RayCluster) -> None:
+    async with AsyncClient(running.address) as client:
+        before = await only_worker(client)
+
+        async def until_missing(said: str) -> None:
+            async with asyncio.timeout(60.0):
+                while (await client.status()).missing_workers != said:
+                    await asyncio.sleep(0.1)
+
+        running._deploy(running.application(replace(running.config, num_workers=2)))
+        await until_missing("1 of 2 ready; 1 pending placement: no nodes with 2 x (1 CPU) are free")
+        running._deploy(running.application(running.config))
+        await until_missing("")
+        assert (await only_worker(client)).worker_id == before.worker_id
+
+
 async def test_a_redeployed_worker_hands_everything_back(running: RayCluster) -> None:
     from ray import serve
 

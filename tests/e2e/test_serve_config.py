@@ -153,7 +153,10 @@ async def has_policy() -> None:
 
 
 async def has_bounds(url: str) -> None:
-    """The autoscaler knows its new limit, and the leader tells it the new target."""
+    """The autoscaler knows its new limit, and the leader tells it the new target.
+
+    The leader knows its decisions as those of the cluster that the router is part of.
+    """
     connection = await connect(LedgerConfig(url=url))
 
     async def is_told() -> bool:
@@ -163,6 +166,7 @@ async def has_bounds(url: str) -> None:
             and load is not None
             and scaling.scaling.max_workers == 3
             and dict(load.load.autoscale) == {"ttft_target": 9.0}
+            and load.load.HasField("wanted_workers")
         )
 
     try:
