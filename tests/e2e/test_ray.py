@@ -291,7 +291,11 @@ async def test_a_node_whose_raylet_is_killed_loses_its_worker_and_no_token(
     for num_workers in (1, 2):
         worker = replace(running.config.worker, tensor_parallel=1)
         changed = replace(
-            running.config, num_workers=num_workers, worker=worker, router_resource=HEAD
+            running.config,
+            num_workers=num_workers,
+            nodes_per_worker=1,
+            worker=worker,
+            router_resource=HEAD,
         )
         await asyncio.to_thread(
             serve.run, running.application(changed), name="everlift", route_prefix=None
