@@ -9,10 +9,14 @@ from typing import Any
 
 def call(url: str, body: object = None) -> Any:
     """Return what the API has there. With a body, put that there instead."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data, {"Content-Type": "application/json"}, method="GET" if data is None else "PUT"
+    # Ray sets its mode of authentication when the first Ray of a process starts.
+    from ray._private.authentication.http_token_authentication import (
+        get_auth_headers_if_auth_enabled,
     )
+
+    headers = {"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method="GET" if data is None else "PUT")
     with urllib.request.urlopen(request, timeout=30) as response:
         text = response.read()
     return json.loads(text) if text else None
