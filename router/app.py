@@ -92,10 +92,12 @@ class RouterDeployment:
         cluster = get_runtime_context().get_session_name()
         application = serve.get_replica_context().app_name
         replicas = f"SERVE_REPLICA::{application}#worker#"
+        is_on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
         while self._router is not None:
             try:
                 groups = await asyncio.to_thread(placement_group_table)
-                self._router.place(cluster, *unplaced(groups.values(), replicas))
+                waiting = unplaced(groups.values(), replicas, is_on_kubernetes=is_on_kubernetes)
+                self._router.place(cluster, *waiting)
             except Exception as error:
                 log.info("placement not known", cause=str(error))
             await asyncio.sleep(_PLACEMENT_S)

@@ -7,21 +7,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
+_POD_NOTE = " (kubectl get pods: pods that are pending or pulling their image are no nodes yet)"
 
 
-def unplaced(groups: Iterable[Mapping[str, Any]], replicas: str) -> tuple[int, str]:
+def unplaced(
+    groups: Iterable[Mapping[str, Any]], replicas: str, *, is_on_kubernetes: bool = False
+) -> tuple[int, str]:
     """Return how many groups have no place, and why the first of them has none.
 
     Args:
         groups: Placement groups as ``ray.util.placement_group_table`` describes them.
         replicas: Beginning of the names of those that count.
+        is_on_kubernetes: Nodes are pods. Ray knows a pod only when it runs.
     """
     waiting = [
         group
         for group in groups
         if group["name"].startswith(replicas) and group["state"] in _WAITING
     ]
-    return len(waiting), _cause(waiting[0]) if waiting else ""
+    if not waiting:
+        return 0, ""
+    note = _POD_NOTE if is_on_kubernetes else ""
+    return len(waiting), _cause(waiting[0]) + note
 
 
 def _cause(group: Mapping[str, Any]) -> str:

@@ -134,3 +134,11 @@ def test_workers_without_a_place_say_which_resources_they_wait_for(
     ]
     assert unplaced([*others, pending, pending], REPLICAS) == (2, cause)
     assert unplaced(others, REPLICAS) == (0, "")
+
+
+def test_on_kubernetes_pods_that_are_no_nodes_yet_are_named() -> None:
+    pending = [group("PENDING", "NO_RESOURCES", "PACK", RANK)]
+    count, cause = unplaced(pending, REPLICAS, is_on_kubernetes=True)
+    assert count == 1
+    assert cause.startswith("no node with 1 GPU and 4 CPU is free (kubectl get pods: pods that are")
+    assert unplaced([], REPLICAS, is_on_kubernetes=True) == (0, "")
