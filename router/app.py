@@ -40,9 +40,11 @@ _PLACEMENT_S = 5.0
     health_check_timeout_s=10.0,
 )
 class RouterDeployment:
-    """A ledger without a url has it in the environment; the ``simulator`` is of the ledger that is
-    found. Workers and other routers find this one at its node's address, clients where ``config``
-    says.
+    """Serve deployment of a router.
+
+    The URL of an embedded ledger comes from the environment. ``simulator`` makes a Simulator of the
+    ledger. Workers and other routers connect to the node's address, clients to the addresses in
+    ``config``.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
     ``reconfigure`` (cluster/deployments.py).
@@ -103,14 +105,16 @@ class RouterDeployment:
             await asyncio.sleep(_PLACEMENT_S)
 
     async def worker_starts(self, name: str, seconds: float, elapsed_s: float) -> None:
-        """As WorkerStart says it."""
+        """Forward a WorkerStart to the router; durations are seconds."""
         self._running.worker_starts(
             session_pb2.WorkerStart(name=name, seconds=seconds, elapsed_s=elapsed_s)
         )
 
     async def announce(self, worker: bytes) -> str:
-        """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else "".
-        What may pass is raised: LedgerUnavailable, LedgerFull."""
+        """Register a ready worker, a serialized WorkerInfo. Return why it is refused, or "".
+
+        Raises LedgerUnavailable and LedgerFull, after which the worker may retry.
+        """
         try:
             await self._running.announce(session_pb2.WorkerInfo.FromString(worker))
         except InvalidRequest as error:
@@ -130,7 +134,7 @@ class RouterDeployment:
         await self._running.activate()
 
     async def describe(self) -> dict[str, str | int]:
-        """Where this replica listens, and its process id."""
+        """Return the addresses of this replica and its process id."""
         router = self._running
         return {
             "router_id": router.router_id,
@@ -152,7 +156,7 @@ class RouterDeployment:
         return self._router
 
     def _leave(self) -> None:
-        """Its machine is about to be taken away, and no word of Serve may come."""
+        """Stop the router: its machine is about to be taken away, possibly before Serve calls."""
         if self._router is not None:
             self._leaving = asyncio.create_task(_end(self._router))
 
@@ -168,8 +172,11 @@ class RouterDeployment:
 
 
 async def _end(router: Router) -> None:
-    """In good order, and its process too: Serve sees that sooner than a health check that fails
-    three times, and who gave the signal waits for it."""
+    """Stop the router, then exit the process.
+
+    Serve notices the exit sooner than three failed health checks, and the sender of the signal
+    waits for it.
+    """
     try:
         await router.stop()
     except Exception:
@@ -179,7 +186,7 @@ async def _end(router: Router) -> None:
 
 
 def _located(ledger: LedgerConfig) -> LedgerConfig:
-    """Raises LedgerSetupError."""
+    """Return ``ledger`` with its URL. Raises LedgerSetupError."""
     if ledger.url != EMBEDDED:
         return ledger
     url = os.environ.get(URL_VARIABLE)

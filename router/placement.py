@@ -1,4 +1,4 @@
-"""Workers that Ray has no place for, from its placement groups. Pure."""
+"""Workers that are pending placement, from Ray's placement groups. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
-_POD_NOTE = " (kubectl get pods: pods that are pending or pulling their image are no nodes yet)"
+_POD_NOTE = " (a pod that is pending or pulling its image does not count; see kubectl get pods)"
 
 
 def unplaced(
-    groups: Iterable[Mapping[str, Any]], replicas: str, *, is_on_kubernetes: bool = False
+    groups: Iterable[Mapping[str, Any]], replicas: str, *, is_on_kubernetes: bool
 ) -> tuple[int, str]:
-    """Return how many groups have no place, and why the first of them has none.
+    """Return how many placement groups are pending, and why the first of them is.
 
     Args:
         groups: Placement groups as ``ray.util.placement_group_table`` describes them.
-        replicas: Beginning of the names of those that count.
-        is_on_kubernetes: Nodes are pods. Ray knows a pod only when it runs.
+        replicas: Prefix of the names of the groups to count.
+        is_on_kubernetes: Whether nodes are pods. Ray knows a pod only once it runs, so the
+            reason points to the pods.
     """
     waiting = [
         group
@@ -42,7 +43,7 @@ def _cause(group: Mapping[str, Any]) -> str:
 
 
 def _words(bundles: Iterable[Mapping[str, float]]) -> str:
-    """What all of them take, GPUs first."""
+    """Return the total resources of ``bundles`` as text, GPUs and CPUs first."""
     total: dict[str, float] = defaultdict(float)
     for bundle in bundles:
         for name, amount in bundle.items():

@@ -8,8 +8,9 @@ from typing import Any
 
 
 def call(url: str, body: object = None) -> Any:
-    """Return what the API has there. With a body, put that there instead."""
-    # Ray sets its mode of authentication when the first Ray of a process starts.
+    """Return the JSON answer to a GET of ``url``, or to a PUT of ``body`` if there is one."""
+    # When a process starts a Ray cluster and ~/.ray/auth_token exists, Ray turns on token
+    # authentication for it (RAY_AUTH_MODE).
     from ray._private.authentication.http_token_authentication import (
         get_auth_headers_if_auth_enabled,
     )

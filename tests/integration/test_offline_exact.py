@@ -36,8 +36,8 @@ SETTINGS = {"dtype": "float32", "num_blocks": 128, "max_num_seqs": 3}
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(DEMO_MODEL, **SETTINGS) as llm:
-        # The process for grammars starts in the background: a test that it started in would be
-        # said to have left it behind.
+        # The grammar process starts in the background. This request waits for it: if it started
+        # during a test, ``nothing_left`` would report it.
         llm.generate(PROMPTS[:1], max_tokens=1, regex=".*")
         yield llm
 

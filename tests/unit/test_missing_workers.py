@@ -132,13 +132,15 @@ def test_workers_without_a_place_say_which_resources_they_wait_for(
         group("REMOVED", "REMOVED", "STRICT_PACK", RANK),
         pending | {"name": "another application's"},
     ]
-    assert unplaced([*others, pending, pending], REPLICAS) == (2, cause)
-    assert unplaced(others, REPLICAS) == (0, "")
+    assert unplaced([*others, pending, pending], REPLICAS, is_on_kubernetes=False) == (2, cause)
+    assert unplaced(others, REPLICAS, is_on_kubernetes=False) == (0, "")
 
 
-def test_on_kubernetes_pods_that_are_no_nodes_yet_are_named() -> None:
+def test_pending_placement_on_kubernetes_points_to_the_pods() -> None:
     pending = [group("PENDING", "NO_RESOURCES", "PACK", RANK)]
-    count, cause = unplaced(pending, REPLICAS, is_on_kubernetes=True)
-    assert count == 1
-    assert cause.startswith("no node with 1 GPU and 4 CPU is free (kubectl get pods: pods that are")
+    cause = (
+        "no node with 1 GPU and 4 CPU is free "
+        "(a pod that is pending or pulling its image does not count; see kubectl get pods)"
+    )
+    assert unplaced(pending, REPLICAS, is_on_kubernetes=True) == (1, cause)
     assert unplaced([], REPLICAS, is_on_kubernetes=True) == (0, "")
