@@ -1,5 +1,5 @@
 """What must hold of the engine on any device: on the GPU where there is one, else on the CPU, with
-kernels in Triton's interpreter where they are meant. Not yet run on a GPU."""
+kernels in Triton's interpreter where they are meant."""
 
 from __future__ import annotations
 
