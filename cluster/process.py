@@ -81,18 +81,12 @@ async def _run(launch: Launch, tell: Tell) -> None:
 async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> None:
     # Imported here so that a router knows nothing of torch, and a rank nothing of Redis.
     with heap.growing():
-        from cluster.explain.simulator import ProcessSimulator
         from router.ledger.redis_ledger import connect
         from router.router import Router
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop.set)
     ledger = await connect(launch.ledger)
-    router = await Router.start(
-        launch.router,
-        ledger,
-        memory_limit=launch.ledger.memory_limit,
-        simulator=ProcessSimulator(launch.ledger),
-    )
+    router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
     router.reconfigure(launch.router, {}, launch.num_workers)
     heap.settle()
     tell(

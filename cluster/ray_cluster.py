@@ -254,7 +254,6 @@ def upgradable_application(config: Config) -> Application:
 
 
 def _routers(config: Config) -> Application:
-    from cluster.explain.simulator import ProcessSimulator
     from router.app import RouterDeployment
 
     routers: Application = RouterDeployment.options(  # type: ignore[attr-defined]
@@ -262,12 +261,7 @@ def _routers(config: Config) -> Application:
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
-    ).bind(
-        config.router,
-        config.ledger,
-        log_dir(config),
-        ProcessSimulator,
-    )
+    ).bind(config.router, config.ledger, log_dir(config))
     return routers
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from everlift.errors import InvalidRequest
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
-from router.gateway.counterfactuals import Simulator
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
 from router.placement import unplaced
@@ -42,25 +41,19 @@ _PLACEMENT_S = 5.0
 class RouterDeployment:
     """Serve deployment of a router.
 
-    The URL of an embedded ledger comes from the environment. ``simulator`` makes a Simulator of the
-    ledger. Workers and other routers connect to the node's address, clients to the addresses in
-    ``config``.
+    The URL of an embedded ledger comes from the environment. Workers and other routers connect to
+    the node's address, clients to the addresses in ``config``.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
     ``reconfigure`` (cluster/deployments.py).
     """
 
     async def __init__(  # type: ignore[misc]
-        self,
-        config: RouterConfig,
-        ledger: LedgerConfig,
-        log_dir: Path,
-        simulator: Callable[[LedgerConfig], Simulator],
+        self, config: RouterConfig, ledger: LedgerConfig, log_dir: Path
     ) -> None:
         logs.configure("router", path=log_dir / f"router-{os.getpid()}.log")
         self._config = replace(config, internal_host=get_node_ip_address())
         self._ledger = _located(ledger)
-        self._simulator = simulator
         self._router: Router | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -81,10 +74,7 @@ class RouterDeployment:
 
     async def _start(self) -> None:
         self._router = await Router.start(
-            self._config,
-            await connect(self._ledger),
-            memory_limit=self._ledger.memory_limit,
-            simulator=self._simulator(self._ledger),
+            self._config, await connect(self._ledger), memory_limit=self._ledger.memory_limit
         )
         heap.settle()
         on_signal(self._leave)

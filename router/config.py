@@ -23,7 +23,7 @@ _ABOVE_0 = (
 _AT_LEAST_0 = (
     *("queue_ttl", "retry_rate", "retry_burst", "patience", "starvation", "local_depth"),
     *("tpot_target", "max_moves", "move_reserve", "grace", "worker_wait", "unledgered"),
-    *("reassert", "what_if_timeout", "drain", "keep_alive"),
+    *("reassert", "drain", "keep_alive"),
 )
 _AT_LEAST_1 = (
     *("max_queued", "max_pending_prefill", "max_losses", "max_losses_total", "slow_factor"),
@@ -216,9 +216,6 @@ class RouterConfig:
     template_timeout: float = 2.0
     #: processes that render chats, each one at a time
     template_processes: int = 1
-    #: to estimate what a request would have taken under other policies takes so long at most, in a
-    #: process of its own; 0: nobody may ask for it
-    what_if_timeout: float = 30.0
     #: a stopping router lets its streams finish for so long, then sends them elsewhere
     drain: float = 5.0
 

@@ -36,7 +36,6 @@ from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
-from router.gateway.counterfactuals import NO_COUNTERFACTUALS, Counterfactuals, Simulator, WhatIf
 from router.gateway.door import OPEN, Door
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.handlers import service_name
@@ -86,10 +85,8 @@ class Router:
         transport: Transport | None,
         memory_limit: float,
         access: Access | None = None,
-        simulator: Simulator | None = None,
     ) -> None:
-        """Without ``access`` everybody may come in; without a ``simulator`` nobody may ask what if.
-        Raises SettingsError."""
+        """Without ``access`` everybody may come in. Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -105,7 +102,6 @@ class Router:
         self._http = HttpServer()
         self._ledger = ledger
         self._access = access
-        self._simulator = simulator
         self._model = model
         self._template = (
             ChatTemplate.load(model.directory, config=config) if model.directory else None
@@ -125,11 +121,10 @@ class Router:
         ledger: Ledger,
         transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
-        simulator: Simulator | None = None,
     ) -> Self:
         """A replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
-        ``memory_limit`` is the ledger's; the ``simulator`` estimates what would have been. Raises
-        UnknownModel, ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
+        ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
+        SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults
@@ -140,7 +135,7 @@ class Router:
             model.expect(last)
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
-        router = cls(config, ledger, model, transport, memory_limit, access, simulator)
+        router = cls(config, ledger, model, transport, memory_limit, access)
         await router._begin(await ledger.cluster_id())
         return router
 
@@ -250,9 +245,7 @@ class Router:
             self._rulebook,
         )
         self._admin = AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view)
-        self._inference = Inference(
-            self._requests, self._model, self._transport, self._traces, self._counterfactuals()
-        )
+        self._inference = Inference(self._requests, self._model, self._transport, self._traces)
 
     def _run(self) -> None:
         """Everything that goes on by itself, each in a task."""
@@ -267,18 +260,6 @@ class Router:
             *(part.run() for part in may_be_there if part is not None),
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
-
-    def _counterfactuals(self) -> WhatIf:
-        timeout_s = self.config.what_if_timeout
-        if self._simulator is None or not timeout_s:
-            return NO_COUNTERFACTUALS
-        return Counterfactuals(
-            self._simulator,
-            self._rulebook,
-            self._admin.kinds,
-            timeout_s,
-            self._instruments.what_if,
-        )
 
     def _serve(self, cluster_id: str) -> None:
         server = InferenceServer(self._inference, self._status(cluster_id))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
-from router.gateway.counterfactuals import Simulator
 from router.ledger.base import Ledger
 from router.ledger.memory import MemoryLedger
 from router.router import Router
@@ -70,8 +69,6 @@ class Cluster:
     ledger: Ledger = field(default_factory=lambda: KeptLedger(time.monotonic))
     router_config: RouterConfig = ROUTER
     worker_config: WorkerConfig = WORKER
-    #: as routers have it
-    simulator: Simulator | None = None
     routers: list[Router] = field(default_factory=list)
     workers: list[Rank] = field(default_factory=list)
     infos: dict[str, str] = field(default_factory=dict)
@@ -82,7 +79,7 @@ class Cluster:
         return self.routers[0].address
 
     async def add_router(self) -> Router:
-        router = await Router.start(self.router_config, self.ledger, simulator=self.simulator)
+        router = await Router.start(self.router_config, self.ledger)
         self.routers.append(router)
         return router
 
@@ -150,10 +147,9 @@ async def cluster(
     workers: int = 2,
     router_config: RouterConfig = ROUTER,
     worker_config: WorkerConfig = WORKER,
-    simulator: Simulator | None = None,
     ledger: Ledger | None = None,
 ) -> AsyncIterator[Cluster]:
-    parts = Cluster(ledger or KeptLedger(time.monotonic), router_config, worker_config, simulator)
+    parts = Cluster(ledger or KeptLedger(time.monotonic), router_config, worker_config)
     try:
         for _ in range(routers):
             await parts.add_router()

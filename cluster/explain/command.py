@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,20 +26,7 @@ The parts add up to the whole. Of a request that goes on, it is told what came t
 - `everlift explain 3f2a`: the request whose id begins so
 - `everlift explain 3f2a… --json | jq '.spans[] | select(.seconds > 0.1)'`
 - `everlift explain 3f2a… --png 3f2a.png`
-- `everlift explain 3f2a… --what-if shortest,hrrn --what-if "shortest patience=3"`: how long it
-  would have taken under other policies, by simulations of what came at that time, and how far these
-  are off
 """
-
-WhatIfs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--what-if",
-        metavar="ORDER,...",
-        help="Estimate how long it would have taken: an order of the queue, maybe with settings "
-        "behind it, by the names of `everlift policy`. Repeatable.",
-    ),
-]
 
 
 def explain(
@@ -52,7 +38,6 @@ def explain(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Draw it there, by kind of time.")
     ] = None,
-    what_if: WhatIfs = None,
     address: Address = None,
 ) -> None:
     """Tell where the time of a request went."""
@@ -60,8 +45,7 @@ def explain(
         raise InvalidRequest("explain needs a request id or --last, not both")
     if png is not None:
         picture_file.check("--png", png)
-    policies = [name.strip() for each in what_if or () for name in each.split(",")]
-    explanation = asyncio.run(_explanation(address, request_id, policies))
+    explanation = asyncio.run(_explanation(address, request_id))
     if for_programs:
         typer.echo(json.dumps(as_json(explanation), indent=2))
     else:
@@ -74,16 +58,12 @@ def explain(
         picture.draw(explanation, png)
 
 
-async def _explanation(
-    address: str | None, request_id: str, policies: Sequence[str]
-) -> pb.Explanation:
+async def _explanation(address: str | None, request_id: str) -> pb.Explanation:
     async with connected(address) as client:
         try:
-            return await client.explain(
-                request_id or await request_ids.last(client), what_if=policies
-            )
+            return await client.explain(request_id or await request_ids.last(client))
         except UnknownRequest:
             if not request_id:
                 raise
             found = await request_ids.completed(client, request_id)
-        return await client.explain(found, what_if=policies)
+        return await client.explain(found)

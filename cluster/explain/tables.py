@@ -26,7 +26,6 @@ def of(explanation: pb.Explanation) -> list[str | Table]:
         *([attempts(explanation)] if explanation.attempts else []),
         *neighbours(explanation),
         *stays(explanation),
-        *counterfactuals(explanation),
     ]
 
 
@@ -151,25 +150,3 @@ def _reasons(queue: pb.QueueStay) -> Iterator[str]:
         "later ones of lower classes": queue.lower,
     }
     return (f"{count} {reason}" for reason, count in reasons.items() if count)
-
-
-def counterfactuals(explanation: pb.Explanation) -> Iterator[str]:
-    """What it would have taken, and how far that may be off."""
-    for it in explanation.counterfactuals:
-        in_truth = f"; in truth {explanation.total_s:.3f} s" if it.actual else ""
-        yield f"with policy {escape(it.policy)}: {_estimate(it)}{in_truth}"
-    for it in explanation.counterfactuals:
-        if it.actual:
-            yield (
-                f"estimates are simulations of what came at that time, {it.requests} requests: "
-                f"under {escape(it.policy)}, which they ran under, off by {_error(it)} at the "
-                "median"
-            )
-
-
-def _estimate(it: pb.Counterfactual) -> str:
-    return f"{it.seconds:.3f} s by estimate" if it.HasField("seconds") else escape(it.cause)
-
-
-def _error(it: pb.Counterfactual) -> str:
-    return f"{it.error:.0%}" if it.HasField("error") else "more than can be said"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from cluster.forecast.record import Record
@@ -14,71 +13,14 @@ from everlift.v1 import inference_pb2 as pb
 from router.gateway.explanation import ACCEPTING, kept
 from router.ledger.entry import Event, Stored
 
-_QUEUED = frozenset(
-    (
-        pb.SPAN_KIND_BEHIND_EARLIER,
-        pb.SPAN_KIND_BEHIND_CLASS,
-        pb.SPAN_KIND_BEHIND_TURN,
-        pb.SPAN_KIND_BEHIND_ORDER,
-        pb.SPAN_KIND_BEHIND_FLOOR,
-        pb.SPAN_KIND_NO_CREDIT,
-    )
-)
-_AT_WORKER = frozenset(
-    (
-        pb.SPAN_KIND_WORKER_WAIT,
-        pb.SPAN_KIND_PREFILL,
-        pb.SPAN_KIND_STALLED,
-        pb.SPAN_KIND_DECODE,
-        pb.SPAN_KIND_CO_TENANCY,
-        pb.SPAN_KIND_PREEMPTED,
-        pb.SPAN_KIND_RECOMPUTE,
-        pb.SPAN_KIND_PASSED_OVER,
-        pb.SPAN_KIND_BETWEEN_STEPS,
-    )
-)
 
+def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
+    """Yield a record of each choice, in ledger time, without the prompt.
 
-@dataclass(frozen=True, slots=True)
-class Past:
-    """``records`` are of its choices, in ledger time; the first token is that of all choices,
-    infinite where nobody told of it. Of its ``total_s``, by its explanation, it was behind others
-    for ``queued_s``, on its way to and from workers for ``way_s`` and in their hands for
-    ``worker_s``; what else there was no forecast knows."""
-
-    request_id: str
-    records: tuple[Record, ...]
-    total_s: float
-    queued_s: float
-    way_s: float
-    worker_s: float
-
-    @classmethod
-    def of(cls, stored: Stored, events: Sequence[Event]) -> Past:
-        """Of its prompt nothing is kept."""
-        explanation = kept(stored, events)
-        return cls(
-            stored.entry.request_id,
-            tuple(_records(stored, _moments(events), explanation)),
-            explanation.total_s,
-            _seconds(explanation, _QUEUED),
-            _seconds(explanation, (pb.SPAN_KIND_ON_THE_WAY,)),
-            _seconds(explanation, _AT_WORKER),
-        )
-
-    @property
-    def other_s(self) -> float:
-        return max(0.0, self.total_s - self.queued_s - self.way_s - self.worker_s)
-
-
-def _seconds(explanation: pb.Explanation, kinds: Collection[int]) -> float:
-    return sum(span.seconds for span in explanation.spans if span.kind in kinds)
-
-
-def _records(
-    stored: Stored, moments: dict[str, float], explanation: pb.Explanation
-) -> Iterator[Record]:
-    entry = stored.entry
+    The first token is that of all choices, infinite where it is not known.
+    """
+    explanation = kept(stored, events)
+    entry, moments = stored.entry, _moments(events)
     for num_tokens in entry.num_tokens:
         yield Record(
             0,
@@ -99,7 +41,8 @@ def _records(
 def _first_token(arrived: float, explanation: pb.Explanation) -> float:
     if not explanation.HasField("ttft_s"):
         return inf
-    return arrived + explanation.ttft_s - _seconds(explanation, ACCEPTING)
+    accepting_s = sum(span.seconds for span in explanation.spans if span.kind in ACCEPTING)
+    return arrived + explanation.ttft_s - accepting_s
 
 
 def _arrival(stored: Stored, num_tokens: int, explanation: pb.Explanation) -> Arrival:

@@ -130,11 +130,9 @@ class Client:
         """As AsyncClient.get_request."""
         return self._run(self._client.get_request(request_id, timeout_s=timeout_s))
 
-    def explain(
-        self, request_id: str, *, what_if: Sequence[str] = (), timeout_s: float | None = None
-    ) -> pb.Explanation:
+    def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
         """As AsyncClient.explain."""
-        return self._run(self._client.explain(request_id, what_if=what_if, timeout_s=timeout_s))
+        return self._run(self._client.explain(request_id, timeout_s=timeout_s))
 
     def list_requests(
         self,

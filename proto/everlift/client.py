@@ -43,8 +43,6 @@ _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
 #: A router that does not answer a single call in time may be frozen: the next one is asked.
 _TRY_TIMEOUT_S = 10.0
-#: One that is asked to simulate takes its time, and simulations wait for each other.
-_SIMULATION_TIMEOUT_S = 180.0
 
 
 class AsyncClient:
@@ -199,31 +197,19 @@ class AsyncClient:
             message = pb.GetRequestRequest(request_id=request_id)
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
-    async def explain(
-        self, request_id: str, *, what_if: Sequence[str] = (), timeout_s: float | None = None
-    ) -> pb.Explanation:
+    async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
         """Where the time of a request went; of one that goes on, so far. Its spans follow each
-        other and add up to the whole. How long it would have taken under the policies ``what_if``,
-        orders of the queue with settings behind them, is estimated if it finished, which takes some
-        seconds. Raises UnknownRequest; with ``what_if`` InvalidRequest, QueueFull.
+        other and add up to the whole. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
         >>> explanation = await client.explain("r")
         >>> [span.seconds for span in explanation.spans], explanation.total_s
         ([0.125, 0.375], 0.5)
-        >>> explanation = await client.explain("r", what_if=["shortest", "hrrn patience=2"])
-        >>> [(it.policy, it.seconds) for it in explanation.counterfactuals]
-        [('fifo', 0.5), ('shortest', 0.5), ('hrrn patience=2', 0.5)]
         """
         with sendable():
-            message = pb.ExplainRequest(request_id=request_id, what_if=what_if)
-        return await self._ask(
-            lambda: self._routers.inference().Explain,
-            message,
-            timeout_s,
-            try_s=_SIMULATION_TIMEOUT_S if what_if else _TRY_TIMEOUT_S,
-        )
+            message = pb.ExplainRequest(request_id=request_id)
+        return await self._ask(lambda: self._routers.inference().Explain, message, timeout_s)
 
     async def list_requests(
         self,

@@ -28,7 +28,6 @@ from router.clock import now
 from router.gateway import aside, many, page_token, sampling_defaults
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
-from router.gateway.counterfactuals import NO_COUNTERFACTUALS, WhatIf
 from router.gateway.custody import Elsewhere
 from router.gateway.delivered import Delivered
 from router.gateway.journal import Journal
@@ -69,13 +68,11 @@ class Inference:
         model: ServedModel,
         transport: Transport,
         tracer: Tracer = NO_TRACES,
-        counterfactuals: WhatIf = NO_COUNTERFACTUALS,
     ) -> None:
         self._requests = requests
         self._model = model
         self._relay = Relay(transport)
         self._tracer = tracer
-        self._counterfactuals = counterfactuals
         #: that are open, or have ended and not been collected
         self._streams = WeakSet[RequestStream]()
 
@@ -292,14 +289,8 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Raises UnknownRequest, LedgerUnavailable; with what_if InvalidRequest, OutOfRange,
-        Unsupported, QueueFull too."""
-        request_id = caller.qualify(message.request_id)
-        policies = self._counterfactuals.supposed(message.what_if)
-        explanation = await self._explained(request_id)
-        told = await self._counterfactuals.of(request_id, explanation, policies)
-        explanation.counterfactuals.extend(told)
-        return _named(caller, explanation)
+        """Raises UnknownRequest, LedgerUnavailable."""
+        return _named(caller, await self._explained(caller.qualify(message.request_id)))
 
     async def _explained(self, request_id: str) -> pb.Explanation:
         """Raises UnknownRequest, LedgerUnavailable."""

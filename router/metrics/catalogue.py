@@ -25,7 +25,6 @@ FOUND = {True: "room", False: "none"}
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
 #: What may come of a simulation of what would have been.
-WHAT_IF_ANSWERS = ("estimate", "no_estimate", "error", "cancelled")
 #: Calls to the ledger that are timed, by the names of its methods.
 LEDGER_OPERATIONS = (
     *("open", "dispatch", "append", "release", "take_over", "discard", "end", "forget"),
@@ -314,16 +313,6 @@ _ROUTER = (
         "counter",
         "workers",
         "Workers lost without a drain while this router led.",
-    ),
-    Metric(
-        "everlift_what_if_seconds",
-        "histogram",
-        "seconds",
-        "Time for which a process beside this router simulated what would have been, by what came "
-        "of it: an estimate, no_estimate (there can be none, or router.what_if_timeout was over), "
-        "an error, or cancelled (its client went).",
-        ("answer",),
-        _LATENCY_S,
     ),
 )
 

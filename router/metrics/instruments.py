@@ -18,7 +18,6 @@ from router.metrics.catalogue import (
     OK,
     OUTCOMES,
     REFUSALS,
-    WHAT_IF_ANSWERS,
 )
 
 #: The class of requests that name none: its series are there from the beginning.
@@ -45,8 +44,6 @@ class Instruments:
         self._classes = {_USUAL: _Class(self, _USUAL)}
         calls = self._histogram("everlift_ledger_call_seconds")
         failures = self._counter("everlift_ledger_failures_total")
-        what_ifs = self._histogram("everlift_what_if_seconds")
-        self._what_ifs = {answer: what_ifs.labels(answer) for answer in WHAT_IF_ANSWERS}
         errors = self._histogram("everlift_retry_after_error_seconds")
         self._returns = {
             (slug, found): errors.labels(slug, FOUND[found]) for slug in REFUSALS for found in FOUND
@@ -93,9 +90,6 @@ class Instruments:
         """One whose refusal is in no list is not known by this version."""
         if (errors := self._returns.get((returned.slug, returned.found_room))) is not None:
             errors.observe(returned.off_s)
-
-    def what_if(self, answer: str, seconds: float) -> None:
-        self._what_ifs[answer].observe(seconds)
 
     def choice_finished(self, reason: FinishReason) -> None:
         self._reasons[reason.name.lower()].inc()

@@ -133,15 +133,6 @@ async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None
     assert sum(parts_s.values()) < samples.total("everlift_worker_busy_seconds_total")
 
 
-async def test_what_if_is_simulated_beside_a_replica(running: RayCluster) -> None:
-    async with AsyncClient(running.address) as client:
-        while not any(kind.HasField("step_time") for kind in (await client.capacity()).kinds):
-            await answers(running.address)
-        await client.generate(TASKS[0].prompt, request_id="what-if").text()
-        told = (await client.explain("what-if", what_if=["hrrn"])).counterfactuals
-    assert [(it.policy, it.cause) for it in told] == [("fifo", ""), ("hrrn", "")]
-
-
 async def test_status_names_what_a_worker_without_a_place_waits_for(running: RayCluster) -> None:
     async with AsyncClient(running.address) as client:
         before = await only_worker(client)

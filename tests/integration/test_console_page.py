@@ -22,9 +22,8 @@ from router.gateway.caller import Scope
 from tests.browser import browser, opened, violations
 from tests.chat_support import HERMES
 from tests.conftest import leaving_nothing
-from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive
+from tests.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.keyring import Keyring
-from tests.made_up_simulator import MadeUpSimulator
 from tests.scripted import scripted_cluster
 from worker.config import FakeModel
 
@@ -286,45 +285,6 @@ async def test_what_others_say_is_text_and_never_markup(
         await expect(page.locator("#request-answer")).to_contain_text("invalid_request")
         await expect(page.locator("main img")).to_have_count(0)
         await check_readable(page, "refused")
-
-
-async def test_what_other_orders_would_have_meant_is_asked_for_with_the_keyboard(
-    chromium: Browser,
-) -> None:
-    async with (
-        cluster(1, 1, simulator=MadeUpSimulator()) as parts,
-        AsyncClient(parts.address) as client,
-    ):
-        await receive(client, [7], 3, request_id="story")
-        url = f"http://{parts.routers[0].http_address}/console/"
-        async with opened(chromium, url) as page:
-            await page.fill("#request-id", "story")
-            await page.press("#request-id", "Enter")
-            button = page.get_by_role("button", name="What if the order of the queue")
-            await button.focus()
-            await page.keyboard.press("Enter")
-            rows = page.get_by_role("region", name="What if the order").locator("tbody tr")
-            await expect(rows).to_have_count(5)
-            await expect(rows.first.locator("td").first).to_have_text("fifo")
-            await expect(rows.first).to_contain_text("1.50 s")
-            await expect(rows.nth(1)).to_contain_text("by estimate it would not have come to its")
-            told = page.locator("#what-if")
-            await expect(told).to_contain_text("of the 1,234 requests that came at that time")
-            await expect(told).to_contain_text("they are off by 18 % at the median")
-            await expect(button).to_be_focused()
-            await check_readable(page, "what-if", "#request")
-
-
-async def test_where_nobody_simulates_it_is_said_so(
-    parts: Cluster, url: str, chromium: Browser
-) -> None:
-    async with AsyncClient(parts.address) as client:
-        await receive(client, [7], 3, request_id="story")
-    async with opened(chromium, url) as page:
-        await page.fill("#request-id", "story")
-        await page.press("#request-id", "Enter")
-        await page.click("#what-if button")
-        await expect(page.locator("#what-if .problem")).to_contain_text("unsupported: what_if")
 
 
 async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(

@@ -5,7 +5,6 @@ python tests/perf/explain.py [--parts PART ...] [--out build/bench/explain.json]
 account   what a worker's accounts take of its steps (explain_account.py)
 sums      how far the spans of requests are from their time by a stopwatch, and what their router
           does for them (explain_sums.py)
-what_if   how far a simulation of what was is from it, as what-ifs say (explain_what_if.py)
 
 The ratio overhead_router is what a router does for the tokens of a step of the 125M checkpoint with
 256 running, of which it is told by the parts together.
@@ -16,13 +15,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.perf import explain_account, explain_sums, explain_what_if, report
+from tests.perf import explain_account, explain_sums, report
 from tests.perf.explain_account import RUNNING, Measured
 
 PARTS = {
     "account": explain_account.measure,
     "sums": explain_sums.measure,
-    "what_if": explain_what_if.measure,
 }
 
 

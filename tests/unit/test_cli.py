@@ -233,7 +233,6 @@ NO_TEXT = "\udcff"
         ("forget", NO_TEXT),
         ("drain", NO_TEXT),
         ("explain", NO_TEXT),
-        ("explain", "r", "--what-if", NO_TEXT),
         ("requests", "--tenant", NO_TEXT),
         ("chaos", "kill", NO_TEXT),
         ("chaos", "partition", "any-router", "--peer", NO_TEXT),

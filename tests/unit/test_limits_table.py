@@ -23,7 +23,7 @@ from everlift.messages import (
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.chat import messages, tools
 from router.config import RouterConfig
-from router.gateway import counterfactuals, model
+from router.gateway import model
 from router.gateway.http import body, connection, endpoint, fields, server, submissions
 from router.gateway.kserve.infer_stream import MAX_AT_ONCE
 from router.rpc.limits import Limits
@@ -78,8 +78,6 @@ def table() -> list[list[str]]:
         ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
         ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),
         ("`session_id`, `fairness_id`, `application`", f"{MAX_LABEL_BYTES} bytes"),
-        ("`what_if`", f"{counterfactuals.MAX_POLICIES} policies"),
-        ("`what_if`", f"{counterfactuals._MAX_QUESTIONS} in all"),
         # over HTTP
         ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
         (

@@ -243,7 +243,6 @@ class FakeRouter(
                 spans=_SPANS,
                 prompt_tokens=len(known.submission.prompt),
                 output_tokens=known.num_tokens,
-                counterfactuals=_counterfactuals(request.what_if),
             )
 
     async def ListRequests(
@@ -430,18 +429,6 @@ def _summary(known: FakeRequest) -> pb.RequestSummary:
         attempts=1,
         output_tokens=known.num_tokens,
     )
-
-
-def _counterfactuals(policies: Iterable[str]) -> list[pb.Counterfactual]:
-    """Whatever the policy, a request would have taken as long."""
-    order = _CONFIGURED.order
-    names = dict.fromkeys((order, *policies)) if policies else ()
-    return [
-        pb.Counterfactual(
-            policy=name, actual=name == order, seconds=_TOTAL_S, error=0.0, requests=1
-        )
-        for name in names
-    ]
 
 
 def _ranges(choice: int, at: int, fault: Fault | None) -> Iterator[tuple[int, int]]:

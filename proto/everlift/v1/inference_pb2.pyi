@@ -989,21 +989,13 @@ class ExplainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    WHAT_IF_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    @property
-    def what_if(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Policies under which it is estimated how long the request would have taken: each an order of the queue, and maybe
-        settings behind it by the names of Admin.SetPolicy, as "shortest patience=3". At most 8.
-        """
-
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
-        what_if: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "what_if", b"what_if"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
 
 Global___ExplainRequest: typing_extensions.TypeAlias = ExplainRequest
 
@@ -1054,7 +1046,6 @@ class Explanation(google.protobuf.message.Message):
     LEDGER_S_FIELD_NUMBER: builtins.int
     OVERTAKEN_FIELD_NUMBER: builtins.int
     MISSING_WORKERS_FIELD_NUMBER: builtins.int
-    COUNTERFACTUALS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
@@ -1098,10 +1089,6 @@ class Explanation(google.protobuf.message.Message):
 
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExplainedAttempt]: ...
-    @property
-    def counterfactuals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counterfactual]:
-        """Where what_if asks for it: of the policy that it ran under first, then of those that were asked for."""
-
     def __init__(
         self,
         *,
@@ -1122,10 +1109,9 @@ class Explanation(google.protobuf.message.Message):
         ledger_s: builtins.float | None = ...,
         overtaken: builtins.int = ...,
         missing_workers: builtins.str = ...,
-        counterfactuals: collections.abc.Iterable[Global___Counterfactual] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload
@@ -1134,52 +1120,6 @@ class Explanation(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_s", b"_ttft_s"]) -> typing.Literal["ttft_s"] | None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation
-
-@typing.final
-class Counterfactual(google.protobuf.message.Message):
-    """How long a request would have taken under a policy: an estimate, by a simulation of the requests that came around it
-    and of the workers that there are now.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    POLICY_FIELD_NUMBER: builtins.int
-    ACTUAL_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    CAUSE_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    REQUESTS_FIELD_NUMBER: builtins.int
-    policy: builtins.str
-    actual: builtins.bool
-    """it ran under this one, and total_s is what it took"""
-    seconds: builtins.float
-    """as total_s; unset: there is no estimate"""
-    cause: builtins.str
-    """why there is none"""
-    error: builtins.float
-    """Simulated under the actual policy, the requests around it are off by this part of what they took, at the median.
-    Unset: that is not known.
-    """
-    requests: builtins.int
-    """that were simulated, itself among them"""
-    def __init__(
-        self,
-        *,
-        policy: builtins.str = ...,
-        actual: builtins.bool = ...,
-        seconds: builtins.float | None = ...,
-        cause: builtins.str = ...,
-        error: builtins.float | None = ...,
-        requests: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_error", b"_error", "_seconds", b"_seconds", "error", b"error", "seconds", b"seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_error", b"_error", "_seconds", b"_seconds", "actual", b"actual", "cause", b"cause", "error", b"error", "policy", b"policy", "requests", b"requests", "seconds", b"seconds"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_error", b"_error"]) -> typing.Literal["error"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_seconds", b"_seconds"]) -> typing.Literal["seconds"] | None: ...
-
-Global___Counterfactual: typing_extensions.TypeAlias = Counterfactual
 
 @typing.final
 class ExplainedAttempt(google.protobuf.message.Message):

@@ -3,7 +3,6 @@
 import { Refusal } from "./api.js";
 import { $, count, el, row, seconds, table } from "./dom.js";
 import { explained } from "./explanation.js";
-import { whatIf } from "./whatif.js";
 
 const PREFIX = /^(REQUEST_STATE|FINISH_REASON)_/;
 
@@ -33,16 +32,14 @@ export class Request {
     try {
       const record = await this.api.get(`requests/${encodeURIComponent(name)}`);
       const explanation = await this.explanation(name);
-      return [facts(record), ...(explanation ? this.breakdown(explanation, name) : []), moves(record.events)];
+      return [facts(record), ...(explanation ? this.breakdown(explanation) : []), moves(record.events)];
     } catch (error) {
       return [el("p", { class: "problem" }, `${error.slug || "failed"}: ${error.message}`)];
     }
   }
 
-  breakdown(explanation, name) {
-    const parts = explained(explanation, this.cluster.sections.span_labels ?? {}, (it) => this.look(it));
-    if (explanation.state !== "finished") return parts;
-    return [...parts, whatIf((path) => this.api.get(path), explanationOf(name))];
+  breakdown(explanation) {
+    return explained(explanation, this.cluster.sections.span_labels ?? {}, (it) => this.look(it));
   }
 
   // Where its time went; undefined where that is not known any more.

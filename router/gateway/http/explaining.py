@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.http.endpoint import Call, JsonResponse, unless_gone
+from router.gateway.http.endpoint import Call, JsonResponse
 from router.gateway.inference import Inference
 
 
@@ -48,15 +48,6 @@ class AttemptBody(TypedDict):
     queue: NotRequired[QueueStayBody]
 
 
-class CounterfactualBody(TypedDict):
-    policy: str
-    actual: bool
-    seconds: NotRequired[float]
-    cause: str
-    error: NotRequired[float]
-    requests: int
-
-
 class ExplanationBody(TypedDict):
     request_id: str
     state: str
@@ -74,7 +65,6 @@ class ExplanationBody(TypedDict):
     unread_s: float
     unread_tokens: int
     overtaken: int
-    counterfactuals: list[CounterfactualBody]
 
 
 class Explaining:
@@ -82,14 +72,6 @@ class Explaining:
         self._inference = inference
 
     async def explain(self, call: Call) -> Response:
-        """Policies of ``what_if`` stand between commas, or in several of them."""
-        request = call.request
-        asked = request.query_params.getlist("what_if")
-        message = pb.ExplainRequest(
-            request_id=request.path_params["request_id"],
-            what_if=[policy.strip() for each in asked for policy in each.split(",")],
-        )
-        explaining = self._inference.explain(call.caller, message)
-        # Nobody simulates for a client that went.
-        explanation = await unless_gone(request.receive, explaining)
+        message = pb.ExplainRequest(request_id=call.request.path_params["request_id"])
+        explanation = await self._inference.explain(call.caller, message)
         return JsonResponse(cast("ExplanationBody", as_json(explanation)))
