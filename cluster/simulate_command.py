@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, tables, target
 from cluster.forecast.command import faults, ledger_requests, load, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
-from cluster.forecast.scenario import Choice, EarlyBinding, Scenario
+from cluster.forecast.scenario import Scenario
 from cluster.forecast.summary import Slo
 from cluster.workloads import options
 
@@ -35,23 +34,6 @@ has served, of which no prompt is shown; by default they are like azure-conversa
 
 _OUTPUT = "What comes out"
 
-EarlyChoice = Annotated[
-    Choice | None,
-    typer.Option(
-        "--early",
-        help="Requests go to a worker as soon as they come, instead of the product's queue.",
-        rich_help_panel="The cluster",
-    ),
-]
-EarlyAge = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        metavar="S",
-        help="With --early jsq or p2c: how old it is what is known of workers.",
-        rich_help_panel="The cluster",
-    ),
-]
 SloText = Annotated[
     str | None,
     typer.Option(
@@ -99,8 +81,6 @@ def simulate(
     assignments: machines.Assignments = None,
     fluid: machines.Fluid = False,
     foresight: machines.Foresight = None,
-    early: EarlyChoice = None,
-    early_age: EarlyAge = 0.0,
     lose: faults.Lose = None,
     drain: faults.Drain = None,
     add: faults.Add = None,
@@ -128,7 +108,6 @@ def simulate(
             start_s=start_time,
             fluid=fluid,
             foresight_sigma=foresight,
-            early=_early(early, early_age),
             events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
             seed=seed,
             weights=asked.weights,
@@ -136,12 +115,6 @@ def simulate(
     answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
     _show(answer, wanted, json_file, picture_directory, by_group=groups)
     _say_what_came_too_late(answer, scenario)
-
-
-def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
-    if age_s and choice not in ("jsq", "p2c"):
-        raise ForecastFailed("--early-age needs --early jsq or p2c: others look at no worker")
-    return EarlyBinding(choice, age_s) if choice else None
 
 
 def _show(

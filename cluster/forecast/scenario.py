@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from cluster.autoscale.config import AutoscaleConfig
 from everlift.step_time import StepTime
@@ -14,7 +14,6 @@ from worker.device_kind import DeviceKind
 from worker.limits import Limits
 
 #: How a request finds its worker when it is not the product that decides.
-Choice: TypeAlias = Literal["random", "round_robin", "jsq", "p2c"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +88,6 @@ Event: TypeAlias = WorkerLoss | WorkerDrain | WorkerStart
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyBinding:
-    """In place of the global queue: each request goes to a worker as soon as it comes, and waits
-    there, first come, first served.
-
-    random, round_robin   whatever the workers have
-    jsq                   who has the fewest requests
-    p2c                   of two that are drawn, who has fewer (power of two choices)
-
-    What a worker has is known as of its last frame and the dispatches since, or, with ``age_s``, as
-    it was when all were asked last, which they are so often.
-    """
-
-    choice: Choice
-    age_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
     """``link_s`` is what a message takes between router and worker, one way; ``start_s`` what a
     worker takes to start that the autoscaler asks for. Times are seconds from the workload's
@@ -123,13 +105,11 @@ class Scenario:
     fluid: bool = False
     #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)
     foresight_sigma: float | None = None
-    #: not set: the product's queue
-    early: EarlyBinding | None = None
     events: tuple[Event, ...] = ()
     link_s: float = 0.001
     #: between two samples of the time series
     sample_s: float = 1.0
-    #: of what is drawn: workers, by an early binding, and what is foreseen
+    #: of the errors that foresight_sigma draws
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -139,8 +119,6 @@ class Scenario:
             raise ValueError("link_s must be at least 0 and sample_s above 0")
         if self.fluid and any(not worker.is_continuous for worker in self.workers):
             raise ValueError("worker.scheduling.policy: fluid workers know continuous alone")
-        if self.early is not None and self.autoscale.is_on:
-            raise ValueError("autoscale: it follows the global queue, which early binding has not")
 
     @classmethod
     def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:

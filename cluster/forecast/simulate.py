@@ -13,7 +13,6 @@ from dataclasses import replace
 from cluster.autoscale.policy import Autoscaler
 from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.dispatcher import Dispatcher
-from cluster.forecast.early_binding import EarlyQueue
 from cluster.forecast.fleet import Fleet
 from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.foresight import Foresight
@@ -27,22 +26,30 @@ from router.admission.rhythm import TICK_S
 
 
 def simulate(
-    arrivals: Iterable[Arrival], scenario: Scenario, *, one_by_one: bool = False
+    arrivals: Iterable[Arrival],
+    scenario: Scenario,
+    *,
+    one_by_one: bool = False,
+    dispatcher: Dispatcher | None = None,
 ) -> Forecast:
-    """What becomes of ``arrivals``, which are in the order of their moments, until all of them are
-    at their end. ``one_by_one`` plans every step of every engine by itself, which changes nothing
-    but the time that it takes. Raises ValueError where one arrives before the one before it."""
-    simulation = _Simulation(scenario, one_by_one)
+    """Simulate ``arrivals``, which are in order of time, until all of them have ended.
+
+    ``one_by_one`` plans every step of every engine by itself, which changes nothing but the time
+    that it takes. ``dispatcher`` takes the place of the product's queue. Raises ValueError for an
+    arrival before its predecessor, and for a dispatcher with an autoscaler, which follows the
+    product's queue.
+    """
+    simulation = _Simulation(scenario, one_by_one, dispatcher)
     simulation.run(iter(arrivals))
     return simulation.forecast()
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, one_by_one: bool) -> None:
+    def __init__(self, scenario: Scenario, one_by_one: bool, dispatcher: Dispatcher | None) -> None:
         self._scenario = scenario
         self._timeline = Timeline()
         self._fleet = Fleet(scenario, self, self._timeline, one_by_one)
-        self._dispatcher, self._scaler = self._parts()
+        self._dispatcher, self._scaler = self._parts(dispatcher)
         self._gateway = Gateway(
             scenario.router,
             self._dispatcher,
@@ -54,10 +61,12 @@ class _Simulation:
         self._samples: list[Sample] = []
         self._has_more = True
 
-    def _parts(self) -> tuple[Dispatcher, _Scaler | None]:
+    def _parts(self, dispatcher: Dispatcher | None) -> tuple[Dispatcher, _Scaler | None]:
         scenario = self._scenario
-        if scenario.early is not None:
-            return EarlyQueue(scenario.early, scenario.router, scenario.seed), None
+        if dispatcher is not None:
+            if scenario.autoscale.is_on:
+                raise ValueError("autoscale: it follows the product's queue, and no dispatcher")
+            return dispatcher, None
         queue = GlobalQueue(scenario.router, self._fleet.occupants, scenario.weights)
         return queue, _Scaler(scenario, queue, self._fleet) if scenario.autoscale.is_on else None
 

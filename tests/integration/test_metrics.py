@@ -19,7 +19,6 @@ from router.metrics.catalogue import (
     OUTCOMES,
     REFUSALS,
     STEP_PARTS,
-    WHAT_IF_ANSWERS,
     Metric,
 )
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
@@ -37,7 +36,6 @@ LABEL_VALUES = {
     "outcome": set(OUTCOMES),
     "slug": set(REFUSALS),
     "found": set(FOUND.values()),
-    "answer": set(WHAT_IF_ANSWERS),
     "operation": set(LEDGER_OPERATIONS),
     "part": set(STEP_PARTS),
     "reason": {"stop", "length"},

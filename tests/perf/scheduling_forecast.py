@@ -30,7 +30,7 @@ from cluster.forecast.hardware.gpu import GPUS
 from cluster.forecast.hardware.kind import on_gpus
 from cluster.forecast.hardware.model_size import MODELS
 from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import EarlyBinding, Scenario, WorkerSpec
+from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo, Summary
 from cluster.workloads.arrival import Arrival
@@ -40,6 +40,7 @@ from everlift import settings
 from everlift.blockhash import BLOCK_SIZE
 from router.config import Order, RouterConfig
 from tests.perf import forecast_speed
+from tests.perf.early_binding import EarlyBinding
 from worker.config import WorkerConfig
 
 Figures = dict[str, float]
@@ -109,12 +110,13 @@ class Run:
         scenario = Scenario(
             self.workers,
             self.router,
-            early=self.early,
             fluid=self.fluid,
             foresight_sigma=self.foresight_sigma,
             weights=self.weights,
         )
-        return simulate(takewhile(lambda it: it.at < until, arrivals), scenario)
+        dispatcher = self.early.queue(self.router) if self.early else None
+        arriving = takewhile(lambda it: it.at < until, arrivals)
+        return simulate(arriving, scenario, dispatcher=dispatcher)
 
     def summary(
         self, forecast: Forecast | None = None, of: Callable[[int], bool] = lambda index: True

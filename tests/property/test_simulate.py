@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
-    EarlyBinding,
     Event,
     Scenario,
     WorkerDrain,
@@ -62,7 +61,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(
         tuple(workers),
         RouterConfig(order=draw(orders)),
-        early=draw(st.none() | st.just(EarlyBinding("jsq"))),
         events=tuple(happening),
         link_s=draw(st.sampled_from([0.0, 0.001, 0.05])),
     )

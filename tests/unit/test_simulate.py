@@ -13,8 +13,6 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.forecast import fleet
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
-    Choice,
-    EarlyBinding,
     Event,
     WorkerDrain,
     WorkerLoss,
@@ -25,6 +23,7 @@ from cluster.forecast.summary import Quantiles, Slo
 from cluster.forecast.worker import SimulatedWorker
 from cluster.workloads.arrival import Arrival
 from router.config import Order, RouterConfig
+from tests.perf.early_binding import Choice, EarlyBinding
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 from worker.config import Scheduling
 
@@ -52,7 +51,8 @@ def test_an_output_ends_by_max_tokens_and_by_the_context() -> None:
 
 
 def test_the_same_is_forecast_again() -> None:
-    load, cluster = arrivals(60, 40.0), scenario(spec(), spec(), early=EarlyBinding("p2c"))
+    shortest = RouterConfig(order="shortest")
+    load, cluster = arrivals(60, 90.0), scenario(spec(), router=shortest, foresight_sigma=0.5)
     assert simulate(load, cluster) == simulate(load, cluster)
     assert simulate(load, cluster) != simulate(load, replace(cluster, seed=1))
 
@@ -237,16 +237,18 @@ def test_of_outputs_a_worker_knows_what_was_foretold(
 
 @pytest.mark.parametrize("choice", ["random", "round_robin", "jsq", "p2c"])
 def test_early_binding_ends_every_request(choice: Choice) -> None:
-    cluster = scenario(spec(), spec(), early=EarlyBinding(choice), events=EVENTS["loss"])
-    check_conserved(simulate(arrivals(60, 60.0), cluster))
+    cluster = scenario(spec(), spec(), events=EVENTS["loss"])
+    queue = EarlyBinding(choice).queue(cluster.router)
+    check_conserved(simulate(arrivals(60, 60.0), cluster, dispatcher=queue))
 
 
 def test_late_binding_is_ahead_of_early_binding_where_a_worker_is_slow() -> None:
     load = arrivals(200, 45.0)
-    workers = [spec(), spec(), spec(slowness=3)]
-    late = simulate(load, scenario(*workers)).summary().ttft_s.p99
+    cluster = scenario(spec(), spec(), spec(slowness=3))
+    late = simulate(load, cluster).summary().ttft_s.p99
     for binding in (EarlyBinding("p2c"), EarlyBinding("jsq", age_s=1.0)):
-        assert late < simulate(load, scenario(*workers, early=binding)).summary().ttft_s.p99
+        queue = binding.queue(cluster.router)
+        assert late < simulate(load, cluster, dispatcher=queue).summary().ttft_s.p99
 
 
 def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
@@ -301,7 +303,8 @@ def test_what_is_not_modelled_is_refused() -> None:
     with pytest.raises(ValueError, match="preemption"):
         spec(preemption="swap")
     with pytest.raises(ValueError, match="autoscale"):
-        scenario(early=EarlyBinding("jsq"), autoscale=AutoscaleConfig(max_workers=2))
+        scaled = scenario(autoscale=AutoscaleConfig(max_workers=2))
+        simulate([], scaled, dispatcher=EarlyBinding("jsq").queue(scaled.router))
     with pytest.raises(ValueError, match=r"worker\.scheduling\.policy"):
         scenario(spec(), spec(scheduling=Scheduling("static")), fluid=True)
 

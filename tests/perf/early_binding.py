@@ -1,14 +1,15 @@
-"""What others do: a worker for each request as soon as it comes. For comparison only. Pure."""
+"""Dispatchers that bind each request to a worker on arrival, the baseline of late binding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from random import Random
+from typing import Literal, TypeAlias
 
 from cluster.forecast.dispatcher import GATEWAY
 from cluster.forecast.frame import Frame
-from cluster.forecast.scenario import Choice, EarlyBinding
 from everlift.v1 import session_pb2
 from router.admission.bounds import Refusal
 from router.admission.moving import Move
@@ -17,6 +18,27 @@ from router.admission.tenure import Placed
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity
 from router.config import RouterConfig
+
+Choice: TypeAlias = Literal["random", "round_robin", "jsq", "p2c"]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyBinding:
+    """Settings of a baseline: each request goes to a worker on arrival and queues there, FIFO.
+
+    random, round_robin   independent of the workers' load
+    jsq                   join the shortest queue
+    p2c                   the shorter queue of two random workers (power of two choices)
+
+    A worker's load is known as of its last frame and the dispatches since, or, with ``age_s``, as
+    of the last poll of all workers, which happens every ``age_s`` seconds.
+    """
+
+    choice: Choice
+    age_s: float = 0.0
+
+    def queue(self, config: RouterConfig, seed: int = 0) -> EarlyQueue:
+        return EarlyQueue(self, config, seed)
 
 
 class EarlyQueue:
