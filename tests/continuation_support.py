@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from cluster.sim.asked import ROUTERS, WORKERS, Asked, undisturbed
-from cluster.sim.client import Manners, Transcript
-from cluster.sim.cluster import SimCluster
-from cluster.sim.worker import Build, build_fake
 from router.config import RouterConfig
 from router.ledger.entry import State
+from tests.simulated_cluster.asked import ROUTERS, WORKERS, Asked, undisturbed
+from tests.simulated_cluster.client import Manners, Transcript
+from tests.simulated_cluster.cluster import SimCluster
+from tests.simulated_cluster.worker import Build, build_fake
 from worker.config import WorkerConfig
 
 _PROMPT = range(1, 10)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.sim.asked import Asked, undisturbed
-from cluster.sim.judgement import listening
 from everlift.v1 import session_pb2
 from router.gateway import told
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
 from tests.continuation_support import BREAKS, Bench, Break, kill, kinds
+from tests.simulated_cluster.asked import Asked, undisturbed
+from tests.simulated_cluster.judgement import listening
 
 KINDS = kinds()
 Loss = Callable[[session_pb2.Start], None]

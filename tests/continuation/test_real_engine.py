@@ -14,13 +14,13 @@ from itertools import chain
 
 import pytest
 
-from cluster.sim.asked import ROUTERS, Asked
-from cluster.sim.client import Transcript
-from cluster.sim.judgement import listening
 from everlift.errors import EverliftError
 from everlift.sampling import Grammar, TokenLogprobs
 from tests.continuation_support import BREAKS, Bench, Break, attach, kill, kill_gateway
 from tests.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
+from tests.simulated_cluster.asked import ROUTERS, Asked
+from tests.simulated_cluster.client import Transcript
+from tests.simulated_cluster.judgement import listening
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.parallel import Group

@@ -2,10 +2,10 @@
 
     python tests/perf/preemption.py [--seconds 30] [--seeds 6] [--load NAME ...] [--out FILE]
 
-The routers and workers are the product's, on a simulated cluster (cluster/sim) whose steps take
-what those of a GPU would; the figures do not depend on the machine. Each load is played twice with
-the same requests: preempted requests may move to the other worker (router.max_moves as it is by
-default), or wait where they are and recompute there (max_moves 0).
+The routers and workers are the product's, on a simulated cluster (tests/simulated_cluster) whose
+steps take what those of a GPU would; the figures do not depend on the machine. Each load is played
+twice with the same requests: preempted requests may move to the other worker (router.max_moves as
+it is by default), or wait where they are and recompute there (max_moves 0).
 
     joining   long requests fill one worker; then another one joins, and short ones come
     uneven    one worker has half the blocks of the other
@@ -28,9 +28,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from cluster.sim.cluster import SimCluster
 from router.config import RouterConfig
 from tests.perf import report
+from tests.simulated_cluster.cluster import SimCluster
 from worker.config import FakeModel, WorkerConfig
 
 #: 15 ms a step, and 25,000 tokens a second of prefill.

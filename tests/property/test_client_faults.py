@@ -13,7 +13,6 @@ from typing import TypeAlias
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.sim.clock import Clock
 from everlift import AsyncClient, Chunk, EverliftError, errors
 from everlift.messages import Submission
 from everlift.testing import (
@@ -28,6 +27,7 @@ from everlift.testing import (
     Repeat,
     Skip,
 )
+from tests.simulated_cluster.clock import Clock
 
 TOKENS, CHOICES, PROMPTS = 4, 2, 3
 #: Faults that may be the end of a request; it goes on after all the others.

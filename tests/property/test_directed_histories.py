@@ -11,12 +11,6 @@ from typing import Any
 
 import pytest
 
-from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
-from cluster.sim.client import Manners
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.cluster import SimCluster
-from cluster.sim.judgement import finish, listening
-from cluster.sim.ledger import Trouble
 from everlift.errors import AttemptsExhausted, DeadlineExceeded, EverliftError
 from everlift.messages import OnDisconnect
 from everlift.v1 import session_pb2
@@ -27,6 +21,12 @@ from router.gateway.live import LiveRequest
 from router.gateway.reassertion import Reassertion
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory import MemoryLedger
+from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
+from tests.simulated_cluster.client import Manners
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.cluster import SimCluster
+from tests.simulated_cluster.judgement import finish, listening
+from tests.simulated_cluster.ledger import Trouble
 from worker.sessions import Sessions
 
 LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)

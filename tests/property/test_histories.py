@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from cluster.sim.client import Manners
-from cluster.sim.history import Event, History, Kind, Played, play
+from tests.simulated_cluster.client import Manners
+from tests.simulated_cluster.history import Event, History, Kind, Played, play
 
 _BATCH = 25
 _BATCHES = 20

@@ -13,7 +13,7 @@ from cluster.bench.generator import Generator
 from cluster.bench.latencies import due, e2el, itls, sent, tpot, ttft
 from cluster.bench.outcome import CountedBy, Outcome
 from cluster.bench.request import Request
-from cluster.sim.clock import Clock, VirtualLoop
+from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")
 

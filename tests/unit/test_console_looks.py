@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.sim.clock import Clock
 from router.console.console import Console
+from tests.simulated_cluster.clock import Clock
 
 
 class Looked:

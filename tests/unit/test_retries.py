@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from cluster.sim.clock import Clock
 from everlift import (
     AsyncClient,
     DeadlineExceeded,
@@ -37,6 +36,7 @@ from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
 from everlift.testing.router import Context
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
+from tests.simulated_cluster.clock import Clock
 
 
 def retries(unavailable_s: float = 30.0, refused_s: float = 10.0, jitter: float = 0.0) -> Retries:

@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.sim.cluster import ROUTER, WORKER, SimCluster
-from cluster.sim.replicas import SimReplicas
+from tests.simulated_cluster.cluster import ROUTER, WORKER, SimCluster
+from tests.simulated_cluster.replicas import SimReplicas
 from worker.config import FakeModel
 from worker.fake_runner import expected_tokens
 

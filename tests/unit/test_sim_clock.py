@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from cluster.sim.clock import Clock, Endless, NothingHappens
+from tests.simulated_cluster.clock import Clock, Endless, NothingHappens
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.sim.cluster import ROUTER, WORKER, SimCluster
 from router.config import RouterConfig
 from tests.keyring import Keyring
+from tests.simulated_cluster.cluster import ROUTER, WORKER, SimCluster
 from worker.config import FakeModel
 
 #: A worker makes 80 tokens a second.

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.sim.clock import Clock, VirtualLoop
-from cluster.sim.network import KEEPALIVE_S, Network
-from cluster.sim.transport import SimTransport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from tests.simulated_cluster.clock import Clock, VirtualLoop
+from tests.simulated_cluster.network import KEEPALIVE_S, Network
+from tests.simulated_cluster.transport import SimTransport
 
 LATENCY = 0.25
 ADDRESS = "there:1"

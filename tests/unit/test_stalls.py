@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.sim.clock import Clock, VirtualLoop
 from router import stalls
 from router.gateway.appender import Answered, Appender
 from router.ledger.entry import Append, Appended
+from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 #: After this many seconds an answer is late.
 LATE_S = 0.3

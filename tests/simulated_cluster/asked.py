@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.sim.client import Transcript
-from cluster.sim.cluster import ROUTER, SimCluster
 from everlift.messages import OnDisconnect
 from everlift.options import GenerateOptions
+from tests.simulated_cluster.client import Transcript
+from tests.simulated_cluster.cluster import ROUTER, SimCluster
 from worker.config import FakeModel, WorkerConfig
 
 MODEL = FakeModel(vocab_size=256, eos_token_id=0, eos_one_in=40, step_time=0.02, token_time=1e-4)

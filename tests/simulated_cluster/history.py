@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
 
-from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked
-from cluster.sim.client import Manners
-from cluster.sim.cluster import SimCluster
-from cluster.sim.judgement import finish, listening
-from cluster.sim.ledger import Trouble
 from router.config import RouterConfig
 from router.ledger.memory import MemoryLedger
+from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked
+from tests.simulated_cluster.client import Manners
+from tests.simulated_cluster.cluster import SimCluster
+from tests.simulated_cluster.judgement import finish, listening
+from tests.simulated_cluster.ledger import Trouble
 from worker.config import WorkerConfig
 
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from cluster.sim.client import Manners, Transcript, addresses, read
-from cluster.sim.clock import Clock, VirtualLoop
-from cluster.sim.ledger import LedgerServer
-from cluster.sim.network import Network
-from cluster.sim.transport import SimTransport
-from cluster.sim.worker import Build, SimWorker, build_fake
 from everlift.client import AsyncClient
 from everlift.errors import LedgerUnavailable
 from everlift.options import GenerateOptions, Prompt
 from router.config import RouterConfig
 from router.ledger.audit import Item
 from router.router import Router
+from tests.simulated_cluster.client import Manners, Transcript, addresses, read
+from tests.simulated_cluster.clock import Clock, VirtualLoop
+from tests.simulated_cluster.ledger import LedgerServer
+from tests.simulated_cluster.network import Network
+from tests.simulated_cluster.transport import SimTransport
+from tests.simulated_cluster.worker import Build, SimWorker, build_fake
 from worker.config import FakeModel, WorkerConfig
 from worker.sequence import NO_SLOT
 

@@ -6,11 +6,11 @@ from typing import cast
 
 import grpc
 
-from cluster.sim.call import SimChannel
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.network import Network
-from cluster.sim.server import SimServer
 from everlift.transport import Options
+from tests.simulated_cluster.call import SimChannel
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.network import Network
+from tests.simulated_cluster.server import SimServer
 
 
 class SimTransport:

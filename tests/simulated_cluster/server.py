@@ -8,10 +8,10 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.network import Network
-from cluster.sim.pipe import Metadata, Pipe, Received, Sent, Status
 from router.rpc.call import behaviour
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.network import Network
+from tests.simulated_cluster.pipe import Metadata, Pipe, Received, Sent, Status
 
 Q = TypeVar("Q")
 

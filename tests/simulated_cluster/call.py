@@ -9,10 +9,10 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.network import Network
-from cluster.sim.pipe import Metadata, Pipe, Received, Sent, Status
-from cluster.sim.server import Serving, SimServer
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.network import Network
+from tests.simulated_cluster.pipe import Metadata, Pipe, Received, Sent, Status
+from tests.simulated_cluster.server import Serving, SimServer
 
 Q = TypeVar("Q")
 A = TypeVar("A")

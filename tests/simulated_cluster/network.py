@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol, TypeVarTuple
 
-from cluster.sim.clock import Clock, VirtualLoop
+from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 Ts = TypeVarTuple("Ts")
 

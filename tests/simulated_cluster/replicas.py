@@ -8,8 +8,8 @@ from itertools import count, pairwise
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.autoscale.policy import Autoscaler, Decision
-from cluster.sim.cluster import SimCluster
 from everlift.errors import LedgerUnavailable
+from tests.simulated_cluster.cluster import SimCluster
 
 _DECIDES_EVERY_S = 0.2
 #: A worker that leaves has so long to hand back what it has.

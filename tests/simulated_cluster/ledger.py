@@ -16,7 +16,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from cluster.sim.clock import Clock, VirtualLoop
 from everlift.errors import LedgerUnavailable, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.explanation import kept
@@ -25,6 +24,7 @@ from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory import MemoryLedger
+from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from cluster.announcer import Announcer
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.grammars import SimGrammars
 from everlift.blockhash import BLOCK_SIZE
 from everlift.engine_policy import EnginePolicy
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, session_pb2
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.grammars import SimGrammars
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cluster.chaos.checker import Living, examine
-from cluster.sim.asked import ROUTERS, Asked, Wrong, undisturbed
-from cluster.sim.client import Manners, Transcript
-from cluster.sim.cluster import SimCluster
 from everlift.errors import (
     Cancelled,
     DataLoss,
@@ -26,6 +23,9 @@ from everlift.v1 import inference_pb2 as pb
 from router.gateway.explanation import ACCEPTING
 from router.ledger.audit import Audited
 from router.ledger.entry import Entry
+from tests.simulated_cluster.asked import ROUTERS, Asked, Wrong, undisturbed
+from tests.simulated_cluster.client import Manners, Transcript
+from tests.simulated_cluster.cluster import SimCluster
 
 #: Virtual seconds in which a healed cluster serves everybody.
 _PATIENCE_S = 120.0

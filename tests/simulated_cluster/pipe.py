@@ -9,8 +9,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.sim.clock import VirtualLoop
-from cluster.sim.network import Link, Network
+from tests.simulated_cluster.clock import VirtualLoop
+from tests.simulated_cluster.network import Link, Network
 
 T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
