@@ -489,7 +489,7 @@ class Leader:
     def _tell_all(self) -> None:
         """What gateways may rely on: that somebody leads, and what the queue is like."""
         gateways = self._lines.gateways
-        outlooks = [self._tenure.outlook(len(gateways))] if self._tenure is not None else []
+        outlooks = [self._tenure.outlook()] if self._tenure is not None else []
         for gateway in gateways:
             self._tell(gateway, session_pb2.LeaderMessage(outlooks=outlooks))
 

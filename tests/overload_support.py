@@ -17,7 +17,6 @@ from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
 from router.admission.bounds import Refusal
 from router.admission.entrance import Entrance
-from router.admission.returns import Return
 from router.admission.rhythm import TICK_S
 from router.admission.tpot import seen_ratio
 from router.admission.wanted import Wanted
@@ -168,8 +167,7 @@ class VirtualEngine(Bench):
 
 class VirtualCluster:
     """``comes_back``: who is refused tries again when it is told to, at the same one of the
-    ``num_gateways``; without names (not ``has_names``) as another one there. ``returns`` are what
-    the gateways note of that."""
+    ``num_gateways``; without names (not ``has_names``) as another one there."""
 
     def __init__(
         self,
@@ -186,8 +184,7 @@ class VirtualCluster:
         self._leader = Cluster(config)
         self._leader.connect()
         self.tenure = self._leader.tenure
-        self.returns: list[Return] = []
-        self._entrances = [Entrance(config, self.returns.append) for _ in range(num_gateways)]
+        self._entrances = [Entrance(config, random.Random(n)) for n in range(num_gateways)]
         self._lengths = OutputLengths()
         self._epochs = count(1)
         self._asked: dict[str, Asked] = {}
@@ -216,9 +213,9 @@ class VirtualCluster:
         self._leader.placement.expire(now)
         self.tenure.look(now)
         self.tenure.forget(now)
-        outlook = self.tenure.outlook(len(self._entrances))
+        outlook = self.tenure.outlook()
         for entrance in self._entrances:
-            entrance.hear(outlook, self.tenure.queued, now)
+            entrance.outlook = outlook
         self._place()
         self.clock.at(now + TICK_S, self._tick)
 

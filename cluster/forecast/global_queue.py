@@ -108,7 +108,7 @@ class GlobalQueue:
         self._placement.expire(now)
         self._tenure.look(now)
         self._tenure.forget(now)
-        self._wait.hear(self._tenure.outlook(1))
+        self._wait.hear(self._tenure.outlook())
 
 
 def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:

@@ -53,7 +53,6 @@ class Bounds:
         """With what is predicted of it, and when it has waited for too long."""
         if waiting.has_run:
             return waiting
-        self._waits.came(waiting)
         wait_s = self._waits.wait_s(self._queue.work_before(waiting))
         prefill_s = self._waits.prefill_s(waiting)
         ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s

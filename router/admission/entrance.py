@@ -4,7 +4,7 @@ those that are refused, here or there, should come again. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from random import Random
 
 from everlift.errors import (
     DeadlineUnmeetable,
@@ -17,11 +17,8 @@ from everlift.errors import (
 )
 from everlift.request_id import is_qualified
 from everlift.v1 import session_pb2
-from router.admission.appointments import Appointments
 from router.admission.policy import Rules
-from router.admission.retrying import Retrying, Told
-from router.admission.returns import Return, Returns
-from router.admission.rooms import Rooms
+from router.admission.retrying import Retrying
 from router.admission.wanted import Wanted
 from router.config import RouterConfig
 
@@ -31,38 +28,30 @@ _CAUSES = {
     QueueTimeout.slug: "it waited for as long as it may",
     DeadlineUnmeetable.slug: "by all that waits its first token would come too late",
 }
+#: Retry-After where the drain rate of the queue is unknown, and the longest one, in seconds.
+_UNKNOWN_S, _MOST_S = 1.0, 60.0
+#: Retry-After is the time in which the queue drains times a random factor between these two, so
+#: that refused requests come back spread out.
+_JITTER = 0.5, 2.5
 _OUTPUT_TOO_LONG = (
     "its first token would come in time, but its output, {} tokens at the least, would end too late"
 )
 
 
 class Entrance:
-    """``note`` is called with who comes again at its time. ``now`` is the router's clock in
-    seconds."""
+    """Early rejection in a gateway. ``now`` is the router's clock in seconds."""
 
-    def __init__(self, config: RouterConfig, note: Callable[[Return], None]) -> None:
+    def __init__(self, config: RouterConfig, dice: Random) -> None:
         self.rules = Rules.of(config)
         #: the leader's last word
         self.outlook = session_pb2.Outlook()
-        self._appointments = Appointments()
         self._retrying = Retrying(config.retry_rate, config.retry_burst)
-        self._rooms = Rooms()
-        self._returns = Returns(self._rooms, note)
-
-    def hear(self, outlook: session_pb2.Outlook, queued: int, now: float) -> None:
-        """The leader's word; so many wait."""
-        self.outlook = outlook
-        self._rooms.hear(outlook, queued, now)
-        self._returns.look(now)
-        self._appointments.rooms_per_s = outlook.rooms_per_s
+        self._dice = dice
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """``queued`` wait. Raises RetriedTooSoon, QueueFull."""
-        told = self._retrying.told(request_id)
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
-        if told is not None:
-            self._returns.come(request_id, told, now)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
 
@@ -99,17 +88,26 @@ class Entrance:
         now: float,
         least_tokens: int = 0,
     ) -> EverliftError:
-        """The error that says so, and when to come again: when the queue has room for it, and not
-        before that time where one is given. ``least_tokens`` as a Refusal's."""
-        room_s = self._appointments.next_s(self._retrying.part, now)
-        retry_after_s = max(room_s, retry_after_s or 0.0)
-        rooms = self._rooms.foreseen(retry_after_s, now)
-        self._returns.refused(request_id)
-        self._retrying.refused(request_id, Told(slug, now, now + retry_after_s, rooms))
+        """Return the error of a refusal, with the time to retry after.
+
+        That is not before ``retry_after_s``, by which the queue is short enough for the request.
+        ``least_tokens`` as in Refusal.
+        """
+        drained_s = self._drained_s() * self._dice.uniform(*_JITTER)
+        retry_after_s = max(drained_s, retry_after_s or 0.0)
+        self._retrying.refused(request_id, now, now + retry_after_s)
         too_long = _OUTPUT_TOO_LONG.format(least_tokens) if least_tokens else ""
         error = from_slug(slug, too_long or _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s
         return error
+
+    def _drained_s(self) -> float:
+        """Return the seconds in which the queued work leaves the queue."""
+        outlook = self.outlook
+        if not outlook.tokens_per_s:
+            return _UNKNOWN_S
+        work_tokens = outlook.waits[-1].work_tokens if outlook.waits else 0
+        return min(_MOST_S, max(_UNKNOWN_S, work_tokens / outlook.tokens_per_s))
 
     def unsay(self, request_id: str) -> None:
         """It is not refused after all."""

@@ -245,7 +245,7 @@ class Tenure:
         """Until all that wait now have left the queue, as predicted; None: not known."""
         return self._waits.wait_s(self.queued_tokens)
 
-    def outlook(self, num_gateways: int) -> session_pb2.Outlook:
+    def outlook(self) -> session_pb2.Outlook:
         """What a gateway tells those that come."""
         waits = (
             session_pb2.ClassWait(
@@ -256,11 +256,8 @@ class Tenure:
             for priority, work in self._queue.backlog.work.items()
         )
         return session_pb2.Outlook(
-            rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
             tokens_per_s=self._waits.tokens_per_s,
             least_tpot_s=self._waits.least_tpot_s,
-            left=self._queue.stays.num_left,
-            gateways=num_gateways,
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )

@@ -25,8 +25,6 @@ from router.admission.worker_view import WorkerView
 
 #: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
 _SHORTEST_S = 0.1
-#: What a request's work usually is follows the last so many.
-_USUAL = 100
 
 
 class WaitPredictor:
@@ -38,12 +36,9 @@ class WaitPredictor:
         self.drain = Drain()
         self.least = Least()
         self.least_of_tpot = Least()
-        #: work that leaves the queue in a second while anybody waits, and requests; 0: not known
-        self.tokens_per_s = self.rooms_per_s = 0.0
+        #: work that leaves the queue in a second while anybody waits; 0: not known
+        self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
-        #: mean work of a request
-        self._usual_tokens = 0.0
-        self._num_came = 0
 
     def look(self, num_queued: int, now: float) -> None:
         """At the workers, and at what has left. O(workers)."""
@@ -52,17 +47,9 @@ class WaitPredictor:
         self._next = _next_of(open_)
         if self.drain.is_known:
             self.tokens_per_s = self.drain.tokens_per_s(len(open_))
-            self.rooms_per_s = self.drain.requests_per_s(len(open_))
         else:
             rates = [rate for worker in open_ if (rate := _full_rate(worker)) is not None]
             self.tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
-            usual = self._usual_tokens
-            self.rooms_per_s = self.tokens_per_s / usual if usual else 0.0
-
-    def came(self, waiting: Waiting) -> None:
-        """To the queue, or past it."""
-        self._num_came = min(_USUAL, self._num_came + 1)
-        self._usual_tokens += (waiting.work_tokens - self._usual_tokens) / self._num_came
 
     def wait_s(self, work_tokens: int) -> float | None:
         """Until so much work has left the queue. None: nobody knows."""

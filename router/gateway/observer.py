@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from everlift.messages import FinishReason
-from router.admission.returns import Return
 
 
 class ClassObserver(Protocol):
@@ -61,10 +60,6 @@ class Observer(Protocol):
         """A request that was never accepted."""
         ...
 
-    def came_again(self, returned: Return) -> None:
-        """Who had been refused, when it was told to."""
-        ...
-
 
 class _Nobody:
     def accepted(self, prompt_tokens: int) -> None: ...
@@ -95,8 +90,6 @@ class _Nobody:
         return self
 
     def refused(self, slug: str) -> None: ...
-
-    def came_again(self, returned: Return) -> None: ...
 
 
 #: For a gateway without metrics.

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from random import Random
 
 from everlift import logs
 from everlift.errors import (
@@ -92,7 +93,7 @@ class Requests:
         self._ledger = ledger
         self._model = model
         self._line = line
-        self._entrance = Entrance(config, observer.came_again)
+        self._entrance = Entrance(config, Random())
         self._wait = ForeseenWait()
         self._ledger_health = LedgerHealth(memory_limit)
         #: ledger time less that of our clock
@@ -495,7 +496,7 @@ class Requests:
         return self._entrance.outlook
 
     def foresee(self, outlook: session_pb2.Outlook) -> None:
-        self._entrance.hear(outlook, self._line.queued, now())
+        self._entrance.outlook = outlook
         self._wait.hear(outlook)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from everlift.errors import BY_SLUG, DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
+from everlift.errors import BY_SLUG
 from everlift.messages import FinishReason
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -18,13 +18,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 OK = "ok"
 OUTCOMES = (OK, *sorted(BY_SLUG))
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
-#: Slugs of who is refused and told when to come again.
-REFUSALS = tuple(it.slug for it in (QueueFull, Shed, QueueTimeout, DeadlineUnmeetable))
-#: What who does so finds: room, or none.
-FOUND = {True: "room", False: "none"}
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
-#: What may come of a simulation of what would have been.
 #: Calls to the ledger that are timed, by the names of its methods.
 LEDGER_OPERATIONS = (
     *("open", "dispatch", "append", "release", "take_over", "discard", "end", "forget"),
@@ -88,17 +83,6 @@ _REQUESTS = (
         "Requests that ended at this router or were refused, by outcome: ok or the error's slug. "
         "Those that moved or router_stopping ended go on at another router.",
         ("outcome",),
-    ),
-    Metric(
-        "everlift_retry_after_error_seconds",
-        "histogram",
-        "seconds",
-        "Of requests that were refused with this slug and came again under their names when they "
-        "were told to, or up to 5 s later: by how much that moment was off from when as many had "
-        "left the queue as were to by then. By what they found: room, or none, where they were "
-        "refused again.",
-        ("slug", "found"),
-        _ERROR_S,
     ),
     Metric(
         "everlift_choices_finished_total",

@@ -9,15 +9,12 @@ from prometheus_client.samples import Sample
 
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason
-from router.admission.returns import Return
 from router.metrics.catalogue import (
     CATALOGUE,
     FINISH_REASONS,
-    FOUND,
     LEDGER_OPERATIONS,
     OK,
     OUTCOMES,
-    REFUSALS,
 )
 
 #: The class of requests that name none: its series are there from the beginning.
@@ -44,10 +41,6 @@ class Instruments:
         self._classes = {_USUAL: _Class(self, _USUAL)}
         calls = self._histogram("everlift_ledger_call_seconds")
         failures = self._counter("everlift_ledger_failures_total")
-        errors = self._histogram("everlift_retry_after_error_seconds")
-        self._returns = {
-            (slug, found): errors.labels(slug, FOUND[found]) for slug in REFUSALS for found in FOUND
-        }
         self.ledger_calls = {
             name: (calls.labels(name), failures.labels(name)) for name in LEDGER_OPERATIONS
         }
@@ -85,11 +78,6 @@ class Instruments:
     def ended(self, outcome: str) -> None:
         """The slug of an error that is in no list counts as an internal one."""
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
-
-    def came_again(self, returned: Return) -> None:
-        """One whose refusal is in no list is not known by this version."""
-        if (errors := self._returns.get((returned.slug, returned.found_room))) is not None:
-            errors.observe(returned.off_s)
 
     def choice_finished(self, reason: FinishReason) -> None:
         self._reasons[reason.name.lower()].inc()

@@ -14,10 +14,8 @@ from everlift.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
 from router.metrics.catalogue import (
     CATALOGUE,
-    FOUND,
     LEDGER_OPERATIONS,
     OUTCOMES,
-    REFUSALS,
     STEP_PARTS,
     Metric,
 )
@@ -34,8 +32,6 @@ WITHOUT = {
 }
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),
-    "slug": set(REFUSALS),
-    "found": set(FOUND.values()),
     "operation": set(LEDGER_OPERATIONS),
     "part": set(STEP_PARTS),
     "reason": {"stop", "length"},

@@ -101,7 +101,7 @@ class Queue:
         return cluster_load(1, self._leader.tenure, workers, moment, moment)
 
     def outlook(self) -> session_pb2.Outlook:
-        return self._leader.tenure.outlook(1)
+        return self._leader.tenure.outlook()
 
 
 class BusyCluster:

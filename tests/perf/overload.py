@@ -9,9 +9,8 @@ s do not count. ``error`` is the median by which predicted times to first token 
 of them.
 
 Beside that all that are refused come again when they are told to: at 1.3 times the load, and of a
-burst of 200 for each worker on top of 0.9 and 1.0 times, behind which nobody comes. With
-``retry_after_error_p50`` that moment was off at the median, as a part of the time that they were
-told, and ``found_room`` is the part of them that was not refused again.
+burst of 200 for each worker on top of 0.9 and 1.0 times, behind which nobody comes. ``tries`` is
+how often a refused request was refused in the mean.
 """
 
 from __future__ import annotations
@@ -67,14 +66,10 @@ def returning(load: list[Asked], seconds: float, workers: int) -> dict[str, Any]
     """What those found that were refused, all of whom came again."""
     config = RouterConfig(max_queued=QUEUED * workers)
     cluster = VirtualCluster(config, workers, comes_back=True)
-    cluster.play(load, seconds)
-    returns = cluster.returns
+    refused = [it for it in cluster.play(load, seconds) if it.refusals]
     return {
-        "returns": len(returns),
-        "retry_after_error_p50": statistics.median(it.off_s / it.told_s for it in returns),
-        "off_s": statistics.fmean(it.off_s for it in returns),
-        "told_s": statistics.fmean(it.told_s for it in returns),
-        "found_room": statistics.fmean(it.found_room for it in returns),
+        "refused": len(refused),
+        "tries": statistics.fmean(len(it.refusals) for it in refused),
     }
 
 
@@ -123,11 +118,7 @@ def main() -> None:
                 / raw[name][1.0]["goodput"]
                 for name in BOUNDS
             },
-            **{
-                f"{name} ({load})": found[name]
-                for load, found in again.items()
-                for name in ("retry_after_error_p50", "found_room")
-            },
+            **{f"tries ({load})": found["tries"] for load, found in again.items()},
         },
     )
 

@@ -147,9 +147,9 @@ def test_where_nobody_waits_an_output_is_refused_that_takes_too_long_by_itself()
 
 def test_what_came_of_predictions_is_learned_from() -> None:
     some = learned()
-    before = some.tenure.outlook(1).least_tpot_s
+    before = some.tenure.outlook().least_tpot_s
     some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
-    assert some.tenure.outlook(1).least_tpot_s == pytest.approx(before / 2, rel=0.1)
+    assert some.tenure.outlook().least_tpot_s == pytest.approx(before / 2, rel=0.1)
 
 
 def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
@@ -194,12 +194,12 @@ def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
 
 def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
     some = cluster()
-    assert some.tenure.outlook(2) == pb.Outlook(tokens_per_s=100.0, gateways=2)
+    assert some.tenure.outlook() == pb.Outlook(tokens_per_s=100.0)
     come(some, "a", priority=1, predicted_tokens=100)
     come(some, "b", priority=-1, predicted_tokens=100)
     some.tenure.look(0.2)
-    outlook = some.tenure.outlook(2)
-    assert (outlook.lowest, outlook.rooms_per_s) == (-1, pytest.approx(0.25))
+    outlook = some.tenure.outlook()
+    assert outlook.lowest == -1
     waits = [(it.priority, it.wait_s, it.work_tokens) for it in outlook.waits]
     assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
 from everlift.request_id import unnamed
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.appointments import Appointments
 from router.admission.entrance import Entrance
-from router.admission.retrying import Retrying, Told
-from router.admission.returns import Return
+from router.admission.retrying import Retrying
 from router.admission.wanted import Wanted
 from router.config import RouterConfig
 
@@ -22,12 +18,14 @@ from router.config import RouterConfig
 AT_ANY_TIME = Wanted()
 
 
-def entrance(
-    outlook: Outlook | None = None, returns: list[Return] | None = None, **settings: object
-) -> Entrance:
+#: Ten seconds of work are queued.
+BUSY = Outlook(tokens_per_s=100.0, waits=[ClassWait(work_tokens=1000)])
+
+
+def entrance(outlook: Outlook = BUSY, **settings: object) -> Entrance:
     config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
-    made = Entrance(config, ([] if returns is None else returns).append)
-    made.hear(outlook or Outlook(rooms_per_s=2.0), 10, 0.0)
+    made = Entrance(config, Random(1))
+    made.outlook = outlook
     return made
 
 
@@ -49,12 +47,34 @@ def admit(
     return None
 
 
-def test_a_full_queue_refuses_and_tells_each_a_time_of_its_own() -> None:
+def retry_after(error: EverliftError | None) -> float:
+    assert error is not None and error.retry_after_s is not None
+    return error.retry_after_s
+
+
+def test_a_full_queue_refuses_until_about_the_time_in_which_it_drains() -> None:
     door = entrance()
     assert admit(door, queued=9) is None
-    errors = [admit(door, f"r{n}", queued=10) for n in range(4)]
-    assert [type(error) for error in errors] == [QueueFull] * 4
-    assert [error.retry_after_s for error in errors if error] == [0.5, 1.0, 1.5, 2.0]
+    errors = [admit(door, f"r{n}", queued=10) for n in range(200)]
+    assert {type(error) for error in errors} == {QueueFull}
+    seconds = sorted(map(retry_after, errors))
+    assert 5.0 <= seconds[0] < 6.0 and 24.0 < seconds[-1] <= 25.0
+
+
+@pytest.mark.parametrize(
+    "outlook, seconds",
+    [
+        (Outlook(), 1.0),
+        (Outlook(waits=[ClassWait(work_tokens=1000)]), 1.0),
+        (Outlook(tokens_per_s=1e9, waits=[ClassWait(work_tokens=1)]), 1.0),
+        (Outlook(tokens_per_s=0.1, waits=[ClassWait(work_tokens=1000)]), 60.0),
+    ],
+)
+def test_retry_after_is_bounded_and_a_second_where_the_rate_is_unknown(
+    outlook: Outlook, seconds: float
+) -> None:
+    error = admit(entrance(outlook), queued=10)
+    assert 0.5 * seconds <= retry_after(error) <= 2.5 * seconds
 
 
 def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
@@ -70,12 +90,12 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(fie
         return Wanted(**{field: seconds})
 
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
-    door = entrance(Outlook(waits=waits, rooms_per_s=100.0), refuse_late=True)
+    door = entrance(Outlook(waits=waits), refuse_late=True)
     assert admit(door, priority=5, wanted=wanted(1.5)) is None
     assert admit(door, priority=7, wanted=wanted(0.1)) is None, "nobody goes before it"
     error = admit(door, priority=3, wanted=wanted(0.4))
     assert isinstance(error, DeadlineUnmeetable) and "first token would come too late" in str(error)
-    assert error.retry_after_s == pytest.approx(0.6)
+    assert 0.6 <= retry_after(error) <= 2.5
     assert admit(door, "other", priority=-1, wanted=wanted(5.0)) is None
     patient = entrance(Outlook(waits=waits))
     assert admit(patient, wanted=wanted(0.4)) is None
@@ -94,26 +114,25 @@ def test_where_tenants_take_turns_the_door_counts_on_none_of_those_of_the_same_c
 
 
 def test_whose_output_would_end_too_late_is_refused_and_told_how_long_it_is_at_the_least() -> None:
-    outlook = Outlook(
-        waits=[ClassWait(priority=5, wait_s=1.0)], rooms_per_s=100.0, least_tpot_s=0.02
-    )
+    outlook = Outlook(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
     door = entrance(outlook, refuse_late=True)
     soon = Wanted(first_token_s=1.5, end_s=3.0)
     assert admit(door, priority=5, wanted=soon, least_tokens=101) is None
     error = admit(door, priority=5, wanted=soon, least_tokens=111)
     assert isinstance(error, DeadlineUnmeetable) and "111 tokens at the least" in str(error)
-    assert error.retry_after_s == pytest.approx(0.2), "the queue is shorter then"
+    assert 0.5 <= retry_after(error) <= 2.5, "the queue is shorter then"
     error = admit(door, "b", priority=6, wanted=soon, least_tokens=152)
     assert isinstance(error, DeadlineUnmeetable), "although nobody goes before it"
-    assert error.retry_after_s == pytest.approx(0.02), "which no shorter queue helps"
+    assert 0.5 <= retry_after(error) <= 2.5, "which no shorter queue helps"
     assert admit(entrance(outlook), priority=5, wanted=soon, least_tokens=999) is None
 
 
 def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
     door = entrance()
     error = door.refuse("a", "shed", None, now=0.0)
-    assert isinstance(error, Shed) and error.retry_after_s == 0.5
-    assert door.refuse("b", "deadline_unmeetable", 7.0, now=0.0).retry_after_s == 7.0
+    assert isinstance(error, Shed) and 5.0 <= retry_after(error) <= 25.0
+    late = door.refuse("b", "deadline_unmeetable", 7.0, now=0.0)
+    assert 7.0 <= retry_after(late) <= 25.0
     too_long = door.refuse("c", "deadline_unmeetable", 0.0, now=0.0, least_tokens=20)
     assert "20 tokens at the least" in str(too_long)
 
@@ -133,36 +152,17 @@ def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:
 def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
     retrying = Retrying(rate=1.0, burst=1.0)
     for name in ("a/1", "a/2", "a/3", "b/1"):
-        retrying.refused(name, Told("queue_full", 0.0, 100.0))
+        retrying.refused(name, 0.0, 100.0)
     assert retrying.too_soon_s("a/1", now=0.0) == 0.0
     assert retrying.too_soon_s("a/2", now=0.5) == pytest.approx(99.5)
     assert retrying.too_soon_s("b/1", now=0.5) == 0.0
     assert retrying.too_soon_s("a/2", now=1.0) == 0.0
 
 
-def test_who_does_not_come_again_is_not_waited_for() -> None:
-    door = entrance()
-    now = 0.0
-    for number in range(4000):
-        error = admit(door, f"r{number}", queued=10, now=now)
-        now += 0.1
-    assert error is not None and error.retry_after_s == pytest.approx(0.5), "one room's time"
-
-
-def test_who_is_to_come_after_an_hour_hides_nobody_who_does_not_come_again() -> None:
-    door = entrance()
-    door.refuse("late", "deadline_unmeetable", 3600.0, now=0.0)
-    now = 0.0
-    for number in range(4000):
-        error = admit(door, f"r{number}", queued=10, now=now)
-        now += 0.1
-    assert error is not None and error.retry_after_s == pytest.approx(0.5), "one room's time"
-
-
 def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
     retrying = Retrying(rate=0.0, burst=2000.0)
     for now in range(1000):
-        retrying.refused("r", Told("deadline_unmeetable", now, now + 3600.0))
+        retrying.refused("r", now, now + 3600.0)
         assert retrying.too_soon_s("r", now) == 0.0
     assert len(retrying._dues) <= 100
 
@@ -171,7 +171,7 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
     for number in range(100):
-        retrying.refused(f"t{number}/r", Told("queue_full", 0.0, 50.0))
+        retrying.refused(f"t{number}/r", 0.0, 50.0)
         retrying.too_soon_s(f"t{number}/r", now=0.0)
     assert retrying.too_soon_s("t89/r", now=0.0) == 0.0
     assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
@@ -180,56 +180,10 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
 def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a flood of them made it look as if nobody came again, and let in who came too soon."""
+    """Otherwise a flood of them would let in requests that come too soon."""
     monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
-    retrying.refused("r", Told("queue_full", 0.0, 50.0))
+    retrying.refused("r", 0.0, 50.0)
     for number in range(100):
-        retrying.refused(unnamed(str(number)), Told("queue_full", 0.0, 50.0))
+        retrying.refused(unnamed(str(number)), 0.0, 50.0)
     assert retrying.too_soon_s("r", now=0.0) == 50.0
-    assert retrying.part == 1.0
-
-
-def test_it_is_noted_who_finds_room_at_its_time_and_by_how_much_that_was_off() -> None:
-    returns: list[Return] = []
-    door = entrance(returns=returns)
-    for name in ("a", "b", "c", "early", "late"):
-        assert isinstance(admit(door, name, queued=10), QueueFull)
-    door.hear(Outlook(rooms_per_s=2.0, left=1, gateways=1), 10, 0.2)
-    assert admit(door, "early", now=0.3) is None, "with one of its tenant's tokens"
-    assert admit(door, "a", queued=9, now=0.5) is None
-    assert isinstance(admit(door, "b", queued=10, now=1.0), QueueFull)
-    assert admit(door, "c", queued=9, now=1.5) is None
-    door.refuse("c", "queue_full", None, now=1.6)
-    door.hear(Outlook(rooms_per_s=2.0, left=4, gateways=1), 10, 2.0)
-    assert admit(door, "late", now=8.0) is None
-    assert returns == [
-        Return("queue_full", True, 0.5, pytest.approx(0.3)),
-        Return("queue_full", False, 1.0, pytest.approx(0.2)),
-        Return("queue_full", False, 1.5, pytest.approx(0.1)),
-    ]
-
-
-def test_what_comes_when_nobody_knew_how_fast_rooms_come_is_not_noted() -> None:
-    returns: list[Return] = []
-    door = entrance(Outlook(), returns)
-    assert isinstance(admit(door, queued=10), QueueFull)
-    assert admit(door, now=1.0) is None
-    door.hear(Outlook(), 0, 9.0)
-    assert returns == []
-
-
-@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=50), st.floats(0.5, 100.0))
-def test_no_more_are_told_to_come_than_there_is_room_for(gaps: list[float], rate: float) -> None:
-    appointments, now, moments = Appointments(), 0.0, []
-    appointments.rooms_per_s = rate
-    for gap in gaps:
-        now += gap
-        moments.append(now + appointments.next_s(1.0, now))
-        assert moments[-1] >= now + 1 / rate * 0.999
-    for earlier, later in pairwise(moments):
-        assert later - earlier >= 1 / rate * 0.999 or later >= now + 59
-
-
-def test_where_nobody_knows_how_fast_the_queue_empties_it_is_a_second() -> None:
-    assert Appointments().next_s(1.0, 0.0) == 1.0

@@ -186,7 +186,7 @@ async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
     waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
-    outlook = session_pb2.Outlook(lowest=3, waits=waits, gateways=1)
+    outlook = session_pb2.Outlook(lowest=3, waits=waits)
     await until(lambda: outlook in [it for m in gateway.heard for it in m.outlooks])
 
 

@@ -151,8 +151,8 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
     both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
     send(pb.LeaderMessage(refusals=both))
     await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e shed"])
-    send(pb.LeaderMessage(outlooks=[pb.Outlook(rooms_per_s=2.0)]))
-    await until(lambda: pb.Outlook(rooms_per_s=2.0) in gateway.outlooks)
+    send(pb.LeaderMessage(outlooks=[pb.Outlook(tokens_per_s=2.0)]))
+    await until(lambda: pb.Outlook(tokens_per_s=2.0) in gateway.outlooks)
 
 
 async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:

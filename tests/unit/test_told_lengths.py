@@ -83,7 +83,7 @@ async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_ord
 
 async def test_whose_output_cannot_end_in_time_is_refused_at_the_door(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
-    gateway.requests.foresee(session_pb2.Outlook(least_tpot_s=0.02, rooms_per_s=10.0))
+    gateway.requests.foresee(session_pb2.Outlook(least_tpot_s=0.02))
     with pytest.raises(DeadlineUnmeetable, match="its output, 101 tokens at the least") as error:
         await gateway.submit(max_tokens=101, timeout_s=1.9)
     assert error.value.retry_after_s == pytest.approx(0.1)

@@ -46,7 +46,7 @@ def test_nobody_waits_for_nothing_and_nobody_knows_without_workers() -> None:
     forecast = forecast_of()
     assert forecast.wait_s(0) == 0.0
     assert forecast.wait_s(100) is None
-    assert forecast.prefill_s(waiting("r")) == forecast.rooms_per_s == 0.0
+    assert forecast.prefill_s(waiting("r")) == 0.0
 
 
 def test_before_any_worker_was_full_it_is_what_a_full_batch_would_compute() -> None:
@@ -66,17 +66,6 @@ def test_then_it_is_what_full_workers_compute_and_then_how_the_queue_empties() -
         forecast.left(waiting("r", prefill_tokens=100), 0.0)
         forecast.look(9, now=tick / 5)
     assert forecast.wait_s(1000) == pytest.approx(2.0)
-    assert forecast.rooms_per_s == pytest.approx(5.0)
-
-
-def test_rooms_are_made_as_fast_as_requests_of_the_usual_size_are_computed() -> None:
-    one = worker()
-    one.pace.full_rate = 100.0
-    forecast = forecast_of(one)
-    for _ in range(10):
-        forecast.came(waiting("r", prefill_tokens=20))
-    forecast.look(0, now=1.0)
-    assert forecast.rooms_per_s == pytest.approx(5.0)
 
 
 def test_a_prompt_takes_its_steps_and_half_of_the_one_that_runs() -> None:

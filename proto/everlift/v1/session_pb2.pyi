@@ -1616,15 +1616,10 @@ class Outlook(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ROOMS_PER_S_FIELD_NUMBER: builtins.int
     LOWEST_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     LEAST_TPOT_S_FIELD_NUMBER: builtins.int
-    LEFT_FIELD_NUMBER: builtins.int
-    GATEWAYS_FIELD_NUMBER: builtins.int
-    rooms_per_s: builtins.float
-    """Requests that leave it in a second, of which this gateway may count on so many; 0: not known."""
     lowest: builtins.int
     """Of those that have not run, the lowest class that waits: a higher one takes its place when the queue is full.
     Unset: nobody waits.
@@ -1633,10 +1628,6 @@ class Outlook(google.protobuf.message.Message):
     """of work, that leave it in a second; 0: not known"""
     least_tpot_s: builtins.float
     """of each token of an output after the first one, at the least; 0: not known"""
-    left: builtins.int
-    """requests that have left it for a worker since its leader leads"""
-    gateways: builtins.int
-    """that count on rooms"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """For classes from the highest one down, how long a request of it waits at the least. One in between waits as
@@ -1646,16 +1637,13 @@ class Outlook(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        rooms_per_s: builtins.float = ...,
         lowest: builtins.int | None = ...,
         waits: collections.abc.Iterable[Global___ClassWait] | None = ...,
         tokens_per_s: builtins.float = ...,
         least_tpot_s: builtins.float = ...,
-        left: builtins.int = ...,
-        gateways: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "gateways", b"gateways", "least_tpot_s", b"least_tpot_s", "left", b"left", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
 Global___Outlook: typing_extensions.TypeAlias = Outlook
