@@ -7,7 +7,6 @@ share it; what was not computed after all is forgotten when the step has failed.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 
@@ -24,12 +23,12 @@ class Batch:
     """At most ``limits.max_num_seqs`` sequences over one pool of blocks. Those that were preempted
     are not in it, but what they had computed is kept for them if possible."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, columns: Columns | None = None) -> None:
         self._limits = limits
         self._store = HostStore(limits.num_host_blocks)
         self._pool = BlockPool(limits.num_blocks, self._store)
         self._slots: dict[int, Sequence] = {}
-        self.columns = Columns(limits)
+        self.columns = Columns(limits) if columns is None else columns
         self._free_slots = list(range(limits.max_num_seqs))
         #: since somebody asked
         self._vacated: set[int] = set()
@@ -190,31 +189,6 @@ class Batch:
             block_hash = sequence.block_hash(index)
             if index >= sequence.num_hits or not self._pool.is_used(block_hash):
                 self._pool.distrust_content(block_hash)
-
-    # many steps that decode alike
-
-    def num_alike(self, most: int) -> int:
-        """Of the next ``most`` steps, those in which everybody draws a token and there are blocks
-        for all, until one ends by a limit."""
-        steps = min(most, self.columns.num_alike())
-        free = self._pool.num_free
-        if steps and self.columns.num_lacking(steps) > free:
-            steps = bisect_right(range(1, steps), free, key=self.columns.num_lacking)
-        return steps
-
-    def decode(self, token: int, times: int) -> None:
-        """``times`` of the steps that ``num_alike`` counts: everybody draws ``token`` in each."""
-        columns = self.columns
-        changes, slots = columns.changes(times), columns.decoding()
-        for sequence in self.at(slots):
-            sequence.draw(token, times)
-        for change in changes:
-            sequence = self._slots[change.slot]
-            if change.fills:
-                self.register(sequence, change.num_known - 1, change.num_known)
-            else:
-                self._extend(sequence, self._pool.allocate(1))
-        columns.draw(slots, token, times)
 
     # one step
 

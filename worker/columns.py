@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,17 +16,6 @@ from everlift.blockhash import BLOCK_SIZE
 from worker.limits import Limits, blocks_for
 from worker.plan import UNKNOWN, Flags, Ints, Row, Rows
 from worker.sequence import Sequence
-
-
-class Change(NamedTuple):
-    """In step ``step``, from 0, the sequence in ``slot`` fills its last block, or takes another
-    one. ``place`` is its place among those that do so then, ``num_known`` what is known of it."""
-
-    step: int
-    fills: bool
-    place: int
-    slot: int
-    num_known: int
 
 
 class Columns:
@@ -88,12 +76,6 @@ class Columns:
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
-    def draw(self, slots: Ints, token: int, times: int) -> None:
-        """As ``draw_one``, ``times`` times one after the other, each time with ``token``."""
-        self._num_known[slots] += times
-        self._num_computed[slots] = self._num_known[slots] - 1
-        self._last_tokens[slots] = token
-
     def take_off(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
         """``num_computed`` [n] of ``slots`` [n] count as computed, and where one ``draws`` another
         token as known."""
@@ -141,73 +123,12 @@ class Columns:
         return rows.then(Rows.of(others, self._tables)) if others else rows
 
     def draws_one(self, rows: Rows) -> Flags:
-        """bool [n]: whether a row draws one token, which no limit makes the last, and computes
-        nothing a second time."""
+        """Return bool [n]: whether a row draws one token that no limit makes the last, and
+        recomputes nothing."""
         is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
         goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
         is_single: Flags = rows.counts == 1
         return is_single & rows.samples & ~rows.scores_prompt & is_new & goes_on
-
-    # what many steps make of it, if each decodes all of them
-
-    def occupied(self) -> Ints:
-        """Slots that somebody has."""
-        return self._num_known.nonzero()[0]
-
-    def num_alike(self) -> int:
-        """Steps in which every slot draws one token, until a limit ends one. 0 where one prefills,
-        or computes something a second time."""
-        slots = self.occupied()
-        known, computed = self._num_known[slots], self._num_computed[slots]
-        if not len(slots) or (known - computed > 1).any():
-            return 0
-        if (computed < self._num_computed_before[slots]).any():
-            return 0
-        return int((self._ends[slots] - known).min())
-
-    def ended(self) -> Ints:
-        """Slots that a limit ends, by arrival."""
-        return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
-
-    def num_lacking(self, steps: int) -> int:
-        """Blocks that so many steps need beyond the tables."""
-        slots = self.occupied()
-        most = self._num_known[slots] + steps - 1
-        return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
-
-    def may_fill(self, index: int, steps: int) -> bool:
-        """Whether in so many steps somebody might fill the block with this index in its table."""
-        computed = self._num_computed[self.occupied()]
-        first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
-        return bool(((first <= index) & (index <= last)).any())
-
-    def taken(self, steps: int) -> list[int]:
-        """Of each of so many steps, the blocks that are taken until it is over."""
-        slots = self.occupied()
-        lacks = self._num_blocks[slots] * BLOCK_SIZE - self._num_known[slots] + 1
-        first = np.bincount(lacks[lacks < steps], minlength=steps)
-        in_step = sum(np.pad(first, (later, 0))[:steps] for later in range(0, steps, BLOCK_SIZE))
-        taken: list[int] = np.cumsum(in_step).tolist()
-        return taken
-
-    def changes(self, steps: int) -> list[Change]:
-        """What becomes of the blocks in so many steps, in the order in which these do it."""
-        changes: list[Change] = []
-        slots = self.occupied()
-        known, orders = self._num_known[slots], self._orders[slots]
-        fills = -known % BLOCK_SIZE
-        lacks = self._num_blocks[slots] * BLOCK_SIZE - known + 1
-        soon = (fills < steps) | (lacks < steps)
-        columns = (slots, orders, known, fills, lacks)
-        for slot, order, now, fill, lack in zip(
-            *(it[soon].tolist() for it in columns), strict=True
-        ):
-            for step in range(lack, steps, BLOCK_SIZE):
-                changes.append(Change(step, False, slot, slot, now + step))
-            for step in range(fill, steps, BLOCK_SIZE):
-                changes.append(Change(step, True, order, slot, now + step))
-        changes.sort()
-        return changes
 
     # sums
 

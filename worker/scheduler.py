@@ -31,8 +31,8 @@ from worker.drafter import MAX_READ, Drafter
 from worker.flight import Flight
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
-from worker.outcome import NO_NEWS, Outcome, SequenceKey, Stop
-from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, Row, RowResult, Rows
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.plan import Admission, Ints, Plan, Row, RowResult, Rows
 from worker.policies.choice import policy_of
 from worker.policies.policy import Waiting
 from worker.selection import Selected, Selection
@@ -43,9 +43,9 @@ class Scheduler:
     """``schedule`` and ``commit`` alternate; ``add``, ``remove`` and ``set_policy`` come between a
     commit and the next schedule. Deterministic: the same calls make the same plans."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
         self._limits = limits
-        self._batch = Batch(limits)
+        self._batch = Batch(limits) if batch is None else batch
         self._counters = Counters()
         self._policy = policy_of(limits.scheduling.policy, limits)
         self._selection = Selection(self._batch, self._policy, self._counters)
@@ -224,87 +224,6 @@ class Scheduler:
         for row in self._to_shed(plan):
             self.preempt(self._batch[row.slot])
         return self.notices()
-
-    # for whoever knows what is drawn
-
-    def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
-        """As ``commit``, where every row that samples draws ``token``, no stop token. Nothing is
-        told of those that go on by it and have no news."""
-        self._batch.copied()
-        self._executed(plan)
-        columns, rows = self._batch.columns, plan.rows
-        usual = columns.draws_one(rows)
-        for index, sequence in zip(
-            usual.nonzero()[0].tolist(), self._batch.at(rows.slots[usual]), strict=True
-        ):
-            if sequence.news is NO_NEWS:
-                sequence.draw(token, 1)
-            else:
-                usual[index] = False
-        slots = rows.slots[usual]
-        columns.draw(slots, token, 1)
-        self._output_tokens += len(slots)
-        drawn, told = RowResult((token,)), self.notices()
-        for index in (~usual).nonzero()[0].tolist():
-            row = rows[index]
-            sequence = self._batch[row.slot]
-            outcome = self._commit_row(sequence, row, drawn if row.samples else NOTHING_DRAWN)
-            if outcome is not None:
-                told.append(outcome)
-        return told
-
-    def num_alike(self, most: int) -> int:
-        """Of the next ``most`` steps, how many let everybody in the batch draw one token and do
-        nothing else, if nobody is added or removed before and no stop token is drawn: none comes in
-        or gives way, or reaches its end before the last of them is over."""
-        batch, limits = self._batch, self._limits
-        is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
-        is_plain &= not self._policy.follows_time
-        if not is_plain or not 0 < len(batch) <= self._budget.tokens:
-            return 0
-        if self._doubtful or self._victims or not (steps := batch.num_alike(most)):
-            return 0
-        has_news = any(sequence.news is not NO_NEWS for sequence in batch)
-        return 0 if has_news or self._may_admit(steps) else steps
-
-    def _may_admit(self, steps: int) -> bool:
-        """Whether so many steps that only decode may let somebody in. Blocks become fewer by them;
-        but the head needs fewer as well if one of them fills the next block that it could share."""
-        if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
-            return False
-        hits = self._batch.prefix_hits(head)
-        may_hit_more = self._batch.columns.may_fill(len(hits), steps)
-        return may_hit_more or self._batch.has_room(head, hits)
-
-    def blocks_taken(self, steps: int) -> list[int]:
-        """Of each of so many of these steps, the blocks that are taken until it is over."""
-        return self._batch.columns.taken(steps)
-
-    def decode(self, token: int, steps: int) -> list[Outcome]:
-        """So many of the steps that ``num_alike`` counts, in each of which everybody draws
-        ``token``: what as many calls of ``schedule`` and ``commit_drawn`` come to."""
-        num_tokens = len(self._batch) * steps
-        # Each one reads all that is known, and one more in each step than in the one before.
-        num_read = steps * self._batch.columns.num_known + num_tokens * (steps - 1) // 2
-        self._kv_tokens += num_read
-        self._num_pairs += num_read
-        self._step += steps
-        self._newcomers = frozenset()
-        self._budget.recover(steps)
-        self._computed_tokens += num_tokens
-        self._output_tokens += num_tokens
-        self._counters.slot_steps += num_tokens
-        self._batch.decode(token, steps)
-        return [self._ended(each) for each in self._batch.at(self._batch.columns.ended())]
-
-    def _ended(self, sequence: Sequence) -> Outcome:
-        """By its last token."""
-        offset, told = sequence.num_output - 1, sequence.tokens[-1:]
-        stop = sequence.stop(self._limits)
-        stop, error = (stop, None) if stop else self._outgrown(sequence)
-        computed = sequence.most_computed
-        self.remove(sequence)
-        return Outcome(sequence.key, offset, tuple(told), stop, error, num_computed=computed)
 
     # room
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.frame import Frame
+from cluster.forecast.multi_step import MultiStepScheduler
 from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import TOKEN, NamedSequence
 from cluster.forecast.stretch import NOTHING, Stretch
@@ -26,7 +27,6 @@ from router.admission.worker_view import Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending
 from worker.plan import Plan, Rows
-from worker.scheduler import Scheduler
 from worker.sequence import NO_SLOT
 
 #: Of the steps that might be computed at once, as many are looked at: in these nobody takes more
@@ -47,7 +47,7 @@ class SimulatedWorker(AnyWorker):
     ) -> None:
         super().__init__(worker_id, spec, timeline, tell)
         self._most_at_once = 0 if one_by_one else _MOST_AT_ONCE
-        self._scheduler = Scheduler(self.limits)
+        self._scheduler = MultiStepScheduler(self.limits)
         self._starts: list[NamedSequence] = []
         self._pending = Pending()
         self._load = self._scheduler.load()
@@ -90,10 +90,10 @@ class SimulatedWorker(AnyWorker):
         """Takes what has come, and begins a step if there is anything to do."""
         has_changed = bool(self._starts or self._aborts or self.is_draining)
         self._outcomes = self._take_orders() if has_changed else []
-        steps = self._scheduler.num_alike(self._most_at_once) if self._most_at_once else 0
+        steps = self._scheduler.num_uniform_steps(self._most_at_once) if self._most_at_once else 0
         if steps:
             before = self._scheduler.load() if has_changed else self._load
-            self._stretch = Stretch(before, self._scheduler.blocks_taken(steps))
+            self._stretch = Stretch(before, self._scheduler.blocks_allocated(steps))
             self._step_s = self._seconds(self._stretch.step_size())
         else:
             self._step_s = self._begin_step()

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from cluster.forecast.multi_step import MultiStepScheduler
 from cluster.forecast.sequence import TOKEN, BlockNames, NamedSequence
 from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
@@ -33,7 +34,6 @@ from worker.loop import LeadingLoop, Report
 from worker.orders import Inbox
 from worker.outcome import Abort, SequenceKey
 from worker.plan import Plan
-from worker.scheduler import Scheduler
 from worker.sequence import Sequence as EngineSequence
 
 #: A token is due when two or three steps have begun since the one before it.
@@ -157,7 +157,7 @@ def batch(plan: Plan) -> Batch:
 
 def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | None]]:
     """By turn, the batch; None where it was one of several steps at once."""
-    scheduler = Scheduler(live.bounds)
+    scheduler = MultiStepScheduler(live.bounds)
     skipped = 0
     for turn, entry in enumerate(live.entries[:-1]):
         if (policy := policy_named(entry.engine_policy)) is not None:
@@ -184,14 +184,14 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
     assert not len(scheduler)
 
 
-def quiet(scheduler: Scheduler, entries: list[session_pb2.StepLog], most: int) -> int:
+def quiet(scheduler: MultiStepScheduler, entries: list[session_pb2.StepLog], most: int) -> int:
     """Of these steps, whose first one's orders are taken, those that can be computed at once
     before anybody comes, goes or has to wait."""
     first, *after = entries
     if not most or first.held_slots:
         return 0
     changes = (i for i, it in enumerate(after) if changes_anything(it))
-    return scheduler.num_alike(min(most, next(changes, len(after)) + 1))
+    return scheduler.num_uniform_steps(min(most, next(changes, len(after)) + 1))
 
 
 def changes_anything(entry: session_pb2.StepLog) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.forecast.multi_step import MultiStepScheduler
 from tests.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
 from worker.limits import Limits
 from worker.outcome import NO_NEWS, Outcome
 from worker.plan import NOTHING_DRAWN, Plan, RowResult
-from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 
 #: What everybody draws: an output fills blocks that other outputs, and prompts, have as well.
@@ -86,13 +86,13 @@ def results(plan: Plan) -> list[RowResult]:
     return [drawn if samples else NOTHING_DRAWN for samples in plan.rows.samples.tolist()]
 
 
-def step(scheduler: Scheduler) -> list[Outcome]:
+def step(scheduler: MultiStepScheduler) -> list[Outcome]:
     """As it is for whoever does not know what is drawn."""
     plan = scheduler.schedule()
     return scheduler.commit(plan, results(plan)) if plan.rows else []
 
 
-def drawn_step(scheduler: Scheduler) -> list[Outcome]:
+def drawn_step(scheduler: MultiStepScheduler) -> list[Outcome]:
     plan = scheduler.schedule()
     return scheduler.commit_drawn(plan, DRAWN) if plan.rows else []
 
@@ -101,7 +101,7 @@ def is_news(outcome: Outcome) -> bool:
     return outcome.news != NO_NEWS or outcome.stop is not None
 
 
-def state(scheduler: Scheduler) -> object:
+def state(scheduler: MultiStepScheduler) -> object:
     """All of it."""
     batch = scheduler._batch
     pool, columns = batch._pool, batch.columns
@@ -120,7 +120,7 @@ def state(scheduler: Scheduler) -> object:
     )
 
 
-def disturb(scheduler: Scheduler, turn: Turn, come: list[Sequence]) -> None:
+def disturb(scheduler: MultiStepScheduler, turn: Turn, come: list[Sequence]) -> None:
     for each in come:
         scheduler.add(each)
     present = sorted(scheduler, key=lambda it: it.order)
@@ -133,7 +133,7 @@ def disturb(scheduler: Scheduler, turn: Turn, come: list[Sequence]) -> None:
 
 @given(bounds, st.lists(turns, min_size=1, max_size=12))
 def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list[Turn]) -> None:
-    usual, one_by_one, at_once = schedulers = [Scheduler(bounds) for _ in range(3)]
+    usual, one_by_one, at_once = schedulers = [MultiStepScheduler(bounds) for _ in range(3)]
     epoch = 0
     for turn in history:
         fitting = []
@@ -147,8 +147,8 @@ def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list
             disturb(scheduler, turn, [it for it in new if it.stop(bounds) is None])
         steps = 0
         while steps < turn.most:
-            count = at_once.num_alike(turn.most - steps)
-            taken, used = at_once.blocks_taken(count), at_once.load().blocks_used
+            count = at_once.num_uniform_steps(turn.most - steps)
+            taken, used = at_once.blocks_allocated(count), at_once.load().blocks_used
             told = at_once.decode(DRAWN, count) if count else drawn_step(at_once)
             for number in range(1, (count or 1) + 1):
                 expected, drawn = step(usual), drawn_step(one_by_one)
@@ -166,15 +166,15 @@ def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list
 @given(bounds, st.lists(comes, min_size=1, max_size=4))
 def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) -> None:
     """After those somebody has ended, or a step does something else than to decode."""
-    scheduler = Scheduler(replace(bounds, scheduling=Scheduling()))
+    scheduler = MultiStepScheduler(replace(bounds, scheduling=Scheduling()))
     for epoch, each in enumerate(come, 1):
         new = each.sequence(bounds, epoch)
         if new.num_known < 32 * bounds.num_blocks - 32 and new.stop(bounds) is None:
             scheduler.add(new)
     for _ in range(400):
-        if count := scheduler.num_alike(1000):
+        if count := scheduler.num_uniform_steps(1000):
             ended = scheduler.decode(DRAWN, count)
-            assert ended or scheduler.num_alike(1000) == 0
+            assert ended or scheduler.num_uniform_steps(1000) == 0
         elif not (plan := scheduler.schedule()).rows:
             break
         else:
@@ -184,14 +184,14 @@ def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) 
 
 def test_who_waits_comes_in_when_a_block_is_filled_that_it_can_share() -> None:
     bounds = limits(num_blocks=4)
-    one_by_one, at_once = Scheduler(bounds), Scheduler(bounds)
+    one_by_one, at_once = MultiStepScheduler(bounds), MultiStepScheduler(bounds)
     for scheduler in (one_by_one, at_once):
         scheduler.add(sequence(bounds, 1, [DRAWN] * 40, max_tokens=60))
         drawn_step(scheduler)
         scheduler.add(sequence(bounds, 2, [*[DRAWN] * 64, 7], max_tokens=5))
     steps = 0
     while steps < 40:
-        count = at_once.num_alike(40 - steps)
+        count = at_once.num_uniform_steps(40 - steps)
         told = at_once.decode(DRAWN, count) if count else drawn_step(at_once)
         drawn = [it for _ in range(count or 1) for it in drawn_step(one_by_one)]
         assert told == drawn
