@@ -58,7 +58,7 @@ def serve_yaml(config: Config) -> str:
         "proxy_location": "Disabled",
         "applications": [
             {
-                "name": ray_cluster.APPLICATION,
+                "name": deployments.APPLICATION,
                 "route_prefix": None,
                 "import_path": f"{__name__}:{application.__name__}",
                 "args": _divided(_set(config))[0],

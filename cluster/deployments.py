@@ -14,6 +14,8 @@ from cluster.config import Config
 from everlift import settings
 from router.rulebook import ROUTER_SETTINGS
 
+#: The Serve application.
+APPLICATION = "everlift"
 ROUTER, WORKER = "router", "worker"
 #: Paths of the settings that deployments have. ``autoscale`` is the whole section.
 RUN_TIME_SETTINGS = (

@@ -45,11 +45,12 @@ def _check_supported(directory: Path, num_ranks: int) -> None:
 
     Raises ClusterFailed.
     """
-    from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
+    from worker.model.families import read_spec
+    from worker.model.spec import UnsupportedArchitecture, UnsupportedModel
 
     try:
         try:
-            ModelSpec.from_hf(directory)
+            read_spec(directory)
         except UnsupportedArchitecture:
             # Seconds to import, and needed by few models.
             from worker.model.transformers_loading import check_config

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 
 LOCAL = "local"
-APPLICATION = "everlift"
 #: Little passes through Ray, and no token.
 _OBJECT_STORE_BYTES = 100 << 20
 _POLL_S = 0.1
@@ -107,7 +106,7 @@ class RayCluster:
     async def _find_router(self) -> None:
         from ray import serve
 
-        router = serve.get_deployment_handle(deployments.ROUTER, APPLICATION)
+        router = serve.get_deployment_handle(deployments.ROUTER, deployments.APPLICATION)
         found = await router.describe.remote()
         # Else it would tell Serve of its calls for ever, also when Ray has gone.
         await router.shutdown_async()
@@ -119,7 +118,7 @@ class RayCluster:
     def _deploy(self, application: Application) -> None:
         from ray import serve
 
-        target = serve.RunTarget(application, name=APPLICATION, route_prefix=None)
+        target = serve.RunTarget(application, name=deployments.APPLICATION, route_prefix=None)
         serve.run_many(
             [target],
             wait_for_ingress_deployment_creation=False,
@@ -131,7 +130,7 @@ class RayCluster:
         meanwhile, and where a worker cannot be placed it has no end. Raises ClusterFailed."""
         from ray import serve
 
-        while not condition(found := serve.status().applications[APPLICATION]):
+        while not condition(found := serve.status().applications[deployments.APPLICATION]):
             if found.status == "DEPLOY_FAILED":
                 raise ClusterFailed(f"{_cause(found)} (logs: {log_dir(self.config)})")
             await asyncio.sleep(_POLL_S)
@@ -154,7 +153,7 @@ class RayCluster:
         if self.config.ray_address == LOCAL:
             serve.shutdown()
         else:
-            serve.delete(APPLICATION)
+            serve.delete(deployments.APPLICATION)
         ray.shutdown()
 
     def application(self, config: Config) -> Application:

@@ -21,7 +21,6 @@ from ray.serve._private.common import ReplicaState
 from ray.serve.handle import DeploymentHandle
 
 from cluster import deployments
-from cluster.ray_cluster import APPLICATION
 from everlift import logs
 
 log = logs.get(__name__)
@@ -89,5 +88,5 @@ class UpgradeGate:
 
 def _workers() -> tuple[int, bool]:
     """Return how many workers of this cluster run, and whether these are all that it is to have."""
-    found = serve.status().applications[APPLICATION].deployments[deployments.WORKER]
+    found = serve.status().applications[deployments.APPLICATION].deployments[deployments.WORKER]
     return found.replica_states.get(ReplicaState.RUNNING, 0), found.status == "HEALTHY"

@@ -16,9 +16,9 @@ from worker.limits import blocks_for
 from worker.model import weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.sharing import local_kv_heads
-from worker.model.spec import ModelSpec
 from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.runner import Model
@@ -107,7 +107,7 @@ class SteppedDecoder(SteppedModel):
         attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
     ) -> None:
         place = Placement(group or Group.single(), dtype, CPU, choose_pointwise(dtype, CPU))
-        spec = ModelSpec.from_hf(directory)
+        spec = read_spec(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
         make_fast(decoder, spec, dtype)

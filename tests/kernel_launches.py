@@ -9,8 +9,8 @@ import torch
 
 from worker.attention.backend import AttentionForm
 from worker.attention.gpu import GpuAttention
-from worker.draw import Draws
 from worker.draw_by_kernel import draw_by_kernel
+from worker.draws import Draws
 from worker.kv_cache import KVCache
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.plan import Row, Rows

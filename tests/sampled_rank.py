@@ -22,7 +22,7 @@ from tests.sampling_support import FakeGrammar, FakeMatcher, admission
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
 from worker.build import build_runner
 from worker.config import Speculation, WorkerConfig
-from worker.model.spec import ModelSpec
+from worker.model.families import read_spec
 from worker.parallel import Group, init_group, join_store
 from worker.plan import Admission, Plan, Row, RowResult, Rows
 
@@ -51,7 +51,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def outputs(model: str, group: Group) -> dict[str, Any]:
-    spec = ModelSpec.from_hf(model)
+    spec = read_spec(model)
     engine = TorchEngine(Path(model), NUM_BLOCKS, group, speculation=GUESSING)
     return {
         "engine": engine.serve(sampled_jobs(spec.vocab_size, *end_token_ids(Path(model)))),

@@ -24,8 +24,8 @@ from tests.tensor_parallel_worker import NUM_BLOCKS
 from tests.torch_engine import TorchEngine, greedy_jobs
 from worker import collectives
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.model.spec import ModelSpec
 from worker.parallel import Group, init_group, join_store
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def engine(model: str, group: Group, ahead: bool = False) -> TorchEngine:
 
 
 def sampled(model: str, group: Group, ahead: bool) -> list[list[int]]:
-    spec = ModelSpec.from_hf(model)
+    spec = read_spec(model)
     return engine(model, group, ahead).serve(
         sampled_jobs(spec.vocab_size, *end_token_ids(Path(model)))
     )
@@ -83,7 +83,7 @@ def steps(prompts: list[list[int]]) -> list[Step]:
 
 
 def parameter_bytes(model: str, group: Group) -> int:
-    decoder = Decoder(ModelSpec.from_hf(model), 64, Placement(group, torch.float32, CPU))
+    decoder = Decoder(read_spec(model), 64, Placement(group, torch.float32, CPU))
     return sum(piece.into.nbytes for piece in decoder.pieces())
 
 

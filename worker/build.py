@@ -22,6 +22,7 @@ from worker.kv_blocks import kv_blocks, told_blocks
 from worker.model import dummy, weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.onednn import bound_caches
 from worker.model.packing import choose_packing
@@ -108,7 +109,7 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     Raises UnsupportedModel for what neither runs, as far as a model's files tell.
     """
     try:
-        spec = ModelSpec.from_hf(directory)
+        spec = read_spec(directory)
     except UnsupportedArchitecture:
         # Seconds to import, and most models do without.
         from worker.model.transformers_loading import check_config

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,37 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
+from worker.draws import DrawFrom, Draws
 from worker.kernels.trial import kernels_work
 from worker.largest import Largest, choose_largest
 from worker.plan import Ints
-from worker.uniform import U64, uniform
 from worker.upload import Parcel, upload
 
 #: As in vLLM: below this a temperature would only magnify rounding.
 GREEDY_BELOW = 1e-5
 #: Enough of a row's largest weights for nearly every filter; the rest sort the whole row.
 _CANDIDATES = 256
-
-
-class Draws(NamedTuple):
-    """Tokens that are to be drawn, as columns [n]: how, and for whom.
-
-    ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p, inf where top_k or top_p
-    keep all; ``keys`` uint64 [n, 2] are seed and choice, ``positions`` where in the output each
-    token comes.
-    """
-
-    filters: NDArray[np.float64]
-    keys: U64
-    positions: Ints
-
-    def take(self, index: Ints) -> Draws:
-        return Draws(self.filters[index], self.keys[index], self.positions[index])
-
-    def uniform(self) -> NDArray[np.float64]:
-        """[n] each one's number."""
-        seeds, choices = self.keys.T
-        return uniform(seeds, choices, self.positions.astype(np.uint64))
 
 
 class DrawTable:
@@ -76,13 +55,6 @@ class DrawTable:
     def draws(self, slots: Ints, positions: Ints) -> Draws:
         """At ``positions`` [n] of the outputs in ``slots`` [n]."""
         return Draws(self._filters[slots], self._keys[slots], positions)
-
-
-class DrawFrom(Protocol):
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row
-        from which none can be drawn."""
-        ...
 
 
 class Draw(Protocol):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.draw import DrawFrom, Draws
+from worker.draws import DrawFrom, Draws
 from worker.kernels.drawing import draw_rows
 from worker.upload import Parcel
 

@@ -31,8 +31,9 @@ from torch import Tensor
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
 from worker.agreement import FAILED
-from worker.draw import DrawFrom, Draws, DrawTable, choose_draw
+from worker.draw import DrawTable, choose_draw
 from worker.drawing import Concluded, Drawing
+from worker.draws import DrawFrom, Draws
 from worker.history import Histories, PenalisedRow
 from worker.largest import NOT_FINITE
 from worker.logprobs import KeptLogits

@@ -17,8 +17,9 @@ from router.gateway.caller import Scope
 from router.gateway.closable import Closable
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
-from router.gateway.inference import Inference, Opened
+from router.gateway.inference import Inference
 from router.gateway.journal import Journal
+from router.gateway.opened import Opened
 from router.gateway.relay import is_relayed
 from router.gateway.status import Status
 

@@ -24,7 +24,7 @@ from router.gateway.caller import Caller, Scope
 from router.gateway.closable import Closable
 from router.gateway.door import Door
 from router.gateway.failures import answerable
-from router.gateway.inference import Opened
+from router.gateway.opened import Opened
 from router.gateway.source import Source
 from router.rpc import call as rpc
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
@@ -33,6 +32,7 @@ from router.gateway.delivered import Delivered
 from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
+from router.gateway.opened import Opened
 from router.gateway.pieces import Pieces
 from router.gateway.relay import Relay
 from router.gateway.request_stream import RequestStream, lost
@@ -46,19 +46,6 @@ _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for s
 _STATES = {number: state for state, number in _WIRE_STATE.items()}
 #: Of a listing, where its caller says nothing.
 _PAGE_SIZE = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A known request and its pieces from the offsets that the client asked for.
-
-    ``request_id`` is the client's name for it. The owner of this value closes ``pieces``; until
-    then the request has a reader. ``is_new``: this call submitted the request."""
-
-    request_id: str
-    trace: TraceContext | None
-    pieces: Source
-    is_new: bool = False
 
 
 class Inference:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from everlift import error_details
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
 from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.failures import answerable
+from router.gateway.opened import Opened
 from router.gateway.source import Source
-
-if TYPE_CHECKING:
-    from router.gateway.inference import Opened
 
 #: The ledger answers so many at the same time; more of one call would only keep others waiting.
 _OPENED_AT_ONCE = 32
 #: Of one message. A piece alone may be larger.
 _MESSAGE_BYTES = 256 << 10
 
-Open = Callable[[pb.GenerateRequest], Awaitable["Opened"]]
+Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
 
 
 def check_count(num_requests: int) -> None:

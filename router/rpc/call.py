@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
@@ -14,9 +14,8 @@ from everlift.errors import EverliftError
 from router.rpc import heads
 from router.rpc.framing import IDENTITY, MessageReader, framed
 from router.rpc.heads import Head, Metadata
-
-if TYPE_CHECKING:
-    from router.rpc.connection import Connection, Http2
+from router.rpc.http2 import Http2
+from router.rpc.limits import Limits
 
 log = logs.get(__name__)
 
@@ -29,6 +28,25 @@ _PARSED_BYTES = 4 << 10
 _MESSAGE_COST = 64
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Carrier(Protocol):
+    """The connection of a call."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def hold(self, size: int) -> None:
+        """Count ``size`` more bytes as held for unread messages. Raises RateLimited."""
+        ...
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """Let the client send ``size`` more bytes on the stream."""
+        ...
+
+    def mark(self, call: Call) -> None:
+        """Note that the call has something to send."""
+        ...
 
 
 class Source(Protocol):
@@ -52,7 +70,7 @@ class Call:
     was about, so that what is written in one turn leaves together.
     """
 
-    def __init__(self, connection: Connection, stream_id: int, head: Head, max_bytes: int) -> None:
+    def __init__(self, connection: Carrier, stream_id: int, head: Head, max_bytes: int) -> None:
         self.stream_id = stream_id
         self._connection = connection
         self._head = head

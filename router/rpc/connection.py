@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import struct
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import (
     ConnectionTerminated,
@@ -19,20 +17,17 @@ from h2.events import (
     StreamReset,
     WindowUpdated,
 )
-from h2.exceptions import DenialOfServiceError, ProtocolError
-from h2.frame_buffer import FrameBuffer
+from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame, SettingsFrame
+from hyperframe.frame import GoAwayFrame
 
 from everlift import logs
 from everlift.errors import EverliftError, RateLimited, TooManyConnections
 from router.rpc import heads
 from router.rpc.call import Call
 from router.rpc.heads import Head, NotGrpc
+from router.rpc.http2 import Http2
 from router.rpc.limits import Limits
-
-if TYPE_CHECKING:
-    from router.rpc.server import Server
 
 log = logs.get(__name__)
 
@@ -46,77 +41,25 @@ _HEAD_ROOM = 4
 #: answer and does not read.
 _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
-#: Each may change the windows of all streams. Clients that measure their line change them once in a
-#: while; so many may come in the time after which one who is silent is asked.
-_MOST_SETTINGS = 500
-#: Length (of 24 bits), type, flags, stream.
-_DATA_HEAD = struct.Struct(">HBBBI")
-_FRAME_HEAD_BYTES = 9
 _UNKNOWN_HEAD = Head("", (), None, "identity")
 
 
-class _Frames(FrameBuffer):
-    """h2 refuses a frame that is too large when all of it is there, which may be 16 MiB."""
+class Host(Protocol):
+    """The server of a connection."""
 
-    def __next__(self) -> Frame:
-        if len(self._data) >= _FRAME_HEAD_BYTES:
-            self._validate_frame_length(int.from_bytes(self._data[:3], "big"))
-        return super().__next__()
+    def joined(self, connection: Connection) -> bool:
+        """Return whether the server takes another connection."""
+        ...
 
+    def left(self, connection: Connection) -> None: ...
 
-class Http2(H2Connection):
-    """HTTP/2 connection of h2 without h2's costs per token: h2 looks at each stream for a new one,
-    and makes objects of each frame."""
-
-    #: Closed streams whose end is known, for frames that the client sent before it knew of it. h2's
-    #: own limit is 65,536, about 11 MiB a connection.
-    MAX_CLOSED_STREAMS = 4096
-
-    def __init__(self, config: H2Configuration) -> None:
-        super().__init__(config)
-        self.incoming_buffer = _Frames(server=True)
-        self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
-        #: since somebody last set it to 0
-        self.num_settings = 0
-
-    def _open_streams(self, remainder: int) -> int:
-        # Clients have the odd numbers.
-        return len(self.streams) if remainder else 0
-
-    def window(self, stream_id: int) -> int:
-        """Bytes of data that may be sent now."""
-        return min(
-            self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window
-        )
-
-    def send(self, stream_id: int, data: bytes) -> None:
-        """A DATA frame (RFC 9113, section 6.1) within the window, on a stream that is open: what
-        ``send_data`` does, at a tenth of its cost."""
-        size = len(data)
-        self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
-        self.outbound_flow_control_window -= size
-        self.streams[stream_id].outbound_flow_control_window -= size
-
-    def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
-        self.num_settings += 1
-        if self.num_settings > _MOST_SETTINGS:
-            raise DenialOfServiceError("settings without end")
-        return super()._receive_settings_frame(frame)
-
-    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        # The client opens no more streams; what it has opened is answered (RFC 9113, section 6.8).
-        # h2 would drop what is not sent yet, and take the connection for closed.
-        return [], [ConnectionTerminated()]
-
-    def forget(self, stream_id: int) -> None:
-        """Drop a stream that both ends have closed. Only how it was closed is kept for a while."""
-        stream = self.streams.pop(stream_id, None)
-        if stream is not None:
-            self._closed_streams[stream_id] = stream.closed_by
+    def begin(self, call: Call, head: Head) -> None:
+        """Run the handler of the call's method, or refuse the call."""
+        ...
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, server: Server, limits: Limits) -> None:
+    def __init__(self, server: Host, limits: Limits) -> None:
         self.limits = limits
         self._server = server
         self._loop = asyncio.get_running_loop()

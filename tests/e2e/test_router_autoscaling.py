@@ -11,7 +11,8 @@ import pytest
 from cluster import local_ray
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
-from cluster.ray_cluster import APPLICATION, RayCluster
+from cluster.deployments import APPLICATION
+from cluster.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing

@@ -19,8 +19,8 @@ from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.model import dummy
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.model.spec import ModelSpec
 from worker.parallel import Group
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def capture(model: Path, group: Group, attention: object) -> DecodeGraphs | None:
-    spec, place = ModelSpec.from_hf(model), Placement(group, torch.float32, CPU)
+    spec, place = read_spec(model), Placement(group, torch.float32, CPU)
     decoder = Decoder(spec, 64, place)
     dummy.fill(decoder)
     loaded = Loaded(decoder, spec.vocab_size, 64, (1, 1, 4), 0)
@@ -101,7 +101,7 @@ def test_all_ranks_capture_the_same_sums_in_the_same_order_and_nothing_else(mode
     first, second = on_ranks(2, act)
     assert first == second
     agreed, *sums = first
-    hidden, layers = ModelSpec.from_hf(model).hidden_size, ModelSpec.from_hf(model).num_layers
+    hidden, layers = read_spec(model).hidden_size, read_spec(model).num_layers
     assert agreed == ("all_reduce", 1)
     of_a_step = 1 + 2 * layers  # the embedding's, and two of each layer
     assert sums == [

@@ -28,8 +28,8 @@ from worker.build import make_fast
 from worker.config import Speculation
 from worker.model import dummy
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import ColumnLinear, Placement, RmsNorm, RowLinear, VocabTable
-from worker.model.spec import ModelSpec
 from worker.parallel import Group, _CollectiveGroup, _SharedMemoryGroup
 from worker.runner import TorchRunner
 from worker.sampler import Sampler
@@ -221,7 +221,7 @@ class Noted(Group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", CHECKPOINTS)
 def test_a_decoder_exchanges_what_it_says(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    spec, group = ModelSpec.from_hf(save_family(tmp_path, CHECKPOINTS[family])), Noted()
+    spec, group = read_spec(save_family(tmp_path, CHECKPOINTS[family])), Noted()
     decoder = Decoder(spec, 64, Placement(group, dtype, torch.device("cpu")))
     dummy.fill(decoder)
     make_fast(decoder, spec, dtype)

@@ -23,8 +23,9 @@ from hyperframe.frame import GoAwayFrame, SettingsFrame, WindowUpdateFrame
 from everlift import wire
 from everlift.errors import MessageTooLarge
 from router.rpc.call import Call
-from router.rpc.connection import Connection, Http2
+from router.rpc.connection import Connection
 from router.rpc.framing import framed
+from router.rpc.http2 import Http2
 from router.rpc.limits import Limits
 from router.rpc.server import Server
 from tests.in_process import cluster, until

@@ -29,9 +29,9 @@ from tests.perf import report
 from tests.weights_support import Rank
 from worker.model import weights
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.packing import choose_packing
-from worker.model.spec import ModelSpec
 
 #: 62 million parameters.
 SHAPE: dict[str, Any] = {
@@ -73,7 +73,7 @@ def resident(field: str) -> int:
 
 def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
     """In this process, which has loaded nothing before."""
-    spec = ModelSpec.from_hf(directory)
+    spec = read_spec(directory)
     place = Placement(Rank(rank, ranks), HELD, torch.device("cpu"))
     packing = choose_packing(HELD)
     baseline = resident("VmRSS")

@@ -43,8 +43,8 @@ from tests.weights_support import Rank
 from worker.config import WorkerConfig
 from worker.model import weights
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.model.spec import ModelSpec
 
 _PARTS = ("process_s", "fetch_s", "meet_s", "import_s", "load_s", "serve_s")
 _LOOK_S = 0.02
@@ -107,7 +107,7 @@ def load_weights(repeats: int, latency_s: float) -> dict[int, list[float]]:
     with TemporaryDirectory(prefix="everlift-weights-") as directory:
         _save(Path(directory))
         decoder = Decoder(
-            ModelSpec.from_hf(directory),
+            read_spec(directory),
             64,
             Placement(Rank(0, 1), torch.bfloat16, torch.device("cpu")),
         )

@@ -20,7 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster import build, ray_cluster
+from cluster import build, deployments
 from cluster.config import TLS_VARIABLES, Config
 from cluster.deployments import ROUTER_POLICY
 from everlift import settings
@@ -663,7 +663,7 @@ def test_the_charts_defaults_are_everlifts(value: str, setting: str) -> None:
 def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], name: str) -> None:
     application = rendered[name].application
     assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
-    assert (application["name"], application["route_prefix"]) == (ray_cluster.APPLICATION, None)
+    assert (application["name"], application["route_prefix"]) == (deployments.APPLICATION, None)
     release = rendered[name]
     # Serve takes no settings as args that deployments have.
     assert build._divided(application["args"])[1] == []

@@ -14,6 +14,7 @@ from everlift.sampling import SamplingParams
 from tests.draw_support import FILTERS, GREEDY, WIDE, Row, draws, logits
 from tests.llama_support import warped
 from worker import draw as draw_module
+from worker import draws as draws_module
 from worker.draw import least_kept
 from worker.largest import NOT_FINITE, NOTHING_LEFT, choose_largest
 
@@ -103,7 +104,7 @@ def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
 def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draw_module, "uniform", lambda *_: np.array([number]))
+    monkeypatch.setattr(draws_module, "uniform", lambda *_: np.array([number]))
     scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
     assert draw(scores, [Row(SamplingParams(top_k=3))]) == token
 

@@ -11,8 +11,8 @@ from tests.llama_support import save_llama
 from tests.weights_support import Rank
 from worker.model.decoder import Decoder
 from worker.model.dummy import fill
+from worker.model.families import read_spec
 from worker.model.layers import Piece, Placement
-from worker.model.spec import ModelSpec
 from worker.parallel import Group
 
 
@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Path:
 
 def filled(directory: Path, group: Group, dtype: torch.dtype = torch.float32) -> list[Piece]:
     place = Placement(group, dtype, torch.device("cpu"))
-    model = Decoder(ModelSpec.from_hf(directory), 64, place)
+    model = Decoder(read_spec(directory), 64, place)
     pieces = list(model.pieces())
     assert fill(model) == sum(piece.into.nbytes for piece in pieces)
     return pieces

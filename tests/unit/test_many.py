@@ -13,7 +13,7 @@ from everlift.errors import EverliftError, InvalidRequest, OutOfRange, QueueFull
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway import many
-from router.gateway.inference import Opened
+from router.gateway.opened import Opened
 from router.gateway.source import Carried
 from tests.gateway_support import started_gateway, until
 

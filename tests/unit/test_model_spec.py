@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from worker.model.families import ARCHITECTURES, read_spec
 from worker.model.spec import (
     LayerSpec,
     LinearScaling,
@@ -51,7 +52,7 @@ def write(directory: Path, **changes: Any) -> Path:
 
 def test_a_config_of_transformers_4_is_read(tmp_path: Path) -> None:
     rope = Rope(500000.0, 8, Llama3Scaling(8.0, 1.0, 4.0, 1024))
-    assert ModelSpec.from_hf(write(tmp_path)) == ModelSpec(
+    assert read_spec(write(tmp_path)) == ModelSpec(
         vocab_size=1000,
         hidden_size=64,
         intermediate_size=96,
@@ -82,7 +83,7 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
         attention_bias=True,
         mlp_bias=True,
     ).save_pretrained(tmp_path)
-    assert ModelSpec.from_hf(tmp_path) == ModelSpec(
+    assert read_spec(tmp_path) == ModelSpec(
         vocab_size=300,
         hidden_size=32,
         intermediate_size=48,
@@ -104,12 +105,12 @@ def test_an_unknown_architecture_is_told_apart_from_a_known_one_that_asks_too_mu
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UnsupportedArchitecture, match="OPTForCausalLM") as refused:
-        ModelSpec.from_hf(write(tmp_path, architectures=["OPTForCausalLM"]))
-    assert all(name in str(refused.value) for name in ModelSpec.supported_architectures())
+        read_spec(write(tmp_path, architectures=["OPTForCausalLM"]))
+    assert all(name in str(refused.value) for name in ARCHITECTURES)
     with pytest.raises(UnsupportedArchitecture, match="none named"):
-        ModelSpec.from_hf(write(tmp_path, architectures=None))
+        read_spec(write(tmp_path, architectures=None))
     with pytest.raises(UnsupportedModel) as too_much:
-        ModelSpec.from_hf(write(tmp_path, hidden_act="relu"))
+        read_spec(write(tmp_path, hidden_act="relu"))
     assert not isinstance(too_much.value, UnsupportedArchitecture)
 
 
@@ -148,7 +149,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
     changes: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel) as refused:
-        ModelSpec.from_hf(write(tmp_path, **changes))
+        read_spec(write(tmp_path, **changes))
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -157,4 +158,4 @@ def test_a_directory_without_a_config_is_refused(text: str | None, tmp_path: Pat
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
-        ModelSpec.from_hf(tmp_path)
+        read_spec(tmp_path)

@@ -16,8 +16,8 @@ from tests.llama_support import load_llama, save_llama
 from tests.weights_support import Pieces, Rank
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Piece, Placement
-from worker.model.spec import ModelSpec
 from worker.model.weights import load
 from worker.parallel import Group
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def decoder(directory: Path, group: Group, dtype: torch.dtype = torch.float32) -> Decoder:
-    spec = ModelSpec.from_hf(directory)
+    spec = read_spec(directory)
     return Decoder(spec, 64, Placement(group, dtype, torch.device("cpu")))
 
 

@@ -14,6 +14,7 @@ from tests.llama_support import save_llama
 from tests.packings import panels_or_skip
 from worker.model import dummy
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, agree
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
@@ -209,7 +210,7 @@ class Counted:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_decoder_is_the_plain_one(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_llama(tmp_path, tie_word_embeddings=tied)
-    spec = ModelSpec.from_hf(directory)
+    spec = read_spec(directory)
     packing = Counted(dtype)
     expected = logits(spec, dtype, None)
     got = logits(spec, dtype, packing)

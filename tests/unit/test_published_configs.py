@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from worker.model.families import read_spec
 from worker.model.spec import (
     LinearScaling,
     Llama3Scaling,
@@ -230,7 +231,7 @@ OPTIONAL = {
 
 def read(content: Json, directory: Path) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps(content))
-    return ModelSpec.from_hf(directory)
+    return read_spec(directory)
 
 
 def windows(spec: ModelSpec) -> Counter[int | None]:

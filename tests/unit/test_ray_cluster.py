@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config import Config, load
+from cluster.deployments import APPLICATION
 from cluster.errors import ClusterFailed
-from cluster.ray_cluster import APPLICATION, RayCluster
+from cluster.ray_cluster import RayCluster
 from everlift import logs
 from tests.restored_logging import restored_logging
 

@@ -16,8 +16,9 @@ from transformers.utils import logging
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.decoder import Decoder
+from worker.model.families import read_spec
 from worker.model.rope import RotaryTable, rotate
-from worker.model.spec import ModelSpec, Rope
+from worker.model.spec import Rope
 from worker.parallel import Group
 
 logging.set_verbosity_error()  # it has advice for such parameters
@@ -72,7 +73,7 @@ LONGROPE: dict[str, Any] = {
 def rope_of(config: LlamaConfig | Phi3Config, directory: Path) -> Rope:
     """What a spec says of it."""
     config.save_pretrained(directory)
-    return ModelSpec.from_hf(directory).layers[0].rope
+    return read_spec(directory).layers[0].rope
 
 
 def llama(**parameters: Any) -> LlamaConfig:

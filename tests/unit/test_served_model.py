@@ -16,7 +16,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway import model as model_module
 from router.gateway.model import HuggingFaceTokenizer, ServedModel
-from worker.model.spec import ModelSpec
+from worker.model.families import read_spec
 
 #: As Qwen2.5's model cards have it, of a smaller model.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -84,7 +84,7 @@ def test_a_context_that_yarn_lengthens_is_the_same_here_and_at_a_worker(tmp_path
     sizes = json.loads((DEMO_MODEL / "config.json").read_text())
     yarn = YARN | {"original_max_position_embeddings": sizes["max_position_embeddings"]}
     directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})
-    served, held = ServedModel.load(directory), ModelSpec.from_hf(directory).max_position
+    served, held = ServedModel.load(directory), read_spec(directory).max_position
     assert served.context == held == 4 * sizes["max_position_embeddings"]
     served.limit([worker(held)])
     assert served.max_model_len == held

@@ -81,9 +81,13 @@ _GRANITE: Json = _LLAMA | {
 }
 
 
-def read_spec(directory: Path) -> ModelSpec:
-    """See ModelSpec.from_hf."""
-    config = HfConfig.read(directory / "config.json")
+def read_spec(directory: str | Path) -> ModelSpec:
+    """Read ``config.json``.
+
+    Raises UnsupportedModel, naming what is not supported and what is; UnsupportedArchitecture for
+    an unknown architecture.
+    """
+    config = HfConfig.read(Path(directory) / "config.json")
     return _adapter(config)(config)
 
 

@@ -8,7 +8,6 @@ there, not approximated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
@@ -153,21 +152,3 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @classmethod
-    def from_hf(cls, directory: str | Path) -> ModelSpec:
-        """Read ``config.json``.
-
-        Raises UnsupportedModel, naming what is not supported and what is; UnsupportedArchitecture
-        for an unknown architecture.
-        """
-        from worker.model import families  # which are written in the words of this module
-
-        return families.read_spec(Path(directory))
-
-    @staticmethod
-    def supported_architectures() -> tuple[str, ...]:
-        """As ``config.json`` names them."""
-        from worker.model import families
-
-        return families.ARCHITECTURES

@@ -21,9 +21,10 @@ from transformers.utils import logging
 from worker.attention.backend import AttentionBackend
 from worker.kv_cache import KVCache
 from worker.model.checkpoint import BadCheckpoint, some
+from worker.model.families import ARCHITECTURES
 from worker.model.hf_config import HfConfig
 from worker.model.layers import Placement
-from worker.model.spec import ModelSpec, UnsupportedModel
+from worker.model.spec import UnsupportedModel
 from worker.model.transformers_decoder import TransformersDecoder
 from worker.model.transformers_probe import Probe
 from worker.model.transformers_survey import Unservable, survey
@@ -68,7 +69,7 @@ def _refusing(directory: Path) -> Iterator[str]:
     try:
         yield architecture
     except Unservable as why:
-        supported = ", ".join(ModelSpec.supported_architectures())
+        supported = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(
             f"architecture {architecture} is not supported: {why}; "
             f"supported: {supported}, {_ALSO_SUPPORTED}"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from cluster.errors import ForecastFailed
-from worker.model.spec import ModelSpec, UnsupportedModel
+from worker.model.families import read_spec
+from worker.model.spec import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class ModelSize:
     def of(cls, directory: Path) -> Self:
         """Of the ``config.json`` there. Raises ForecastFailed."""
         try:
-            spec = ModelSpec.from_hf(directory)
+            spec = read_spec(directory)
         except (UnsupportedModel, OSError) as error:
             raise ForecastFailed(f"{directory}: {error}") from None
         return cls(

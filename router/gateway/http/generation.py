@@ -13,8 +13,9 @@ from everlift.messages import hash_body
 from everlift.request_id import is_named
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
-from router.gateway.inference import Inference, Opened
+from router.gateway.inference import Inference
 from router.gateway.journal import Journal
+from router.gateway.opened import Opened
 
 #: A piece, and which of the requests it is of.
 Numbered = tuple[int, pb.GenerateResponse]

@@ -19,7 +19,7 @@ from router.gateway.caller import Scope
 from router.gateway.door import OPEN, Door
 from router.gateway.failures import answerable
 from router.gateway.handlers import Call, Handlers, parse
-from router.gateway.inference import Inference, Opened
+from router.gateway.inference import Inference
 from router.gateway.journal import Journal
 from router.gateway.kserve import description, infer_request, tensors
 from router.gateway.kserve.infer_response import FINAL, Answer
@@ -27,6 +27,7 @@ from router.gateway.kserve.infer_stream import Answers, InferStream
 from router.gateway.kserve.parameters import Wanted
 from router.gateway.kserve.v2 import open_inference_pb2 as pb
 from router.gateway.model import ServedModel
+from router.gateway.opened import Opened
 from router.gateway.requests import Requests
 
 #: Parameter of an answer that is an error, beside its cause.
