@@ -6,37 +6,37 @@ It is told who comes and goes; every operation is O(log n), or O(classes).
 
 from __future__ import annotations
 
-from collections.abc import Container
 from math import inf
 
-from router.admission.lanes import Line
-from router.admission.waiting import Waiting
+from router.admission.lanes import Line, Queued
 
 
 class Backlog:
-    """``present`` are the tickets of those that wait. Times are ledger time in seconds."""
+    """Times are ledger time in seconds."""
 
-    def __init__(self, present: Container[int]) -> None:
+    def __init__(self) -> None:
         #: to be computed for all, as predicted, and by class
         self.work_tokens = 0
         self._work: dict[int, int] = {}
-        #: tickets of those that have not run, by class, the newest last
-        self._fresh: dict[int, dict[int, None]] = {}
-        self._expiring = Line(present)
+        #: requests that have not run by ticket, by class, the newest last
+        self._fresh: dict[int, dict[int, Queued]] = {}
+        self._expiring = Line()
 
-    def add(self, waiting: Waiting, ticket: int) -> None:
+    def add(self, queued: Queued) -> None:
+        waiting = queued.waiting
         priority, work = waiting.priority, waiting.work_tokens
         self.work_tokens += work
         self._work[priority] = self._work.get(priority, 0) + work
         if not waiting.has_run:
             if priority not in self._fresh:
                 self._fresh[priority] = {}
-            self._fresh[priority][ticket] = None
+            self._fresh[priority][queued.ticket] = queued
         if waiting.expires < inf:
-            self._expiring.push(waiting.expires, ticket)
+            self._expiring.push(queued, (waiting.expires,))
 
-    def remove(self, waiting: Waiting, ticket: int) -> None:
-        """It is not present any more."""
+    def remove(self, queued: Queued) -> None:
+        """Note that a request has left."""
+        waiting = queued.waiting
         priority, work = waiting.priority, waiting.work_tokens
         self.work_tokens -= work
         left = self._work[priority] = self._work.get(priority, 0) - work
@@ -44,11 +44,11 @@ class Backlog:
             del self._work[priority]
         if not waiting.has_run:
             fresh = self._fresh[priority]
-            del fresh[ticket]
+            del fresh[queued.ticket]
             if not fresh:
                 del self._fresh[priority]
         if waiting.expires < inf:
-            self._expiring.left(ticket)
+            self._expiring.left(queued)
 
     @property
     def work(self) -> dict[int, int]:
@@ -69,16 +69,18 @@ class Backlog:
         """The lowest class of those that have not run."""
         return min(self._fresh, default=None)
 
-    def newest_of(self, priority: int) -> int:
-        """The ticket of who came last, of those of this class that have not run. There must be
-        one."""
+    def newest_of(self, priority: int) -> Queued:
+        """Return the newest request of a class that has not run. There must be one."""
         fresh = self._fresh[priority]
         # What a dict keeps of those that went is gone through once: popitem leaves it out.
-        ticket, _ = fresh.popitem()
-        fresh[ticket] = None
-        return ticket
+        ticket, newest = fresh.popitem()
+        fresh[ticket] = newest
+        return newest
 
-    def overdue(self, moment: float) -> int | None:
-        """The ticket of who has waited for too long, if anybody has."""
+    def overdue(self, moment: float) -> Queued | None:
+        """Return a request that has waited for too long, if there is one."""
         first = self._expiring.first()
-        return first[1] if first is not None and first[0] <= moment else None
+        if first is None or first[0] > moment:
+            return None
+        overdue: Queued = first[-1]
+        return overdue

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from router.admission.fair_share import FairShare
-from router.admission.lanes import FairLane, Lane
+from router.admission.lanes import FairLane, Lane, Queued
 from router.admission.policy import Policy
-from router.admission.waiting import Place, Waiting
+from router.admission.waiting import Waiting
 
 _NOBODY = (0, None)
 
 
 class Classes:
-    """``rows`` are what waits, by ticket, and ``numbers`` how many of each class that has any.
+    """``numbers`` has how many requests are queued, of each class that has any.
 
     For every token of work that leaves while a lower class waits, that one is owed ``floor``
     tokens. Its next request leaves once its work is owed.
@@ -29,13 +28,11 @@ class Classes:
     def __init__(
         self,
         policy: Policy,
-        rows: Mapping[int, tuple[Any, ...]],
         numbers: Mapping[int, int],
         floor: float,
         fair_share: FairShare | None,
     ) -> None:
         self._policy = policy
-        self._rows = rows
         self._numbers = numbers
         self.floor = floor
         self._fair_share = fair_share
@@ -50,32 +47,30 @@ class Classes:
         """Tenants take turns."""
         return self._fair_share is not None
 
-    def push(self, waiting: Waiting, ticket: int) -> None:
+    def push(self, queued: Queued) -> None:
+        waiting = queued.waiting
         lane = self._lanes.get(waiting.priority)
         if lane is None:
             lane = self._lanes[waiting.priority] = self._lane(waiting.priority)
             insort(self._ascending, waiting.priority)
-        lane.push(waiting, self._policy.place(waiting), ticket)
+        lane.push(queued, self._policy.place(waiting))
 
     def _lane(self, priority: int) -> Lane:
         if self._fair_share is None:
             return self._plain_lane()
         counters = self._fair_share.counters(priority)
-        return FairLane(self._plain_lane, counters, self._rows, self._place)
+        return FairLane(self._plain_lane, counters)
 
     def _plain_lane(self) -> Lane:
-        return self._policy.lane(self._rows, self._place)
+        return self._policy.lane()
 
-    def _place(self, ticket: int) -> Place | tuple[()]:
-        row = self._rows.get(ticket)
-        return self._policy.place(Waiting._make(row)) if row is not None else ()
-
-    def left(self, waiting: Waiting, ticket: int) -> None:
-        """It does not wait any more."""
-        if waiting.priority in self._numbers:
-            self._lanes[waiting.priority].left(waiting, ticket)
+    def left(self, queued: Queued) -> None:
+        """Note that a request has left."""
+        priority = queued.waiting.priority
+        if priority in self._numbers:
+            self._lanes[priority].left(queued)
         else:
-            self._remove(waiting.priority)
+            self._remove(priority)
 
     def clear(self) -> None:
         """Of classes that nobody is of any more."""
@@ -87,18 +82,18 @@ class Classes:
         self._ascending.remove(priority)
         self._owed.pop(priority, None)
 
-    def head(self, moment: float | None) -> int | None:
+    def head(self, moment: float | None) -> Queued | None:
         """Who leaves next, at this ledger time in seconds, or by class and place alone."""
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
         if moment is None or not self._owed:
             return highest
-        for priority, ticket in heads:
-            if self._owed.get(priority, 0.0) >= Waiting._make(self._rows[ticket]).work_tokens:
-                return ticket
+        for priority, queued in heads:
+            if self._owed.get(priority, 0.0) >= queued.waiting.work_tokens:
+                return queued
         return highest
 
-    def highest(self, moment: float | None) -> int | None:
+    def highest(self, moment: float | None) -> Queued | None:
         """The same, but for what lower classes are owed."""
         return next(self._heads(moment), _NOBODY)[1]
 
@@ -114,9 +109,9 @@ class Classes:
                 break
             self._owed[priority] = self._owed.get(priority, 0.0) + self.floor * work
 
-    def _heads(self, moment: float | None) -> Iterator[tuple[int, int]]:
+    def _heads(self, moment: float | None) -> Iterator[tuple[int, Queued]]:
         """By class, the highest first."""
         for priority in reversed(self._ascending):
-            ticket = self._lanes[priority].head(moment)
-            if ticket is not None:
-                yield priority, ticket
+            queued = self._lanes[priority].head(moment)
+            if queued is not None:
+                yield priority, queued

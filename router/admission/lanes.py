@@ -1,91 +1,103 @@
-"""Where those of one class wait, in the order of a policy. Pure.
+"""The queued requests of one class, in the order of a policy. Pure.
 
-A lane is told who comes. Who is gone it finds out by ``present``, the tickets of those that still
-wait: what it has of others are holes, left out when they come up or when a part of them is swept.
-Who was first in a line leaves none. Places are numbers first, which is all that a lane keeps of
-them: by ``places`` it asks for a whole one where numbers are equal.
+A lane keeps requests in heaps with lazy deletion: one that has left is skipped when it comes up,
+and dropped when half of its heap has left.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from math import log2
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
-from router.admission.ladder import RUNG, Item, Ladder
+from router.admission.stays import Arrival
 from router.admission.token_counters import TokenCounters
-from router.admission.waiting import Ordered, Place
+from router.admission.waiting import Ordered, Place, Waiting
 
-#: By ticket; empty of those that wait no more.
-Places: TypeAlias = Callable[[int], Place | tuple[()]]
+#: A place, a ticket and the request itself: ordered by the place, then by the ticket.
+Item: TypeAlias = tuple[Any, ...]
 
-#: Departures after which one rung is swept, or half as many as the one before had: of what a lane
-#: has, about a half are holes at most.
-_SWEPT_AFTER = RUNG // 2
+#: Requests that have left, which a heap may hold however few are queued.
+_FEW_HOLES = 64
+
+
+class Queued:
+    """One stay of a request in the queue. ``ticket`` numbers the stays."""
+
+    __slots__ = ("arrival", "is_queued", "ticket", "waiting")
+
+    def __init__(self, waiting: Waiting, ticket: int, arrival: Arrival) -> None:
+        self.waiting = waiting
+        self.ticket = ticket
+        self.arrival = arrival
+        self.is_queued = True
 
 
 class Lane(ABC):
-    def __init__(self, present: Container[int]) -> None:
-        self._present = present
+    @abstractmethod
+    def push(self, queued: Queued, place: Place) -> None:
+        """Add a request at the policy's ``place``."""
 
     @abstractmethod
-    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        """``place`` is the policy's."""
+    def head(self, moment: float | None) -> Queued | None:
+        """Return the next request to leave at this ledger time in seconds.
+
+        Without a time it is the one with the first place.
+        """
 
     @abstractmethod
-    def head(self, moment: float | None) -> int | None:
-        """The ticket of who leaves next at this ledger time in seconds, or by the places alone."""
-
-    @abstractmethod
-    def left(self, waiting: Ordered, ticket: int) -> None:
-        """It is not present any more."""
+    def left(self, queued: Queued) -> None:
+        """Note that a request has left."""
 
 
 class Line:
-    """Tickets by a number, with the holes among them. Of equal numbers the smaller place is first,
-    or without ``places`` the smaller ticket."""
+    """A priority queue with lazy deletion. Every operation is O(log n) amortised."""
 
-    def __init__(self, present: Container[int], places: Places | None = None) -> None:
-        self._present = present
-        self._items = Ladder(places) if places else Ladder()
-        self._until_sweep = _SWEPT_AFTER
+    def __init__(self) -> None:
+        self._items: list[Item] = []
+        #: requests in it that have left
+        self._holes = 0
 
-    def push(self, number: float, ticket: int) -> None:
-        self._items.push(number, ticket)
+    def push(self, queued: Queued, place: Place) -> None:
+        heapq.heappush(self._items, (*place, queued.ticket, queued))
 
     def first(self) -> Item | None:
-        while (item := self._items.head()) is not None and item[1] not in self._present:
-            self._items.pop()
-        return item
+        items = self._items
+        while items and not items[0][-1].is_queued:
+            heapq.heappop(items)
+            self._holes -= 1
+        return items[0] if items else None
 
-    def left(self, ticket: int) -> None:
-        first = self._items.head()
-        if first is not None and first[1] == ticket:
-            self._items.pop()
+    def left(self, queued: Queued) -> None:
+        """Note that a request has left."""
+        items = self._items
+        if items and items[0][-1] is queued:
+            heapq.heappop(items)
             return
-        self._until_sweep -= 1
-        if not self._until_sweep:
-            self._until_sweep = max(_SWEPT_AFTER, self._items.sweep(self._present) // 2)
+        self._holes += 1
+        if self._holes > max(_FEW_HOLES, len(items) // 2):
+            self._items = [item for item in items if item[-1].is_queued]
+            heapq.heapify(self._items)
+            self._holes = 0
 
 
 class KeyLane(Lane):
     """By the key."""
 
-    def __init__(self, present: Container[int], places: Places) -> None:
-        super().__init__(present)
-        self._line = Line(present, places)
+    def __init__(self) -> None:
+        self._line = Line()
 
-    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        self._line.push(place[0], ticket)
+    def push(self, queued: Queued, place: Place) -> None:
+        self._line.push(queued, place)
 
-    def head(self, moment: float | None) -> int | None:
-        return _ticket(self._line.first())
+    def head(self, moment: float | None) -> Queued | None:
+        return _queued(self._line.first())
 
-    def left(self, waiting: Ordered, ticket: int) -> None:
-        self._line.left(ticket)
+    def left(self, queued: Queued) -> None:
+        self._line.left(queued)
 
 
 class RatioLane(Lane):
@@ -99,36 +111,34 @@ class RatioLane(Lane):
     they go before no one that came earlier.
     """
 
-    def __init__(self, present: Container[int], places: Places) -> None:
-        super().__init__(present)
-        self._places = places
+    def __init__(self) -> None:
         #: by twice the binary logarithm of the tokens
         self._lines: dict[int, Line] = {}
         #: of unknown tokens
-        self._by_arrival = Line(present, places)
+        self._by_arrival = Line()
 
-    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        line = self._line_of(waiting)
+    def push(self, queued: Queued, place: Place) -> None:
+        line = self._line_of(queued.waiting)
         if line is None:
-            line = self._lines[_size(waiting)] = Line(self._present, self._places)
-        line.push(place[0], ticket)
+            line = self._lines[_size(queued.waiting)] = Line()
+        line.push(queued, place)
 
     def _line_of(self, waiting: Ordered) -> Line | None:
         return self._lines.get(_size(waiting)) if waiting.predicted_total else self._by_arrival
 
-    def head(self, moment: float | None) -> int | None:
+    def head(self, moment: float | None) -> Queued | None:
         firsts = self._firsts()
         unknown = self._by_arrival.first()
         if unknown is not None:
-            firsts = [(size, item) for size, item in firsts if self._came_before(item, unknown)]
+            firsts = [(size, item) for size, item in firsts if item < unknown]
         if moment is None:
-            return _ticket(self._earliest([item for _, item in firsts]) or unknown)
+            return _queued(min((item for _, item in firsts), default=unknown))
         ratios = (
             (min(0.0, item[0] - moment) / tokens, item)
             for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )
-        return _ticket(min(ratios, default=(0.0, unknown))[1])
+        return _queued(min(ratios, default=(0.0, unknown))[1])
 
     def _firsts(self) -> list[tuple[int, Item]]:
         """Of each line, with its size."""
@@ -137,96 +147,78 @@ class RatioLane(Lane):
             self._lines = {size: self._lines[size] for size, _ in firsts}
         return firsts
 
-    def _came_before(self, one: Item, other: Item) -> bool:
-        if one[0] != other[0]:
-            return one[0] < other[0]
-        return self._places(one[1]) < self._places(other[1])
-
-    def _earliest(self, items: Sequence[Item]) -> Item | None:
-        arrived = min((it[0] for it in items), default=None)
-        tied = (it for it in items if it[0] == arrived)
-        return min(tied, key=lambda it: self._places(it[1]), default=None)
-
-    def left(self, waiting: Ordered, ticket: int) -> None:
-        if (line := self._line_of(waiting)) is not None:
-            line.left(ticket)
+    def left(self, queued: Queued) -> None:
+        if (line := self._line_of(queued.waiting)) is not None:
+            line.left(queued)
 
 
 class StarvationLane(Lane):
     """As another lane, but who has waited for ``limit_s`` leaves first, by arrival."""
 
-    def __init__(self, inner: Lane, limit_s: float, present: Container[int]) -> None:
-        super().__init__(present)
+    def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner
         self._limit_s = limit_s
-        self._by_arrival = Line(present)
+        self._by_arrival = Line()
 
-    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        self._inner.push(waiting, place, ticket)
-        self._by_arrival.push(waiting.arrived, ticket)
+    def push(self, queued: Queued, place: Place) -> None:
+        self._inner.push(queued, place)
+        self._by_arrival.push(queued, (queued.waiting.arrived,))
 
-    def head(self, moment: float | None) -> int | None:
+    def head(self, moment: float | None) -> Queued | None:
         oldest = self._by_arrival.first()
         if oldest is not None and moment is not None and moment - oldest[0] >= self._limit_s:
-            return _ticket(oldest)
+            return _queued(oldest)
         return self._inner.head(moment)
 
-    def left(self, waiting: Ordered, ticket: int) -> None:
-        self._inner.left(waiting, ticket)
-        self._by_arrival.left(ticket)
+    def left(self, queued: Queued) -> None:
+        self._inner.left(queued)
+        self._by_arrival.left(queued)
 
 
 class FairLane(Lane):
     """A lane for each tenant, and the turn is that of who was served least. By the places alone
     tenants are not told apart."""
 
-    def __init__(
-        self,
-        make: Callable[[], Lane],
-        counters: TokenCounters,
-        present: Container[int],
-        places: Places,
-    ) -> None:
-        super().__init__(present)
+    def __init__(self, make: Callable[[], Lane], counters: TokenCounters) -> None:
         self._make = make
         self._counters = counters
-        self._by_key = KeyLane(present, places)
+        self._by_key = KeyLane()
         self._lanes: dict[str, Lane] = {}
         #: by their counters, as they were: they only grow
         self._tenants: list[tuple[float, str]] = []
 
-    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        self._by_key.push(waiting, place, ticket)
-        tenant = tenant_of(waiting.request_id)
+    def push(self, queued: Queued, place: Place) -> None:
+        self._by_key.push(queued, place)
+        tenant = tenant_of(queued.waiting.request_id)
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = self._make()
             heapq.heappush(self._tenants, (self._counters.of(tenant), tenant))
-        lane.push(waiting, place, ticket)
+        lane.push(queued, place)
 
-    def head(self, moment: float | None) -> int | None:
+    def head(self, moment: float | None) -> Queued | None:
         if moment is None:
             return self._by_key.head(None)
         while self._tenants:
             counter, tenant = self._tenants[0]
             if counter < self._counters.of(tenant):
                 heapq.heapreplace(self._tenants, (self._counters.of(tenant), tenant))
-            elif (ticket := self._lanes[tenant].head(moment)) is not None:
-                return ticket
+            elif (queued := self._lanes[tenant].head(moment)) is not None:
+                return queued
             else:
                 heapq.heappop(self._tenants)
                 del self._lanes[tenant]
         return None
 
-    def left(self, waiting: Ordered, ticket: int) -> None:
-        self._by_key.left(waiting, ticket)
-        if (lane := self._lanes.get(tenant_of(waiting.request_id))) is not None:
-            lane.left(waiting, ticket)
+    def left(self, queued: Queued) -> None:
+        self._by_key.left(queued)
+        if (lane := self._lanes.get(tenant_of(queued.waiting.request_id))) is not None:
+            lane.left(queued)
 
 
 def _size(waiting: Ordered) -> int:
     return round(2 * log2(waiting.predicted_total))
 
 
-def _ticket(item: Item | None) -> int | None:
-    return None if item is None else item[1]
+def _queued(item: Item | None) -> Queued | None:
+    return None if item is None else item[-1]

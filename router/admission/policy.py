@@ -7,12 +7,11 @@ look at the time as well.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from math import inf, log1p
 from typing import Protocol, Self, get_args
 
-from router.admission.lanes import KeyLane, Lane, Places, RatioLane, StarvationLane
+from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
 from router.admission.waiting import Key, Ordered, Place
 from router.config import Order, RouterConfig
 
@@ -32,9 +31,8 @@ class Policy(Protocol):
         """Among those of its class."""
         ...
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        """Where those of a class wait. ``present`` are the tickets of those that do, and ``places``
-        answers this policy's place of each."""
+    def lane(self) -> Lane:
+        """Return an empty lane for a class."""
         ...
 
 
@@ -58,8 +56,8 @@ class Fifo:
     def place(self, waiting: Ordered) -> Place:
         return (waiting.arrived, waiting.request_id)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return KeyLane(present, places)
+    def lane(self) -> Lane:
+        return KeyLane()
 
 
 _FIFO = Fifo()
@@ -87,8 +85,8 @@ class EarliestDeadline:
         due = waiting.due if waiting.due < inf else waiting.arrived + self.undated_s
         return (due, waiting.arrived, waiting.request_id)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return KeyLane(present, places)
+    def lane(self) -> Lane:
+        return KeyLane()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,8 @@ class ShortestWork:
     def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_work_rank)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return KeyLane(present, places)
+    def lane(self) -> Lane:
+        return KeyLane()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +142,8 @@ class PredictedRank:
     def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_rank)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return KeyLane(present, places)
+    def lane(self) -> Lane:
+        return KeyLane()
 
 
 def _yielding(waiting: Ordered, patience: float, rank: float) -> Place:
@@ -175,8 +173,8 @@ class HighestResponseRatio:
     def place(self, waiting: Ordered) -> Place:
         return _FIFO.place(waiting)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return RatioLane(present, places)
+    def lane(self) -> Lane:
+        return RatioLane()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +196,8 @@ class NeverLonger:
     def place(self, waiting: Ordered) -> Place:
         return self.policy.place(waiting)
 
-    def lane(self, present: Container[int], places: Places) -> Lane:
-        return StarvationLane(self.policy.lane(present, places), self.limit_s, present)
+    def lane(self) -> Lane:
+        return StarvationLane(self.policy.lane(), self.limit_s)
 
 
 #: What an order may be called.

@@ -1,24 +1,20 @@
 """The admission queue: what waits in the whole cluster, by class and in the policy's order. Pure.
 
 Every operation is O(log n) amortised, but for a gateway's loss.
-
-A million may wait: what is kept of each is tuples of plain values alone, which Python's garbage
-collector leaves out of its rounds. Rounds over a million objects would stop the router for tenths
-of a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
-from typing import Any, TypeAlias
 
 from everlift.v1 import session_pb2
 from router.admission.backlog import Backlog
 from router.admission.classes import Classes
 from router.admission.fair_share import FairShare
+from router.admission.lanes import Queued
 from router.admission.policy import Policy
-from router.admission.stays import Arrival, Stays
+from router.admission.stays import Stays
 from router.admission.waiting import Waiting
 
 #: Requests whose place in another order is found at once, in some milliseconds.
@@ -26,10 +22,6 @@ _AT_ONCE = 1024
 
 #: After about so many dispatches it is forgotten what only those asked for that wait no more.
 _FORGET_EVERY = 1 << 15
-
-_Row: TypeAlias = tuple[Any, ...]
-
-_REQUEST_ID, _GATEWAY = map(Waiting._fields.index, ("request_id", "gateway"))
 
 
 class AdmissionQueue:
@@ -46,20 +38,18 @@ class AdmissionQueue:
         in_turns: bool = False,
     ) -> None:
         self._tickets = count()
-        #: by ticket, which names one stay of a request
-        self._rows: dict[int, _Row] = {}
-        self._ticket_of: dict[str, int] = {}
+        #: by request id, in the order in which they came
+        self._queued: dict[str, Queued] = {}
         #: by class, none of which nobody waits
         self._numbers: dict[int, int] = {}
         self._fair_share = fair_share
         self._classes = self._make_classes(policy, class_floor, in_turns)
-        self.backlog = Backlog(self._rows)
+        self.backlog = Backlog()
         self.stays = Stays()
-        self._arrivals: dict[int, Arrival] = {}
 
     def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
         fair_share = self._fair_share if in_turns else None
-        return Classes(policy, self._rows, self._numbers, floor, fair_share)
+        return Classes(policy, self._numbers, floor, fair_share)
 
     @property
     def class_floor(self) -> float:
@@ -70,10 +60,10 @@ class AdmissionQueue:
         self._classes.floor = floor
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._queued)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ticket_of
+        return request_id in self._queued
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -100,37 +90,33 @@ class AdmissionQueue:
         # First: who is replaced by itself does not go meanwhile.
         if self._fair_share is not None:
             self._fair_share.come(waiting)
-        ticket = next(self._tickets)
-        before = self._ticket_of.setdefault(waiting.request_id, ticket)
-        replaced = None
-        if before != ticket:
-            replaced = self._take(before)
-            self._ticket_of[waiting.request_id] = ticket
-        self._arrivals[ticket] = self.stays.come(waiting, len(self._rows), now)
-        self._rows[ticket] = tuple(waiting)
+        before = self._queued.get(waiting.request_id)
+        replaced = None if before is None else self._take(before)
+        arrival = self.stays.come(waiting, len(self._queued), now)
+        queued = Queued(waiting, next(self._tickets), arrival)
+        self._queued[waiting.request_id] = queued
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
-        self._classes.push(waiting, ticket)
-        self.backlog.add(waiting, ticket)
+        self._classes.push(queued)
+        self.backlog.add(queued)
         return replaced
 
     def get(self, request_id: str, gateway: str) -> Waiting | None:
         """None if it does not wait for this gateway."""
-        waiting = self._waiting_of(self._ticket_of.get(request_id))
+        waiting = _waiting(self._queued.get(request_id))
         return waiting if waiting is not None and waiting.gateway == gateway else None
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
         """Removes a request wherever it stands; False if it does not wait for this gateway."""
         if self.get(request_id, gateway) is None:
             return False
-        self._take_out(request_id)
+        self._take(self._queued[request_id])
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
         """Removes everything of a gateway that is gone. O(n): an index would cost every request,
         and gateways go rarely."""
-        rows = self._rows.values()
-        for request_id in [row[_REQUEST_ID] for row in rows if row[_GATEWAY] == gateway]:
-            self._take_out(request_id)
+        for queued in [it for it in self._queued.values() if it.waiting.gateway == gateway]:
+            self._take(queued)
 
     def shed(self, priority: int) -> Waiting | None:
         """Removes the newest of the lowest class that is below this one, if there is one that has
@@ -142,39 +128,29 @@ class AdmissionQueue:
 
     def expire(self, moment: float) -> Waiting | None:
         """Removes one that has waited for too long at this moment."""
-        ticket = self.backlog.overdue(moment)
-        return None if ticket is None else self._take(ticket)
+        overdue = self.backlog.overdue(moment)
+        return None if overdue is None else self._take(overdue)
 
-    def _take(self, ticket: int) -> Waiting:
-        waiting = Waiting._make(self._rows[ticket])
-        self._remove(waiting, ticket)
-        return waiting
-
-    def _take_out(self, request_id: str) -> Waiting | None:
-        ticket = self._ticket_of.get(request_id)
-        return None if ticket is None else self._take(ticket)
-
-    def _remove(self, waiting: Waiting, ticket: int) -> None:
-        del self._ticket_of[waiting.request_id], self._rows[ticket], self._arrivals[ticket]
+    def _take(self, queued: Queued) -> Waiting:
+        waiting = queued.waiting
+        del self._queued[waiting.request_id]
+        queued.is_queued = False
         self._numbers[waiting.priority] -= 1
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
         if self._fair_share is not None:
             self._fair_share.go(waiting)
-        self._classes.left(waiting, ticket)
-        self.backlog.remove(waiting, ticket)
+        self._classes.left(queued)
+        self.backlog.remove(queued)
+        return waiting
 
     def peek(self, moment: float | None = None) -> Waiting | None:
         """The request that leaves next at this moment. Without one: by class and place alone."""
-        ticket = self._classes.head(moment)
-        return self._waiting_of(ticket)
+        return _waiting(self._classes.head(moment))
 
     def peek_highest(self, moment: float) -> Waiting | None:
         """The same, whatever lower classes are owed."""
-        return self._waiting_of(self._classes.highest(moment))
-
-    def _waiting_of(self, ticket: int | None) -> Waiting | None:
-        return None if ticket is None else Waiting._make(self._rows[ticket])
+        return _waiting(self._classes.highest(moment))
 
     def pop(self, moment: float | None = None) -> Waiting:
         """Takes out what ``peek`` shows. Raises IndexError when nothing waits."""
@@ -186,24 +162,24 @@ class AdmissionQueue:
 
     def dispatch(self, waiting: Waiting) -> None:
         """It leaves for a worker."""
-        ticket = self._ticket_of[waiting.request_id]
-        arrival = self._arrivals[ticket]
+        queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
             self._fair_share.dispatched(waiting)
-        self._remove(waiting, ticket)
-        self.stays.leave(arrival, waiting)
-        if not ticket % _FORGET_EVERY:
-            self.stays.forget(next(iter(self._arrivals.values()), None))
+        self._take(queued)
+        self.stays.leave(queued.arrival, waiting)
+        if not queued.ticket % _FORGET_EVERY:
+            oldest = next(iter(self._queued.values()), None)
+            self.stays.forget(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
         """Since it came into the queue, or back into it."""
-        came: float = self._arrivals[self._ticket_of[waiting.request_id]][0]
+        came: float = self._queued[waiting.request_id].arrival[0]
         return now - came
 
     def stay(self, waiting: Waiting, order: str, now: float, *, in_turns: bool) -> session_pb2.Stay:
         """Of one that leaves now by these rules."""
-        arrival = self._arrivals[self._ticket_of[waiting.request_id]]
+        arrival = self._queued[waiting.request_id].arrival
         return self.stays.told(arrival, waiting, order, now, in_turns=in_turns)
 
     def pass_by(self, waiting: Waiting) -> None:
@@ -217,15 +193,20 @@ class AdmissionQueue:
         """What waits leaves in this order when all of it has been gone through, part by part; until
         then in the one before. O(n)."""
         classes = self._make_classes(policy, self._classes.floor, in_turns)
-        tickets, after = tuple(self._rows), next(self._tickets)
-        for start in range(0, len(tickets), _AT_ONCE):
-            self._fill(classes, tickets[start : start + _AT_ONCE])
+        everybody, after = tuple(self._queued.values()), next(self._tickets)
+        for start in range(0, len(everybody), _AT_ONCE):
+            self._fill(classes, everybody[start : start + _AT_ONCE])
             yield
-        self._fill(classes, takewhile(lambda ticket: ticket > after, reversed(self._rows)))
+        newest_first = reversed(self._queued.values())
+        self._fill(classes, takewhile(lambda it: it.ticket > after, newest_first))
         classes.clear()
         self._classes = classes
 
-    def _fill(self, classes: Classes, tickets: Iterable[int]) -> None:
-        for ticket in tickets:
-            if (row := self._rows.get(ticket)) is not None:
-                classes.push(Waiting._make(row), ticket)
+    def _fill(self, classes: Classes, those: Iterable[Queued]) -> None:
+        for queued in those:
+            if queued.is_queued:
+                classes.push(queued)
+
+
+def _waiting(queued: Queued | None) -> Waiting | None:
+    return None if queued is None else queued.waiting

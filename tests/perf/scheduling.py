@@ -210,7 +210,7 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
-    parser.add_argument("--waiting", type=int, nargs="+", default=(100, 10_000, 1_000_000))
+    parser.add_argument("--waiting", type=int, nargs="+", default=scheduling_queue.WAITING)
     parser.add_argument("--queue-rounds", type=int, default=9)
     parser.add_argument("--faithful-rounds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of the live ones")

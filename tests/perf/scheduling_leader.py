@@ -1,4 +1,4 @@
-"""What a request costs its leader, with a hundred requests in the queue and with a million.
+"""What a request costs its leader, with 100 to 100,000 requests in the queue.
 
 From the gateway's message, as it came over the wire, to the leader's: it is parsed, foreseen, goes
 through the bounds into the queue; the one that leaves next gets a worker, with what its stay was

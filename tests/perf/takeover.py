@@ -89,7 +89,11 @@ class Gateway:
         say(dispatched=message.request_id, at=time.time())
         self.dispatched = lambda message: None  # type: ignore[method-assign]
 
-    def refused(self, request_id: str) -> None: ...
+    def refused(self, refusal: session_pb2.Refusal) -> None: ...
+
+    def foresee(self, outlook: session_pb2.Outlook) -> None: ...
+
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None: ...
 
     def adopt_soon(self, request_id: str) -> None: ...
 
@@ -327,7 +331,7 @@ def main() -> None:
     parser.add_argument("--role", choices=("old", "standby", "fleet"))
     parser.add_argument("--url", default="")
     parser.add_argument("--few", type=int, default=100)
-    parser.add_argument("--many", type=int, default=1_000_000)
+    parser.add_argument("--many", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/bench/takeover.json"))
     args = parser.parse_args()

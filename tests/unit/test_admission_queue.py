@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from router.admission import queue as module
@@ -111,14 +109,6 @@ def test_the_work_that_waits_is_known_whatever_came_and_went() -> None:
     assert queue.work_tokens == 2 * 10 + 7 + 2
     queue.withdraw_gateway("g")
     assert queue.work_tokens == 0
-
-
-def test_the_garbage_collector_has_nothing_to_do_with_what_waits() -> None:
-    queue = AdmissionQueue(Fifo())
-    queue.push(waiting("a", 1.0))
-    # What holds others is looked at before them, and can be left out the next time.
-    gc.collect(), gc.collect()
-    assert not any(map(gc.is_tracked, queue._rows.values()))
 
 
 def test_a_higher_class_leaves_first() -> None:

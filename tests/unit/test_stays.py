@@ -119,7 +119,7 @@ def test_of_a_queue_it_is_told_who_left_first() -> None:
     assert stay.seconds == 8.0
     assert stay.queue == pb.QueueStay(found=2, earlier=2, before=["r0", "r1"], order="fifo")
     queue.dispatch(head)
-    assert not queue._arrivals
+    assert not queue._queued
 
 
 def test_who_comes_again_is_the_next_one_anew() -> None:

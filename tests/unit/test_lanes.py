@@ -1,0 +1,81 @@
+"""A line against a sorted list, and what it keeps of requests that have left."""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import count
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.lanes import Line, Queued
+from router.admission.waiting import Waiting
+
+numbers = st.integers(0, 5).map(float)
+steps = st.lists(st.tuples(st.sampled_from(["push", "leave", "first"]), numbers), max_size=300)
+
+
+class Lined:
+    """A line, and the requests that it should have, in order."""
+
+    def __init__(self) -> None:
+        self.line = Line()
+        self.expected: list[tuple[object, ...]] = []
+        self._queued: dict[int, Queued] = {}
+        self._tickets = count()
+
+    def push(self, *place: object) -> None:
+        ticket = next(self._tickets)
+        queued = Queued(Waiting(f"r{ticket}", "g", 0.0, 1, 1), ticket, (0.0, 0, 0, 0))
+        self._queued[ticket] = queued
+        self.line.push(queued, place)
+        insort(self.expected, (*place, ticket))
+
+    def leave(self, index: int) -> None:
+        queued = self._queued.pop(self.expected.pop(index)[-1])
+        queued.is_queued = False
+        self.line.left(queued)
+
+    def check(self) -> None:
+        first = self.line.first()
+        assert (first and first[:-1]) == (self.expected[0] if self.expected else None)
+
+
+@given(steps)
+def test_a_line_is_a_sorted_list(taken: list[tuple[str, float]]) -> None:
+    lined = Lined()
+    for step, number in taken:
+        if step == "push":
+            lined.push(number)
+        elif lined.expected:
+            lined.leave(int(number) % len(lined.expected) if step == "leave" else 0)
+        lined.check()
+
+
+def test_places_are_compared_as_a_whole_and_equal_ones_by_ticket() -> None:
+    lined = Lined()
+    for place in ((1.0, "a"), (1.0, "b"), (1.0, "a"), (2.0, "a")):
+        lined.push(*place)
+    while lined.expected:
+        lined.check()
+        lined.leave(0)
+    lined.check()
+
+
+def test_about_half_of_a_line_has_left_at_most() -> None:
+    lined = Lined()
+    for number in range(10_000):
+        lined.push(float(number))
+    for remaining in range(9_999, 0, -1):
+        lined.leave(remaining)
+        assert len(lined.line._items) <= 2 * remaining + 65
+    lined.check()
+
+
+def test_a_request_that_left_before_its_line_was_told_is_skipped() -> None:
+    lined = Lined()
+    lined.push(0.0)
+    lined.push(1.0)
+    lined.line._items[0][-1].is_queued = False
+    del lined.expected[0]
+    lined.check()
