@@ -65,7 +65,7 @@ def opened(config: Config) -> Iterator[LLM]:
     """The model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
     # Most commands speak to a cluster, and have nothing to do with an engine.
     from cluster.offline import LLM
-    from worker.step_log import ChannelBroken
+    from worker.parallel.step_log import ChannelBroken
 
     log_dir = config.state_dir / "logs"
     logs.configure("offline", config.log_level, log_dir / "offline.log")

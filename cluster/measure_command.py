@@ -25,7 +25,7 @@ from everlift import logs
 
 if TYPE_CHECKING:
     from cluster.forecast.hardware.fit import Fit, Step
-    from worker.engine import Engine
+    from worker.engine.engine import Engine
 
 EXAMPLES = """
 It computes steps of known sizes with a worker's engine, fits to them what the hardware allows, and
@@ -122,10 +122,10 @@ def _engine(config: Config) -> Iterator[Engine]:
     wait_passively()
     # After that, since OpenMP reads it with torch's import.
     from cluster.model import fetched
-    from worker.build import build_runner
-    from worker.engine import Engine
-    from worker.limits import Limits
-    from worker.parallel import Group
+    from worker.engine.engine import Engine
+    from worker.engine.limits import Limits
+    from worker.parallel.group import Group
+    from worker.runner.build import build_runner
 
     logs.configure("measure", config.log_level, config.state_dir / "logs" / "measure.log")
     config = asyncio.run(fetched(config))

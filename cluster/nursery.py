@@ -25,8 +25,8 @@ from cluster.errors import ClusterFailed
 from cluster.launch import Launch
 from cluster.starter import Started, python_module, told
 from everlift import logs
-from worker.child_process import full_environment
 from worker.config import WorkerConfig
+from worker.process.child_process import full_environment
 
 log = logs.get(__name__)
 
@@ -256,5 +256,10 @@ def _kill(starting: asyncio.Future[Forked]) -> None:
 def _modules(config: WorkerConfig) -> Sequence[str]:
     """What a rank of this model imports, sooner or later."""
     if config.is_fake:
-        return ["worker.rank"]
-    return ["worker.rank", "worker.build", "worker.parallel", "worker.grammar.compiler"]
+        return ["worker.serving.rank"]
+    return [
+        "worker.serving.rank",
+        "worker.runner.build",
+        "worker.parallel.group",
+        "worker.grammar.compiler",
+    ]

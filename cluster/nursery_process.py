@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from cluster import process
 from everlift import heap
-from worker.parent import die_with_parent
+from worker.process.parent import die_with_parent
 
 #: What an order brings, at most.
 _NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64

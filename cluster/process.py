@@ -31,10 +31,10 @@ from everlift.settings import SettingsError
 from everlift.transport import internal
 from everlift.v1 import session_pb2
 from router.ledger.config import LedgerSetupError
-from worker.parent import die_with_parent
+from worker.process.parent import die_with_parent
 
 if TYPE_CHECKING:
-    from worker.rank import Rank
+    from worker.serving.rank import Rank
 
 log = logs.get(__name__)
 
@@ -110,7 +110,7 @@ async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None
         log.info("GPU assigned", gpu=launch.gpu)
     routers = launch.routers if launch.rank == 0 else ()
     async with Starting(routers, internal(launch.worker.internal_tls)) as starting:
-        from worker.rank import Rank
+        from worker.serving.rank import Rank
 
         rank = Rank(launch.worker, launch.rank, launch.rendezvous)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)

@@ -267,7 +267,7 @@ def _routers(config: Config) -> Application:
 def _workers(config: Config, routers: Application) -> Application:
     import ray
 
-    from worker.app import WorkerDeployment
+    from worker.serving.app import WorkerDeployment
 
     size = config.worker.tensor_parallel
     threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.launch import Launch, encode
-from worker.child_process import full_environment
+from worker.process.child_process import full_environment
 
 
 class Started(Protocol):

@@ -18,10 +18,10 @@ from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.gpu import GpuAttention
 from worker.attention.prompts import PromptKernels
 from worker.attention.reference import ReferenceAttention, ReferenceStep
-from worker.kv_cache import KVCache
-from worker.limits import blocks_for
-from worker.plan import Row, Rows
-from worker.upload import upload
+from worker.device.kv_cache import KVCache
+from worker.device.upload import upload
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Row, Rows
 
 CPU = torch.device("cpu")
 KERNELS_ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from worker.attention.backend import AttentionBackend
 from worker.attention.choice import choose_attention
-from worker.build import make_fast
-from worker.kv_cache import KVCache
-from worker.limits import blocks_for
+from worker.device.kv_cache import KVCache
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Row, Rows
 from worker.model import weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.sharing import local_kv_heads
-from worker.parallel import Group
-from worker.plan import Row, Rows
-from worker.runner import Model
+from worker.parallel.group import Group
+from worker.runner.build import make_fast
+from worker.runner.runner import Model
 
 CPU = torch.device("cpu")
 

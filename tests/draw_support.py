@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from worker.draw import DrawTable
-from worker.draws import Draws
+from worker.runner.draw import DrawTable
+from worker.runner.draws import Draws
 
 GREEDY = SamplingParams(temperature=0.0)
 #: Wider than the first candidates, so that some filters need the whole row.

@@ -21,19 +21,19 @@ from torch import Tensor
 from everlift.errors import EverliftError
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.worker_support import GREEDY, Collected, run, start
-from worker.build import build_runner
 from worker.config import Grammars, WorkerConfig
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.load import Load
+from worker.engine.sequence import Sequence as EngineSequence
 from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.matcher import CompiledGrammar, Matcher
 from worker.grammar.nursery import Nursery
 from worker.grammar.vocabulary import token_bytes
-from worker.last_tokens import LastTokens
-from worker.limits import Limits
-from worker.load import Load
-from worker.parallel import Group
-from worker.sequence import Sequence as EngineSequence
-from worker.token_mask import forbidden, mask_words
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.last_tokens import LastTokens
+from worker.runner.token_mask import forbidden, mask_words
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "cluster" / "demo_model"
 VOCAB_SIZE = 512

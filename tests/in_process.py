@@ -16,8 +16,8 @@ from router.ledger.base import Ledger
 from router.ledger.memory import MemoryLedger
 from router.router import Router
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
-from worker.rank import Rank
+from worker.runner.fake_runner import expected_tokens
+from worker.serving.rank import Rank
 
 # Everything shares one process here: a worker may be silent because a test is busy.
 ROUTER = RouterConfig(model="fake", port=0, http_port=0, drain=0.2, worker_silence=5.0)

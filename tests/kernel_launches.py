@@ -9,12 +9,12 @@ import torch
 
 from worker.attention.backend import AttentionForm
 from worker.attention.gpu import GpuAttention
-from worker.draw_by_kernel import draw_by_kernel
-from worker.draws import Draws
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.plan import Row, Rows
 from worker.model.kernel_pointwise import KernelPointwise
-from worker.plan import Row, Rows
-from worker.upload import Parcel
+from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.draws import Draws
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132

@@ -9,7 +9,7 @@ from random import Random
 
 from torch import Tensor
 
-from worker.streams import CopyStreams
+from worker.device.streams import CopyStreams
 
 _NAMES = ("compute", "out", "into")
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from everlift.sampling import SamplingParams
-from worker.uniform import uniform
+from worker.runner.uniform import uniform
 
 logging.disable_progress_bar()
 

@@ -26,8 +26,8 @@ from router.prediction.output_lengths import OutputLengths
 from tests.admission_support import Cluster
 from tests.scheduler_bench import TOKEN, Bench
 from tests.worker_support import limits
-from worker.outcome import Outcome
-from worker.plan import Plan, RowResult
+from worker.engine.outcome import Outcome
+from worker.engine.plan import Plan, RowResult
 
 #: A model on some GPU: 20 ms a step, and 20,000 tokens of prompts a second.
 ROOFLINE = Roofline(overhead_s=0.002, weights_s=0.018, token_s=5e-5, kv_token_s=3e-7)

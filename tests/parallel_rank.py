@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from worker.parallel import init_group, join_store
-from worker.parent import die_with_parent
+from worker.parallel.group import init_group, join_store
+from worker.process.parent import die_with_parent
 
 #: Half a MiB of float32: several chunks.
 COUNT = 1 << 17

@@ -11,9 +11,9 @@ import os
 import signal
 
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import FakeRunner
-from worker.plan import Plan, RowResult
-from worker.rank import Rank
+from worker.engine.plan import Plan, RowResult
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.rank import Rank
 
 #: The first prompt token of a poison request.
 POISON = 13

@@ -20,11 +20,11 @@ from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.sampled_jobs import sampled_jobs
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
-from worker.build import build_runner
 from worker.config import Speculation, WorkerConfig
+from worker.engine.plan import Admission, Plan, Row, RowResult, Rows
 from worker.model.families import read_spec
-from worker.parallel import Group, init_group, join_store
-from worker.plan import Admission, Plan, Row, RowResult, Rows
+from worker.parallel.group import Group, init_group, join_store
+from worker.runner.build import build_runner
 
 #: Fewer than the sequences of a batch grow into, enough for each alone.
 NUM_BLOCKS = 12

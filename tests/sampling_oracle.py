@@ -15,7 +15,7 @@ from transformers import (
 
 from everlift.sampling import TokenLogprobs
 from tests.sampling_support import Allowed
-from worker.plan import Admission
+from worker.engine.plan import Admission
 
 
 def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
-from worker.plan import Admission
+from worker.engine.plan import Admission
 
 #: What may come after an output.
 Allowed = Callable[[Sequence[int]], Iterable[int]]
@@ -33,7 +33,8 @@ def admission(
 
 
 class FakeGrammar:
-    """Allows what ``allowed`` says of the output so far. A CompiledGrammar (worker.token_mask)."""
+    """Allows what ``allowed`` says of the output so far. A CompiledGrammar
+    (worker.runner.token_mask)."""
 
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed

@@ -7,11 +7,11 @@ from typing import Any
 
 from everlift.sampling import TokenLogprobs
 from tests.worker_support import prompt, sequence
-from worker.limits import Limits
-from worker.outcome import Outcome
-from worker.plan import Plan, Row, RowResult
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
+from worker.engine.limits import Limits
+from worker.engine.outcome import Outcome
+from worker.engine.plan import Plan, Row, RowResult
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
 
 TOKEN = 5
 

@@ -16,7 +16,7 @@ from router.gateway.model import HuggingFaceTokenizer
 from tests.grammar_support import DEMO_MODEL
 from tests.in_process import ROUTER, Cluster, cluster
 from worker.config import WorkerConfig
-from worker.plan import Plan, Row, RowResult, Runner
+from worker.engine.plan import Plan, Row, RowResult, Runner
 
 SAY = "say:"
 #: Ends of turns, in the templates of tests.chat_support.

@@ -22,11 +22,11 @@ from tests.decoder_steps import Step, SteppedDecoder
 from tests.sampled_jobs import sampled_jobs
 from tests.tensor_parallel_worker import NUM_BLOCKS
 from tests.torch_engine import TorchEngine, greedy_jobs
-from worker import collectives
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.parallel import Group, init_group, join_store
+from worker.parallel import collectives
+from worker.parallel.group import Group, init_group, join_store
 
 CPU = torch.device("cpu")
 #: 127.0.0.1 as /proc/net/tcp writes it.

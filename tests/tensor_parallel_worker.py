@@ -10,15 +10,15 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from worker import build
 from worker.config import WorkerConfig
-from worker.last_tokens import LastTokens
+from worker.engine.step_times import Stopwatch
 from worker.model.layers import RowLinear
-from worker.parallel import Group
-from worker.parent import die_with_parent
-from worker.rank import Rank
-from worker.runner import TorchRunner
-from worker.step_times import Stopwatch
+from worker.parallel.group import Group
+from worker.process.parent import die_with_parent
+from worker.runner import build
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner
+from worker.serving.rank import Rank
 
 #: Fewer than the test's sequences grow into, enough for each alone.
 NUM_BLOCKS = 9

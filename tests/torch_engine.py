@@ -11,17 +11,17 @@ from everlift.end_tokens import end_token_ids
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, run, start
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.counters import Counters
-from worker.engine import OF_ALL_RANKS, Engine
-from worker.last_tokens import LastTokens
-from worker.limits import Limits
-from worker.outcome import SequenceKey
-from worker.parallel import Group
-from worker.plan import Launched, Plan, RowResult
-from worker.runner import TorchRunner
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.counters import Counters
+from worker.engine.engine import OF_ALL_RANKS, Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import SequenceKey
+from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner
 
 
 @dataclass(frozen=True)

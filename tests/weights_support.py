@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from worker.model.decoder import Decoder
 from worker.model.layers import Piece
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 
 class Rank(Group):

@@ -11,11 +11,11 @@ import pytest
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
 from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
-from worker.outcome import Outcome, Residence, SequenceKey, Stop
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Outcome, Residence, SequenceKey, Stop
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.runner.fake_runner import FakeRunner
 
 #: One of each policy. Deadlines of slai are a few steps away where a step is a second.
 POLICIES = {

@@ -10,7 +10,7 @@ from everlift.address import bare
 from everlift.engine_policy import EnginePolicy
 from everlift.model_name import name_for_clients
 from everlift.tls import InternalTls
-from worker.device_kind import DeviceKind
+from worker.device.device_kind import DeviceKind
 
 #: The model name that stands for the fake runner.
 FAKE = "fake"

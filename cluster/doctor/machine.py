@@ -210,7 +210,7 @@ def _model(config: Config) -> Finding:
 
 def _try_architecture(config: Config) -> bool:
     """Asks what a start asks; False where only a start can say. Raises UnsupportedModel."""
-    from worker.build import spec_of, try_modules
+    from worker.runner.build import spec_of, try_modules
 
     if config.model == FAKE or spec_of(config.worker, Path(config.model)) is not None:
         return True

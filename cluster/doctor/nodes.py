@@ -210,7 +210,7 @@ class Reducer:
         """Where the others find it."""
         from ray.util import get_node_ip_address
 
-        from worker.parallel import create_store
+        from worker.parallel.group import create_store
 
         self._store, address = create_store(get_node_ip_address())  # type: ignore[no-untyped-call]
         return address
@@ -220,7 +220,7 @@ class Reducer:
         what torch raises."""
         import torch
 
-        from worker.parallel import init_group, join_store
+        from worker.parallel.group import init_group, join_store
 
         store = self._store if rank == 0 else join_store(meeting)
         group = init_group(store, rank, size, torch.device(device))

@@ -11,7 +11,7 @@ from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import NamedSequence
 from cluster.forecast.timeline import Timeline
 from router.admission.worker_view import Capacity, Load
-from worker.outcome import Outcome
+from worker.engine.outcome import Outcome
 
 
 class AnyWorker(ABC):

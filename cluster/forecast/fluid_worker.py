@@ -27,8 +27,8 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.pace import Work
 from router.admission.worker_view import Load
-from worker.limits import blocks_for
-from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
+from worker.engine.limits import blocks_for
+from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
 
 
 class FluidWorker(AnyWorker):

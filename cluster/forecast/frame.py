@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.admission.worker_view import Load
-from worker.outcome import Outcome
+from worker.engine.outcome import Outcome
 
 
 class Frame(NamedTuple):

@@ -38,7 +38,7 @@ from router.admission.tenure import Placed
 from router.admission.tpot import seen_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
-from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
+from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
 
 
 class Workers(Protocol):

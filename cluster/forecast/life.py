@@ -14,7 +14,7 @@ from cluster.forecast.sequence import BlockNames, NamedSequence
 from everlift.v1 import session_pb2
 from router.gateway.losses import Losses
 from router.ledger.entry import Move, State
-from worker.outcome import Outcome
+from worker.engine.outcome import Outcome
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from cluster.forecast.hardware.fit import Step
 from everlift.sampling import SamplingParams
 from everlift.step_time import StepSize
 from everlift.v1 import session_pb2
-from worker.engine import Engine
-from worker.limits import Limits, blocks_for
-from worker.outcome import Abort
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.outcome import Abort
+from worker.engine.sequence import Sequence as EngineSequence
 
 #: Of each size so many are measured, and the median counts.
 _REPETITIONS = 5

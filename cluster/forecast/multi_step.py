@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from everlift.blockhash import BLOCK_SIZE
-from worker.batch import Batch
-from worker.columns import Columns
-from worker.limits import Limits
-from worker.outcome import NO_NEWS, Outcome
-from worker.plan import NOTHING_DRAWN, Ints, Plan, RowResult
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
+from worker.engine.batch import Batch
+from worker.engine.limits import Limits
+from worker.engine.outcome import NO_NEWS, Outcome
+from worker.engine.plan import NOTHING_DRAWN, Ints, Plan, RowResult
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
 
 
 class MultiStepScheduler(Scheduler):

@@ -10,8 +10,8 @@ from cluster.autoscale.config import AutoscaleConfig
 from everlift.step_time import StepTime
 from router.config import RouterConfig
 from worker.config import WorkerConfig
-from worker.device_kind import DeviceKind
-from worker.limits import Limits
+from worker.device.device_kind import DeviceKind
+from worker.engine.limits import Limits
 
 #: How a request finds its worker when it is not the product that decides.
 

@@ -15,9 +15,9 @@ from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import PromptTooLong
 from everlift.sampling import SamplingParams
-from worker.limits import Limits
-from worker.outcome import Outcome, SequenceKey, Stop
-from worker.sequence import Sequence
+from worker.engine.limits import Limits
+from worker.engine.outcome import Outcome, SequenceKey, Stop
+from worker.engine.sequence import Sequence
 
 #: Every token is this one: nobody looks at them.
 TOKEN = 1
@@ -100,7 +100,8 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """How it ends at a worker that does not begin with it, as in ``worker.sessions``."""
+        """How it ends at a worker that does not begin with it, as in
+        ``worker.serving.sessions``."""
         most = limits.max_model_len
         if is_draining:
             return self.outcome(Stop.RETURNED)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from everlift.step_time import StepSize
-from worker.load import Load
+from worker.engine.load import Load
 
 
 class More(NamedTuple):

@@ -3,10 +3,10 @@ model. Pure.
 
     start, abort  -->  inbox  --turn-->  schedule, commit  --step is over-->  frame
 
-as in ``worker.loop`` and ``worker.sessions``: what comes during a step waits for the next one, and
-what a step made is there when its time is over. Steps that do nothing but decode the same sequences
-are not planned one by one: they are counted as their time goes by, each with its frame, and
-computed at once before anything else is.
+as in ``worker.serving.loop`` and ``worker.serving.sessions``: what comes during a step waits for
+the next one, and what a step made is there when its time is over. Steps that do nothing but decode
+the same sequences are not planned one by one: they are counted as their time goes by, each with its
+frame, and computed at once before anything else is.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.pace import Work, spared_tokens
 from router.admission.worker_view import Load
-from worker.outcome import Outcome, SequenceKey, Stop
-from worker.pending import Pending
-from worker.plan import Plan, Rows
-from worker.sequence import NO_SLOT
+from worker.engine.outcome import Outcome, SequenceKey, Stop
+from worker.engine.plan import Plan, Rows
+from worker.engine.sequence import NO_SLOT
+from worker.serving.pending import Pending
 
 #: Of the steps that might be computed at once, as many are looked at: in these nobody takes more
 #: than two blocks.

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from everlift.v1 import session_pb2
-from worker.loop import FirstSteps, Report
-from worker.sessions import Sessions
+from worker.serving.loop import FirstSteps, Report
+from worker.serving.sessions import Sessions
 
 _NAME = "local"
 

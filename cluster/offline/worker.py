@@ -32,8 +32,8 @@ from everlift.reception import Chunk
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
-from worker.rank import Rank, RankFailed
-from worker.sessions import Sessions
+from worker.serving.rank import Rank, RankFailed
+from worker.serving.sessions import Sessions
 
 #: Gets each chunk of a request, in the event loop's thread.
 Show = Callable[[Chunk], None]

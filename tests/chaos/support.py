@@ -46,7 +46,7 @@ from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from tests import patient
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 FAKE = FakeModel(step_time=0.004)
 COUNT = 150

@@ -21,7 +21,7 @@ from tests.chaos.support import Cluster, Load, config, paused, resident, running
 from tests.http_client import JSON, streamed
 from tests.session_support import OPTIONS
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 SLOW = FakeModel(step_time=0.01)
 #: Tokens of a stream with log probabilities, some 200 bytes each.

@@ -17,7 +17,7 @@ from everlift.v1 import inference_pb2 as pb
 from tests import patient
 from tests.chaos.support import Cluster, Load, config, report, running, until
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 SLOW = FakeModel(step_time=0.01)
 

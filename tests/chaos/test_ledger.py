@@ -28,7 +28,7 @@ from tests.chaos.support import Cluster, Load, config, paused, report, running, 
 from tests.ledgers import redis_server
 from tests.proxy import Proxy, proxy
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 #: Slow enough that much can go wrong before the last token.
 SLOW = FakeModel(step_time=0.01)

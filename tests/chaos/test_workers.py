@@ -24,9 +24,9 @@ from router.config import RouterConfig
 from tests import in_process
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import FakeRunner
-from worker.plan import Plan, RowResult
-from worker.rank import Rank
+from worker.engine.plan import Plan, RowResult
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.rank import Rank
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from tests.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
 from tests.simulated_cluster.asked import ROUTERS, Asked
 from tests.simulated_cluster.client import Transcript
 from tests.simulated_cluster.judgement import listening
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.parallel import Group
-from worker.plan import Plan, RowResult
-from worker.runner import TorchRunner
-from worker.sessions import Compiled, Grammars
+from worker.engine.plan import Plan, RowResult
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.runner import TorchRunner
+from worker.serving.sessions import Compiled, Grammars
 
 _STEP_S = 0.01
 _TOLERANCE = 1e-4

@@ -21,7 +21,7 @@ from router.ledger.embedded import running_url
 from router.ledger.redis_ledger import connect
 from tests.free_port import free_port
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

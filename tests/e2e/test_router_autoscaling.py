@@ -17,7 +17,7 @@ from everlift.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

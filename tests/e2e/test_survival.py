@@ -21,7 +21,7 @@ from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
 from tests import patient
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 FAKE = FakeModel(step_time=0.008)
 COUNT = 150

@@ -27,7 +27,7 @@ from tests.conftest import leaving_nothing
 from tests.free_port import free_port
 from tests.serve_api import call
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [

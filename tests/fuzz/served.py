@@ -54,9 +54,9 @@ from tests import chat_support
 from tests.fuzz.target import Finding, event_loop, is_named
 from tests.gateway_support import CONFIG, Gateway, gateway_ledger
 from worker.config import WorkerConfig
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
-from worker.sequence import Sequence
+from worker.engine.limits import Limits
+from worker.engine.sequence import Sequence
+from worker.runner.fake_runner import FakeRunner
 
 _CONFIG = replace(CONFIG, max_queued=4096)
 #: Bodies and messages of a case are far smaller: those that say that they are larger are refused.

@@ -1,6 +1,6 @@
 // Loops of a team, and whether each of their parts was done once, and before the next loop began.
 
-#include "../../worker/team.h"
+#include "../../worker/native/team.h"
 
 #include <memory>
 

@@ -25,7 +25,7 @@ from tests.in_process import WORKER, Cluster, cluster, until
 from tests.restored_logging import restored_logging
 from tests.scripted import SAY, scripted_cluster
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 ROOT = Path(__file__).parents[2]
 LINES, TOKENS = 60, 20

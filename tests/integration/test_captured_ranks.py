@@ -11,17 +11,17 @@ from torch import Tensor
 
 from tests.integration.test_parallel import on_ranks
 from tests.llama_support import save_llama
-from worker import assembly
-from worker.assembly import Assembly, Loaded
 from worker.config import WorkerConfig
-from worker.decode_graphs import DecodeGraphs, Work
-from worker.kv_cache import KVCache
-from worker.last_tokens import LastTokens
+from worker.device.kv_cache import KVCache
 from worker.model import dummy
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.parallel import Group
+from worker.parallel.group import Group
+from worker.runner import assembly
+from worker.runner.assembly import Assembly, Loaded
+from worker.runner.decode_graphs import DecodeGraphs, Work
+from worker.runner.last_tokens import LastTokens
 
 CPU = torch.device("cpu")
 

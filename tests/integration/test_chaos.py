@@ -24,7 +24,7 @@ from router.ledger.embedded import running_url
 from router.ledger.redis_ledger import connect
 from tests.restored_logging import restored_logging
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 TOKENS = 150
 FAKE = FakeModel(step_time=0.004)

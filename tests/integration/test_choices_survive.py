@@ -16,7 +16,7 @@ from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from tests.in_process import WORKER, Cluster, cluster, until
-from worker.fake_runner import expected_logprobs, expected_tokens
+from worker.runner.fake_runner import expected_logprobs, expected_tokens
 
 N, COUNT, NUM_TOP = 3, 90, 2
 PROMPTS = [[seed + 1, *range(seed, seed + 40)] for seed in range(6)]

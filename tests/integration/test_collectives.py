@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from tests.parallel_rank import COUNT
-from worker import collectives
-from worker.collectives import Collectives, meet
-from worker.parallel import Group, create_store, init_group, join_store
+from worker.parallel import collectives
+from worker.parallel.collectives import Collectives, meet
+from worker.parallel.group import Group, create_store, init_group, join_store
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

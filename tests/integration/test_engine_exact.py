@@ -17,7 +17,7 @@ from tests.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
 from tests.worker_support import under_each_policy
 from worker.config import Scheduling
-from worker.plan import Plan, RowResult
+from worker.engine.plan import Plan, RowResult
 
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 DEMO_PROMPTS = [

@@ -20,20 +20,20 @@ from tests.integration.test_parallel import on_ranks
 from tests.llama_support import SIZES, generate, load_llama, save_llama
 from tests.no_waits import no_waits
 from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
-from worker import collectives
 from worker.attention.gpu import GpuAttention
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.decode_graphs import DecodeGraphs, Work
-from worker.device import choose_device
-from worker.last_tokens import LastTokens
+from worker.device.device import choose_device
+from worker.device.upload import Parcel
+from worker.engine.plan import Admission, Plan, Row, Rows
 from worker.model.decoder import Decoder
-from worker.parallel import Group
-from worker.plan import Admission, Plan, Row, Rows
-from worker.runner import TorchRunner, TorchStep
-from worker.swap import SwapCost
-from worker.token_mask import CompiledGrammar, TokenMask
-from worker.upload import Parcel
+from worker.parallel import collectives
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.decode_graphs import DecodeGraphs, Work
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner, TorchStep
+from worker.runner.swap import SwapCost
+from worker.runner.token_mask import CompiledGrammar, TokenMask
 
 DEVICE = choose_device("auto")
 ON_GPU = DEVICE.type == "cuda"
@@ -175,7 +175,7 @@ class Decoding:
     def of(cls, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Decoding:
         if not ON_GPU:
             attention = lambda cache: GpuAttention(cache, 4)  # noqa: E731
-            monkeypatch.setattr("worker.assembly.choose_attention", attention)
+            monkeypatch.setattr("worker.runner.assembly.choose_attention", attention)
         runner = built(directory, HALF, PLENTY)
         if runner._graphs is None:
             runner._graphs = called_again(runner)

@@ -21,12 +21,12 @@ from tests.in_process import (
     worker_status,
 )
 from worker.config import Scheduling
-from worker.policies.continuous import Continuous
-from worker.policies.magnus import Magnus
-from worker.policies.policy import Policy
-from worker.policies.slai import Slai
-from worker.policies.static import Static
-from worker.rank import Rank
+from worker.engine.policies.continuous import Continuous
+from worker.engine.policies.magnus import Magnus
+from worker.engine.policies.policy import Policy
+from worker.engine.policies.slai import Slai
+from worker.engine.policies.static import Static
+from worker.serving.rank import Rank
 
 POLICIES: dict[str, type[Policy]] = {
     "continuous": Continuous,

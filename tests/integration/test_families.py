@@ -22,7 +22,7 @@ from tests.families import (
 from worker.attention.backend import AttentionBackend
 from worker.attention.choice import choose_attention
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
 
 #: All but the last longer than the windows of most checkpoints.
 LENGTHS = (100, 45, 33, 70, 9)

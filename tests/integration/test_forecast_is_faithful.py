@@ -27,14 +27,14 @@ from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, limits, prompt, start
 from worker.config import FakeModel, Scheduling
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
-from worker.loop import LeadingLoop, Report
-from worker.orders import Inbox
-from worker.outcome import Abort, SequenceKey
-from worker.plan import Plan
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey
+from worker.engine.plan import Plan
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.inbox import Inbox
+from worker.serving.loop import LeadingLoop, Report
 
 #: A token is due when two or three steps have begun since the one before it.
 POLICIES = {

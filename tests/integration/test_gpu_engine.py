@@ -15,10 +15,10 @@ from tests.llama_support import SIZES, save_llama
 from tests.sampled_jobs import sampled_jobs
 from tests.torch_engine import TorchEngine, greedy_jobs
 from worker.attention.gpu import GpuAttention
-from worker.decode_graphs import DecodeGraphs
-from worker.draw_by_kernel import draw_by_kernel
 from worker.model.decoder import Decoder
 from worker.model.kernel_pointwise import KernelPointwise
+from worker.runner.decode_graphs import DecodeGraphs
+from worker.runner.draw_by_kernel import draw_by_kernel
 
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 PLENTY, TINY = 200, 18
@@ -69,9 +69,11 @@ def test_kernels_and_replayed_decoding_make_the_same_tokens(
     prompts = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in (33, 2, 20)]
     jobs = greedy_jobs(prompts, max_tokens=5)
     expected = TorchEngine(directory, PLENTY).serve(jobs)
-    monkeypatch.setattr("worker.assembly.choose_attention", lambda cache: GpuAttention(cache, 4))
-    monkeypatch.setattr("worker.build.choose_pointwise", lambda *_: KernelPointwise())
-    monkeypatch.setattr("worker.sampler.choose_draw", lambda _: draw_by_kernel)
+    monkeypatch.setattr(
+        "worker.runner.assembly.choose_attention", lambda cache: GpuAttention(cache, 4)
+    )
+    monkeypatch.setattr("worker.runner.build.choose_pointwise", lambda *_: KernelPointwise())
+    monkeypatch.setattr("worker.runner.sampler.choose_draw", lambda _: draw_by_kernel)
     eager = TorchEngine(directory, PLENTY, ahead=True)
     replaying = TorchEngine(directory, PLENTY, ahead=True)
     replayed = replay_decoding(replaying)

@@ -18,7 +18,7 @@ from tests.pickles import saved
 from worker.config import WorkerConfig
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.spec import UnsupportedModel
-from worker.rank import Rank
+from worker.serving.rank import Rank
 
 PROGRAM = "from pathlib import Path\nPath({marker!r}).touch()\n"
 

@@ -17,10 +17,10 @@ from cluster.processes import ProcessCluster
 from everlift import AsyncClient
 from everlift.model_files import pin
 from tests.hub import Hub, in_use
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.parallel import Group
-from worker.rank import Rank
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.serving.rank import Rank
 
 NAME = "org/demo"
 

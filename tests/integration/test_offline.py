@@ -34,9 +34,9 @@ from everlift.model_files import ModelUnavailable
 from everlift.sampling import SamplingParams
 from everlift.settings import SettingsError
 from router.gateway.model import ByteTokenizer
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_tokens
-from worker.plan import Plan, RowResult
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan, RowResult
+from worker.runner.fake_runner import FakeRunner, expected_tokens
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,12 +18,12 @@ from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, load_llama, save_llama
 from tests.no_waits import no_waits
 from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.parallel import Group
-from worker.plan import Row, Rows
-from worker.runner import TorchRunner
-from worker.upload import Parcel
+from worker.device.upload import Parcel
+from worker.engine.plan import Row, Rows
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.runner import TorchRunner
 
 DEVICE = "cuda"
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"

@@ -20,7 +20,6 @@ from tests.families import MAX_POSITION, VOCAB, all_logits, greedy, load_family
 from tests.other_architectures import CONFIGS, save_config, save_other
 from tests.torch_engine import TorchEngine, greedy_jobs
 from worker.attention.choice import choose_attention
-from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.layers import Placement
 from worker.model.spec import UnsupportedModel
@@ -28,7 +27,8 @@ from worker.model.transformers_decoder import TransformersDecoder
 from worker.model.transformers_loading import load_decoder
 from worker.model.transformers_survey import MaskFunction, Unservable, window_of
 from worker.model.weights import BadCheckpoint
-from worker.parallel import Group
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
 
 CPU = torch.device("cpu")
 LENGTHS = (70, 45, 33, 9)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.tensor_parallel_rank import LOOPBACK, listening
-from worker import collectives, parallel
-from worker.parallel import Group, _gloo, create_store, init_group, join_store
+from worker.parallel import collectives
+from worker.parallel import group as group_module
+from worker.parallel.group import Group, _gloo, create_store, init_group, join_store
 
 CPU = torch.device("cpu")
 #: What a group sums, and how much a rounding may change of it.
@@ -330,14 +331,14 @@ def test_who_has_no_use_for_a_gather_takes_part_in_it_with_no_memory_of_its_own(
 def test_ranks_that_share_a_gpu_go_through_the_host(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(parallel, "_name_of", lambda device: "GPU-1")
+    monkeypatch.setattr(group_module, "_name_of", lambda device: "GPU-1")
     told = on_ranks(2, all_collectives, device=torch.device("cuda"))
     assert told == [expected_of(rank, on_device=False) for rank in (0, 1)]
 
 
 def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     names = count_from()
-    monkeypatch.setattr(parallel, "_name_of", lambda device: f"GPU-{next(names)}")
+    monkeypatch.setattr(group_module, "_name_of", lambda device: f"GPU-{next(names)}")
     aborted: list[int] = []
 
     class Nccl:
@@ -353,7 +354,7 @@ def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPa
             aborted.append(self._rank)
             self._gloo.shutdown()
 
-    monkeypatch.setattr(parallel, "_nccl", Nccl)
+    monkeypatch.setattr(group_module, "_nccl", Nccl)
     told = on_ranks(2, all_collectives, device=torch.device("cuda"))
     assert told == [expected_of(rank, on_device=True) for rank in (0, 1)]
     assert sorted(aborted) == [0, 1]

@@ -15,10 +15,10 @@ _SCRIPT = """
 import os, sys
 import torch
 from tests.soak.growth import resident_kib
-from worker.build import build_runner
+from worker.runner.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.onednn import OneDnn
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 config = WorkerConfig(model=sys.argv[1], dtype="float32", device="cpu", num_blocks=16)
 build_runner(config, Group.single())

@@ -23,16 +23,16 @@ from tests.integration.test_parallel import gloo, on_ranks
 from tests.llama_support import SIZES, save_llama
 from tests.torch_engine import Job, TorchEngine, outputs
 from tests.worker_support import Collected
-from worker import parallel
-from worker.build import make_fast
 from worker.config import Speculation
 from worker.model import dummy
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import ColumnLinear, Placement, RmsNorm, RowLinear, VocabTable
-from worker.parallel import Group, _CollectiveGroup, _SharedMemoryGroup
-from worker.runner import TorchRunner
-from worker.sampler import Sampler
+from worker.parallel import group as group_module
+from worker.parallel.group import Group, _CollectiveGroup, _SharedMemoryGroup
+from worker.runner.build import make_fast
+from worker.runner.runner import TorchRunner
+from worker.runner.sampler import Sampler
 
 __all__ = ["gloo"]
 
@@ -106,7 +106,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
         within = here.step()(getattr(TorchRunner, name))
         monkeypatch.setattr(TorchRunner, name, within)
     # A rank that waits for one that does not come is not to keep the test.
-    monkeypatch.setattr(parallel, "TIMEOUT", timedelta(seconds=20))
+    monkeypatch.setattr(group_module, "TIMEOUT", timedelta(seconds=20))
     return here
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from worker.config import WorkerConfig
-from worker.rank import Rank, RankFailed
+from worker.serving.rank import Rank, RankFailed
 
 CONFIG = WorkerConfig(model="fake", num_blocks=64)
 

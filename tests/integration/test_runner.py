@@ -18,12 +18,12 @@ from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, save_llama
 from tests.sampling_oracle import is_close, own_logprobs
 from tests.sampling_support import admission
-from worker.build import build_runner
 from worker.config import WorkerConfig
+from worker.engine.plan import Admission, Plan, Row, RowResult, Rows
 from worker.model.spec import UnsupportedModel
-from worker.parallel import Group
-from worker.plan import Admission, Plan, Row, RowResult, Rows
-from worker.runner import TorchRunner
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.runner import TorchRunner
 
 PROMPT = [9, 77, 140, 33, 8, 210, 6, 91]
 #: The checkpoint's token whose embedding is broken in some tests.

@@ -26,9 +26,9 @@ from tests.sampled_rank import GUESSING, NUM_BLOCKS, outputs, swapped_jobs
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import admission
 from tests.torch_engine import Job, TorchEngine
-from worker.outcome import SequenceKey
-from worker.parallel import Group, create_store
-from worker.uniform import uniform
+from worker.engine.outcome import SequenceKey
+from worker.parallel.group import Group, create_store
+from worker.runner.uniform import uniform
 
 ROOT = Path(__file__).parents[2]
 PLENTY = 300

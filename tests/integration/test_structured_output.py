@@ -44,7 +44,7 @@ from worker.config import Speculation, WorkerConfig
 from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.matcher import CompiledGrammar
 from worker.grammar.nursery import Nursery
-from worker.rank import Rank
+from worker.serving.rank import Rank
 
 HOT = SamplingParams(temperature=3.0, seed=5)
 NUMBERS = r"[0-9]{1,3}(, [0-9]{1,3}){2,9}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from worker import native
+from worker.native import native
 
 _SOURCE = Path(__file__).with_name("team_loops.cpp")
 _LOOPS = 2000

@@ -25,8 +25,8 @@ from tests.session_support import Router
 from tests.tensor_parallel_rank import MAX_POSITION, parameter_bytes, steps
 from tests.tensor_parallel_worker import NUM_BLOCKS, build_ahead, config
 from tests.torch_engine import TorchEngine, greedy_jobs, starts
-from worker.parallel import Group, create_store
-from worker.rank import Rank, RankFailed
+from worker.parallel.group import Group, create_store
+from worker.serving.rank import Rank, RankFailed
 
 ROOT = Path(__file__).parents[2]
 #: How long the ranks may take for everything, starting python included.
@@ -163,7 +163,7 @@ def test_a_rank_holds_its_share_of_the_parameters(model: str, ranks: Ranks) -> N
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 launches its steps ahead, as the other one does."""
-    monkeypatch.setattr("worker.build.build_runner", build_ahead)
+    monkeypatch.setattr("worker.runner.build.build_runner", build_ahead)
 
 
 @pytest.mark.usefixtures("ahead")

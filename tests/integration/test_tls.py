@@ -26,7 +26,7 @@ from router.config import RouterConfig
 from router.router import Router
 from tests.authority import Authority, Pair, Secret
 from tests.in_process import ROUTER, WORKER, Cluster, KeptLedger, cluster, right_tokens
-from worker.rank import Rank
+from worker.serving.rank import Rank
 
 PROMPT = [3, 1, 4]
 

@@ -19,8 +19,8 @@ from everlift.v1 import chaos_pb2, session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
-from worker.rank import Rank, RankFailed
+from worker.runner.fake_runner import expected_tokens
+from worker.serving.rank import Rank, RankFailed
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.005
@@ -111,7 +111,7 @@ async def struck(fault: chaos_pb2.Fault) -> tuple[bytes, int | None]:
     """What a process says that does ``fault`` to itself, and how it ends."""
     script = f"""
 from everlift.v1 import chaos_pb2
-from worker.fault import strike
+from worker.serving.fault import strike
 strike(chaos_pb2.Fault.FromString({fault.SerializeToString()!r}))
 print("goes on")
 """

@@ -20,9 +20,9 @@ from everlift.v1 import chaos_pb2, session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start, tensor_parallel
 from worker.config import WorkerConfig
-from worker.fake_runner import expected_tokens
-from worker.rank import Rank, RankFailed
-from worker.step_log import ChannelBroken, StepLogListener, StepLogReader
+from worker.parallel.step_log import ChannelBroken, StepLogListener, StepLogReader
+from worker.runner.fake_runner import expected_tokens
+from worker.serving.rank import Rank, RankFailed
 
 CHILD = Path(__file__).with_name("worker_rank_child.py")
 ROOT = CHILD.parents[2]

@@ -18,11 +18,11 @@ import pytest
 from cluster.launch import RankLaunch, encode
 from tests.session_support import Router, announced
 from tests.worker_support import prompt, start
-from worker import reclaim
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
-from worker.rank import Rank
-from worker.reclaim import notice_at
+from worker.runner.fake_runner import expected_tokens
+from worker.serving import reclaim
+from worker.serving.rank import Rank
+from worker.serving.reclaim import notice_at
 
 ROOT = Path(__file__).parents[2]
 #: Slow enough that a sequence is in the middle when the notice comes.

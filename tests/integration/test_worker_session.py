@@ -15,8 +15,8 @@ from everlift.v1 import session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
-from worker.rank import Rank
+from worker.runner.fake_runner import expected_tokens
+from worker.serving.rank import Rank
 
 CONFIG = WorkerConfig(
     model="fake", num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, cluster_id="here"

@@ -10,8 +10,8 @@ import asyncio
 import sys
 
 from tests.worker_support import tensor_parallel
-from worker.parent import die_with_parent
-from worker.rank import Rank, RankFailed
+from worker.process.parent import die_with_parent
+from worker.serving.rank import Rank, RankFailed
 
 
 async def main(rank: int, rendezvous: str, num_blocks: int, ahead: bool) -> int:

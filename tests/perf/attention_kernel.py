@@ -28,9 +28,9 @@ from tests.perf import report
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
-from worker.limits import blocks_for
-from worker.plan import Row, Rows
+from worker.device.kv_cache import KVCache
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Row, Rows
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 12, 12, 4, 64
 FORM = AttentionForm(HEAD_DIM**-0.5)

@@ -42,7 +42,7 @@ from router.config import RouterConfig
 from tests.free_port import free_port
 from tests.perf import report
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 MODEL = FakeModel(step_time=0.05)
 SLOTS = 12

@@ -45,7 +45,7 @@ from tests.perf.batching_engines import Bench, Live, Virtual
 from tests.perf.batching_picture import draw
 from tests.perf.batching_player import Played, Request, quantile
 from worker.config import Scheduling, WorkerConfig
-from worker.plan import Runner
+from worker.engine.plan import Runner
 
 SIZES = (4, 8, 16, 32, 64, 128)
 STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")

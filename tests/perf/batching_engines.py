@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from tests.perf.batching_player import Played, Player, Request
 from tests.perf.batching_virtual import H200_8B, VirtualRunner
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.limits import Limits
-from worker.parallel import Group
-from worker.plan import Runner
-from worker.runner import TorchRunner
+from worker.engine.limits import Limits
+from worker.engine.plan import Runner
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.runner import TorchRunner
 
 
 class Bench(Protocol):

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
-from worker.engine import Engine
-from worker.limits import Limits
-from worker.outcome import Abort
-from worker.plan import Runner
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort
+from worker.engine.plan import Runner
+from worker.engine.sequence import Sequence as EngineSequence
 
 _GREEDY = SamplingParams(temperature=0.0).to_proto()
 

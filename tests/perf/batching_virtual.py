@@ -7,8 +7,8 @@ from collections.abc import Collection
 import numpy as np
 
 from everlift.step_time import Roofline, StepSize, StepTime
-from worker.device_kind import DeviceKind
-from worker.plan import Plan, RowResult
+from worker.device.device_kind import DeviceKind
+from worker.engine.plan import Plan, RowResult
 
 #: Weights of a model of 8 billion parameters in bf16, with 8 KV heads of 128 in 32 layers, on an
 #: H200: read at 3.66 TB/s, multiplied at 592 TFLOP/s.

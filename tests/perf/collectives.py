@@ -30,13 +30,13 @@ from tests.perf import report
 from tests.perf.child import Child, child
 from tests.torch_engine import greedy_jobs, starts
 from tests.worker_support import run
-from worker import collectives
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.engine import Engine
-from worker.limits import Limits
-from worker.parallel import Group, create_store, init_group, join_store
-from worker.sequence import Sequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.sequence import Sequence
+from worker.parallel import collectives
+from worker.parallel.group import Group, create_store, init_group, join_store
+from worker.runner.build import build_runner
 
 WAYS = ("shared memory", "gloo")
 SIZES = (4 << 10, 64 << 10, 1 << 20)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.engine import Engine
-from worker.limits import Limits
-from worker.parallel import Group
-from worker.sequence import Sequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.sequence import Sequence
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
 
 _SEQUENCES = 8
 _PROMPT_TOKENS = 8

@@ -19,11 +19,11 @@ import torch
 
 from tests.perf import checkpoints
 from tests.perf.scheduler import PROMPT, Bench
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.parallel import Group
-from worker.runner import TorchRunner
-from worker.step_times import Stopwatch
+from worker.engine.step_times import Stopwatch
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.runner import TorchRunner
 
 RUNNING, WAITING = 256, 100
 MODELS = ("tiny", "small")

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 
-from worker.startup import Startup
+from worker.serving.startup import Startup
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from worker.startup import Startup, process_age_s
+from worker.serving.startup import Startup, process_age_s
 
 
 def main() -> None:
@@ -19,22 +19,22 @@ def main() -> None:
     startup = Startup()
     startup.seconds["interpreter"] = process_age_s()
     with startup.part("modules without torch"):
-        import worker.rank  # noqa: F401
+        import worker.serving.rank  # noqa: F401
         from everlift import heap
         from everlift.sampling import SamplingParams
         from everlift.v1 import session_pb2
         from router.gateway.model import ServedModel
         from worker.config import WorkerConfig
-        from worker.engine import Engine
-        from worker.limits import Limits
-        from worker.sequence import Sequence
+        from worker.engine.engine import Engine
+        from worker.engine.limits import Limits
+        from worker.engine.sequence import Sequence
     with startup.part("tokenizer"):
         ServedModel.load(str(directory))
     with startup.part("torch"), heap.growing():
         import torch  # noqa: F401
     with startup.part("modules on torch"), heap.growing():
-        from worker.build import build_runner
-        from worker.parallel import Group
+        from worker.parallel.group import Group
+        from worker.runner.build import build_runner
     config = WorkerConfig(model=str(directory), num_threads=threads)
     with startup.part("weights and KV cache"):
         runner = build_runner(config, Group.single())

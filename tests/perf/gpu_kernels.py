@@ -37,17 +37,17 @@ from worker.attention.flash_attention import FlashAttention3
 from worker.attention.flash_infer import FlashInfer
 from worker.attention.prompt_choice import BackendClass, try_backend
 from worker.attention.reference import ReferenceAttention
-from worker.draw import DrawTable, choose_draw, draw
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Row, Rows
 from worker.kernels.trial import why_no_kernels
-from worker.kv_cache import KVCache
-from worker.largest import largest_by_torch
-from worker.limits import blocks_for
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.pointwise import TORCH, Pointwise
 from worker.model.rope import RotaryTable
 from worker.model.spec import Rope
-from worker.plan import Row, Rows
-from worker.upload import Parcel
+from worker.native.argmax import largest_by_torch
+from worker.runner.draw import DrawTable, choose_draw, draw
 
 Times = dict[str, Any]
 THEIRS: dict[str, BackendClass] = {"fa3_s": FlashAttention3, "flashinfer_s": FlashInfer}

@@ -33,14 +33,14 @@ from tests.perf.gpu_timing import (
     ROUNDS,
     seconds,
 )
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.outcome import Abort, Outcome
+from worker.engine.sequence import Sequence
 from worker.kernels.trial import why_no_kernels
-from worker.limits import Limits, blocks_for
-from worker.outcome import Abort, Outcome
-from worker.parallel import Group
-from worker.sequence import Sequence
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
 
 _WATCHED, _WATCHED_DEVICE = (
     (ProfilerActivity.CPU, DeviceType.CPU) if IS_SMALL else (ProfilerActivity.CUDA, DeviceType.CUDA)

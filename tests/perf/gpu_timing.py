@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from worker.decode_graphs import CudaGraphs
-from worker.device import choose_device
+from worker.device.device import choose_device
+from worker.runner.decode_graphs import CudaGraphs
 
 DEVICE = choose_device("auto")
 DTYPE = torch.bfloat16

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tests.perf import report
-from worker.device import use_threads
+from worker.device.device import use_threads
 from worker.model.matrix import Form, Plain
 from worker.model.onednn import OneDnnPacking
 from worker.model.packing import choose_packing

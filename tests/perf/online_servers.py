@@ -33,7 +33,7 @@ from tests.free_port import free_port
 from tests.perf.online_load import Client
 from tests.perf.online_parts import PartsOf, Process, below
 from tests.perf.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
-from worker.device import choose_dtype
+from worker.device.device import choose_dtype
 
 ROOT = Path(__file__).parents[2]
 #: What differs from the worker's defaults: as the peers have it.

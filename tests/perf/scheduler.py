@@ -34,22 +34,22 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.perf import report
-from worker.accounts import Accounts, Told
 from worker.attention.choice import choose_attention
 from worker.config import Speculation
-from worker.engine import Engine
+from worker.device.kv_cache import KVCache
+from worker.engine.accounts import Accounts, Told
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.plan import Runner
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.engine.step_times import Stopwatch
 from worker.grammar.absent import NoGrammars
-from worker.kv_cache import KVCache
-from worker.limits import Limits, blocks_for
-from worker.loop import Report
 from worker.model.layers import Placement
-from worker.orders import Inbox
-from worker.parallel import Group
-from worker.plan import Runner
-from worker.runner import TorchRunner
-from worker.sequence import Sequence as EngineSequence
-from worker.sessions import Sessions
-from worker.step_times import Stopwatch
+from worker.parallel.group import Group
+from worker.runner.runner import TorchRunner
+from worker.serving.inbox import Inbox
+from worker.serving.loop import Report
+from worker.serving.sessions import Sessions
 
 VOCAB = 64
 HEAD_DIM = 16

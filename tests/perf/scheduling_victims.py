@@ -31,8 +31,8 @@ from cluster.forecast.summary import Quantiles, Slo
 from everlift.blockhash import BLOCK_SIZE
 from router.config import RouterConfig
 from tests.perf.scheduling_forecast import CHATS, spec
-from worker import scheduler
-from worker.sequence import Sequence
+from worker.engine import scheduler
+from worker.engine.sequence import Sequence
 
 Figures = dict[str, float]
 Choice = Callable[[Sequence], tuple[int, ...]]

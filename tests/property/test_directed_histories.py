@@ -27,7 +27,7 @@ from tests.simulated_cluster.clock import VirtualLoop
 from tests.simulated_cluster.cluster import SimCluster
 from tests.simulated_cluster.judgement import finish, listening
 from tests.simulated_cluster.ledger import Trouble
-from worker.sessions import Sessions
+from worker.serving.sessions import Sessions
 
 LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)
 #: It takes longer than anybody may be silent.

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cluster.forecast.multi_step import MultiStepScheduler
 from tests.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
-from worker.limits import Limits
-from worker.outcome import NO_NEWS, Outcome
-from worker.plan import NOTHING_DRAWN, Plan, RowResult
-from worker.sequence import Sequence
+from worker.engine.limits import Limits
+from worker.engine.outcome import NO_NEWS, Outcome
+from worker.engine.plan import NOTHING_DRAWN, Plan, RowResult
+from worker.engine.sequence import Sequence
 
 #: What everybody draws: an output fills blocks that other outputs, and prompts, have as well.
 DRAWN = 5

@@ -19,14 +19,14 @@ from everlift.v1 import session_pb2
 from tests.property.test_worker_engine import MODEL, Event, Job, bounds, crowds, events
 from tests.worker_support import Collected, limits, prompt
 from worker.config import Speculation
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_tokens
-from worker.limits import Limits
-from worker.loop import LeadingLoop, RanksDisagree, Report, follow
-from worker.orders import Inbox, Orders
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import Launched, Plan, RowResult
-from worker.sequence import Sequence as EngineSequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.runner.fake_runner import FakeRunner, expected_tokens
+from worker.serving.inbox import Inbox, Orders
+from worker.serving.loop import LeadingLoop, RanksDisagree, Report, follow
 
 GRAMMAR = Grammar(GrammarKind.REGEX, ("as Form says",))
 

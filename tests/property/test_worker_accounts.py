@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_worker_engine import MODEL, Event, Faulty, bounds, crowds, events
-from worker.account import Account, Part
 from worker.config import Speculation
-from worker.engine import Engine
-from worker.limits import Limits
-from worker.loop import LeadingLoop, Report
-from worker.orders import Inbox, Orders
-from worker.outcome import Abort, Residence, SequenceKey
-from worker.plan import Launched, Plan, Row, RowResult
-from worker.sequence import NO_SLOT, Sequence
+from worker.engine.account import Account, Part
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, Residence, SequenceKey
+from worker.engine.plan import Launched, Plan, Row, RowResult
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.serving.inbox import Inbox, Orders
+from worker.serving.loop import LeadingLoop, Report
 
 
 @dataclass
@@ -275,7 +275,7 @@ def test_the_same_where_steps_are_launched_ahead(
 
 def check_all(this: Run, events: list[Event], drains: bool) -> None:
     # Sums over steps begin anew after so many.
-    with patch("worker.decodes._MAX_STEPS", this.dice.choice([3, 4096])):
+    with patch("worker.engine.decodes._MAX_STEPS", this.dice.choice([3, 4096])):
         for event in events:
             this.happen(event)
         if drains:

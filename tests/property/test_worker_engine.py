@@ -14,12 +14,12 @@ from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.worker_support import POLICIES, Collected, limits, prompt, run, start
 from worker.config import FakeModel, Speculation
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
-from worker.limits import Limits
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import NO_ROWS, Launched, Plan, RowResult
-from worker.sequence import Sequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.plan import NO_ROWS, Launched, Plan, RowResult
+from worker.engine.sequence import Sequence
+from worker.runner.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 
 #: Its text repeats itself enough for drafts to be right now and then.
 MODEL = FakeModel(eos_token_id=7, eos_one_in=150, surprise_one_in=4)

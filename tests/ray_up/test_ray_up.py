@@ -23,7 +23,7 @@ from everlift.v1 import inference_pb2 as pb
 from tests.conftest import leaving_nothing
 from tests.ray_up.hosts import Hosts, missing
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 pytestmark = [
     pytest.mark.ray_up,

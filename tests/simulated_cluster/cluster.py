@@ -26,7 +26,7 @@ from tests.simulated_cluster.network import Network
 from tests.simulated_cluster.transport import SimTransport
 from tests.simulated_cluster.worker import Build, SimWorker, build_fake
 from worker.config import FakeModel, WorkerConfig
-from worker.sequence import NO_SLOT
+from worker.engine.sequence import NO_SLOT
 
 _PUBLIC, _INTERNAL = 1, 2
 #: One way, on a network or to the ledger.

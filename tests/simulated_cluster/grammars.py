@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.sampling import Grammar, GrammarKind
-from worker.sessions import Compiled
+from worker.serving.sessions import Compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from everlift.v1 import chaos_pb2, session_pb2
 from tests.simulated_cluster.clock import VirtualLoop
 from tests.simulated_cluster.grammars import SimGrammars
 from worker.config import WorkerConfig
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
-from worker.loop import CONFIRM_S, FirstSteps, LeadingLoop, Report
-from worker.orders import Inbox
-from worker.outcome import Abort
-from worker.plan import Runner
-from worker.sequence import NO_SLOT, Sequence
-from worker.server import SessionServer
-from worker.sessions import Grammars, Sessions
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort
+from worker.engine.plan import Runner
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.inbox import Inbox
+from worker.serving.loop import CONFIRM_S, FirstSteps, LeadingLoop, Report
+from worker.serving.server import SessionServer
+from worker.serving.sessions import Grammars, Sessions
 
 
 class _Orders(Inbox):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from everlift.errors import EngineFailed, InvalidRequest
 from everlift.sampling import TokenLogprobs
-from worker.agreement import FAILED, NO_TOKEN, from_lines, to_lines
-from worker.plan import RowResult
+from worker.engine.plan import RowResult
+from worker.parallel.agreement import FAILED, NO_TOKEN, from_lines, to_lines
 
 LOGPROBS = (TokenLogprobs(-0.5, 1), TokenLogprobs(-1.5, 2))
 

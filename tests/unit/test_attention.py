@@ -32,14 +32,14 @@ from tests.attention_support import (
     needs_compiler,
     row,
 )
-from worker import native
 from worker.attention import cpu, reference
 from worker.attention.backend import AttentionForm
 from worker.attention.choice import choose_attention
 from worker.attention.cpu import CpuAttention
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
-from worker.plan import Rows
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Rows
+from worker.native import native
 
 
 @every_dtype

@@ -41,7 +41,7 @@ from tests.chart import (
     container,
     running_helm,
 )
-from worker.ready_file import ReadyFile
+from worker.serving.ready_file import ReadyFile
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"

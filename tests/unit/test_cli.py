@@ -25,7 +25,7 @@ from everlift.testing import Break, FakeRouter, Refuse
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.model import ByteTokenizer
 from tests.restored_logging import restored_logging
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 COMMANDS = ["up", "generate", "chat", "batch", "attach", "cancel", "forget", "status", "models"]
 COMMANDS += ["tokenize", "simulate", "measure", "plan", "replay"]
@@ -66,7 +66,7 @@ def test_every_command_is_in_a_group_of_the_help() -> None:
 def test_a_command_of_clients_imports_nothing_of_a_cluster_or_an_engine() -> None:
     script = """
 import sys, cluster.cli
-others = {"torch", "ray", "redis", "tokenizers", "worker.rank", "cluster.offline", "yaml"}
+others = {"torch", "ray", "redis", "tokenizers", "worker.serving.rank", "cluster.offline", "yaml"}
 assert not others & sys.modules.keys(), others & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

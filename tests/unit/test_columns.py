@@ -8,10 +8,10 @@ import pytest
 
 from tests.scheduler_bench import Bench
 from tests.worker_support import limits
-from worker.columns import Columns
-from worker.outcome import Stop
-from worker.plan import RowResult
-from worker.sequence import Sequence
+from worker.engine.outcome import Stop
+from worker.engine.plan import RowResult
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
 
 
 def bench() -> Bench:

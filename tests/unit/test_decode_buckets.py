@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.decode_buckets import Parts, bucket_for, decode_buckets, describe, room_for
-from worker.plan import Row, Rows
+from worker.engine.plan import Row, Rows
+from worker.runner.decode_buckets import Parts, bucket_for, decode_buckets, describe, room_for
 
 
 @pytest.mark.parametrize(

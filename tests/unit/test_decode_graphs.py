@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from tests.attention_support import KERNELS_ON
-from worker import decode_graphs
 from worker.attention.backend import AttentionForm, StepAttention
 from worker.attention.gpu import GpuAttention
-from worker.decode_graphs import CudaGraphs, DecodeGraphs, Work
-from worker.kv_cache import KVCache
-from worker.last_tokens import LastTokens
-from worker.plan import UNKNOWN, Row, Rows
-from worker.upload import Parcel
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.plan import UNKNOWN, Row, Rows
+from worker.runner import decode_graphs
+from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, Work
+from worker.runner.last_tokens import LastTokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 VOCAB = 50

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.decodes import Decodes
+from worker.engine.decodes import Decodes
 
 #: Who is noted at which position, or dropped, or sits out, or is found at another position; then a
 #: step that takes so long and so much longer a position.

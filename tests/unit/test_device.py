@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.device import choose_device, choose_dtype, kind_of, name_of, use_threads
-from worker.device_kind import DeviceKind
+from worker.device.device import choose_device, choose_dtype, kind_of, name_of, use_threads
+from worker.device.device_kind import DeviceKind
 
 CPU = torch.device("cpu")
 
@@ -96,5 +96,5 @@ def test_a_gpu_is_named_by_its_maker(
     works: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")
-    monkeypatch.setattr("worker.device.kernels_work", lambda device: works)
+    monkeypatch.setattr("worker.device.device.kernels_work", lambda device: works)
     assert name_of(torch.device("cuda:1")) == name

@@ -13,10 +13,10 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.draw_support import FILTERS, GREEDY, WIDE, Row, draws, logits
 from tests.llama_support import warped
-from worker import draw as draw_module
-from worker import draws as draws_module
-from worker.draw import least_kept
-from worker.largest import NOT_FINITE, NOTHING_LEFT, choose_largest
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_largest
+from worker.runner import draw as draw_module
+from worker.runner import draws as draws_module
+from worker.runner.draw import least_kept
 
 
 def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:

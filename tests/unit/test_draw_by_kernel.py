@@ -14,12 +14,12 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.attention_support import KERNELS_ON
 from tests.draw_support import FILTERS, GREEDY, Row, draws, logits
-from worker.draw import draw
-from worker.draw_by_kernel import draw_by_kernel
+from worker.device.upload import Parcel
 from worker.kernels.drawing import uniform as uniform_of
-from worker.largest import NOT_FINITE, NOTHING_LEFT, largest_by_torch
-from worker.uniform import uniform
-from worker.upload import Parcel
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, largest_by_torch
+from worker.runner.draw import draw
+from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.uniform import uniform
 
 
 def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:

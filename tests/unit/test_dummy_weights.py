@@ -13,7 +13,7 @@ from worker.model.decoder import Decoder
 from worker.model.dummy import fill
 from worker.model.families import read_spec
 from worker.model.layers import Piece, Placement
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 
 @pytest.fixture

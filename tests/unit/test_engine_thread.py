@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from worker import engine_thread
 from worker.config import WorkerConfig
-from worker.engine import EngineBroken
-from worker.engine_thread import EngineThread
-from worker.fake_runner import FakeRunner
-from worker.meeting import Ties
-from worker.orders import Inbox
-from worker.startup import Startup
+from worker.engine.engine import EngineBroken
+from worker.parallel.rendezvous import Ties
+from worker.runner.fake_runner import FakeRunner
+from worker.serving import engine_thread
+from worker.serving.engine_thread import EngineThread
+from worker.serving.inbox import Inbox
+from worker.serving.startup import Startup
 
 
 def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(

@@ -12,13 +12,13 @@ import pytest
 from everlift.errors import EngineFailed
 from tests.worker_support import Collected, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_tokens
-from worker.limits import Limits
-from worker.loop import LeadingLoop, Report
-from worker.orders import Inbox, Orders
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import NO_ROWS, UNKNOWN, Launched, Plan, RowResult
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.plan import NO_ROWS, UNKNOWN, Launched, Plan, RowResult
+from worker.runner.fake_runner import FakeRunner, expected_tokens
+from worker.serving.inbox import Inbox, Orders
+from worker.serving.loop import LeadingLoop, Report
 
 KEY = SequenceKey(1, 0)
 

@@ -23,10 +23,10 @@ from tests.attention_support import (
 )
 from worker.attention.backend import AttentionForm
 from worker.attention.tiles import FEW, MAX_SPLITS, num_splits, tiles_of
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Row, Rows
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import Rope
-from worker.plan import Row, Rows
 
 #: Decodes at a block's edges, one row as with drafts, and chunks of prompts.
 FEW_ROWS = [(32, 1), (62, 4), (40, 22)]

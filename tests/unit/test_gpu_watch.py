@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from worker import gpu
+from worker.device import gpu
 
 CUDA = torch.device("cuda")
 

@@ -167,7 +167,7 @@ async def test_a_rank_has_its_gpu_before_it_is_made(
         seen.append(os.environ[VISIBLE])
         raise ValueError("seen")
 
-    monkeypatch.setattr("worker.rank.Rank", made)
+    monkeypatch.setattr("worker.serving.rank.Rank", made)
     launch = RankLaunch("worker-0", "error", WorkerConfig(model="fake"), gpu=gpu)
     with pytest.raises(ValueError, match="seen"):
         await process._run_rank(launch, lambda report: None, asyncio.Event())

@@ -10,12 +10,12 @@ from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFu
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
-from worker.counters import Counters
+from worker.engine.counters import Counters
+from worker.engine.load import Load
+from worker.engine.outcome import Abort
+from worker.engine.sequence import Sequence
 from worker.grammar.absent import NoGrammars
-from worker.load import Load
-from worker.outcome import Abort
-from worker.sequence import Sequence
-from worker.sessions import Compiled, Grammars, Session, Sessions
+from worker.serving.sessions import Compiled, Grammars, Session, Sessions
 
 DIGITS = Grammar(GrammarKind.REGEX, ("[0-9]+",))
 EMPTY = Load(0, 0, 0, 16, 0, 0, 0, 0, 0, Counters())

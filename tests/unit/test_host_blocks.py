@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.host_blocks import HostBlocks, piece_sizes
+from worker.runner.host_blocks import HostBlocks, piece_sizes
 
 MIB = 1 << 20
 

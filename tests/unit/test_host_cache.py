@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tests.lazy_streams import LazyDevice
-from worker.host_cache import HostCache, PlainHostCache, StreamedHostCache
-from worker.kv_cache import KVCache
-from worker.plan import BlockCopy
-from worker.streams import cuda_streams
+from worker.device.kv_cache import KVCache
+from worker.device.streams import cuda_streams
+from worker.engine.plan import BlockCopy
+from worker.runner.host_cache import HostCache, PlainHostCache, StreamedHostCache
 
 CPU = torch.device("cpu")
 BLOCKS, PLACES, STAGED = 5, 4, 2

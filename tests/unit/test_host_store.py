@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.host_store import HostStore
-from worker.plan import BlockCopy
+from worker.engine.host_store import HostStore
+from worker.engine.plan import BlockCopy
 
 A, B, C = b"a", b"b", b"c"
 

@@ -13,15 +13,15 @@ import torch
 from worker.attention.choice import choose_attention
 from worker.attention.gpu import GpuAttention
 from worker.attention.reference import ReferenceAttention
-from worker.draw import choose_draw
-from worker.draw_by_kernel import draw_by_kernel
 from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.model.pointwise import TORCH
+from worker.runner.draw import choose_draw
+from worker.runner.draw_by_kernel import draw_by_kernel
 
 GPU = torch.device("cuda")
-CHOOSERS = ("worker.attention.choice", "worker.draw", "worker.model.compiled_pointwise")
+CHOOSERS = ("worker.attention.choice", "worker.runner.draw", "worker.model.compiled_pointwise")
 
 
 @pytest.fixture(autouse=True)

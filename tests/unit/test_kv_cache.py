@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everlift.blockhash import BLOCK_SIZE
-from worker.kv_cache import KVCache, block_bytes
+from worker.device.kv_cache import KVCache, block_bytes
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_it_asks_for_huge_pages() -> None:
 def test_what_the_first_requests_use_is_taken_ahead_and_keeps_what_was_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.kv_cache._TAKEN_AHEAD", 64 << 20)
+    monkeypatch.setattr("worker.device.kv_cache._TAKEN_AHEAD", 64 << 20)
     cache = KVCache(128, 4, 8, 128, torch.float32, CPU)
     cache.tensor[10].fill_(5)
     before = _resident_bytes()

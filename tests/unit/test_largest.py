@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from worker.largest import (
+from worker.native.argmax import (
     NOT_FINITE,
     NOTHING_LEFT,
     CompiledLargest,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.largest_steps import largest_steps, num_blocks
-from worker.limits import blocks_for
+from worker.engine.limits import blocks_for
+from worker.runner.memory.largest_steps import largest_steps, num_blocks
 
 
 def test_the_prompts_share_the_tokens_and_then_all_decode() -> None:

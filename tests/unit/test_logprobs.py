@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from everlift.sampling import TokenLogprobs
-from worker.logprobs import read_score, score
+from worker.runner.logprobs import read_score, score
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -45,7 +45,7 @@ def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
 
 def test_what_lies_below_the_level_is_not_written(tmp_path: Path) -> None:
     logs.configure("c", "warning", tmp_path / "log")
-    log = logs.get("worker.engine")
+    log = logs.get("worker.engine.engine")
     log.debug("a")
     log.info("b")
     log.warning("c")

@@ -11,9 +11,9 @@ from cluster.forecast.hardware.fit import Step, fitted
 from cluster.forecast.measurement import Measurement
 from everlift.step_time import Roofline, StepSize
 from worker.config import FakeModel, WorkerConfig
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.runner.fake_runner import FakeRunner
 
 HARDWARE = Roofline(0.0007, 0.004, 2.4e-5, 3.6e-8, 9e-10, 1.8e-6)
 SIZES = [StepSize(1, n, n, n * (n + 1) / 2) for n in (1, 16, 64, 256, 512, 1024, 2048)] + [

@@ -15,15 +15,15 @@ from transformers.models.gemma2.modeling_gemma2 import (
 
 from tests.packings import panels_or_skip
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Row, Rows
 from worker.model.decoder import Decoder
 from worker.model.layers import ColumnLinear, Part, Piece, Placement, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Packing
 from worker.model.onednn import OneDnnPacking
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
-from worker.parallel import Group
-from worker.plan import Row, Rows
+from worker.parallel.group import Group
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Piece, Placement
 from worker.model.weights import load
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 
 @pytest.fixture

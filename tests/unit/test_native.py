@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cluster.config import DEMO_MODEL
-from worker import native, ship_native
 from worker.attention.cpu import kernel_flags
 from worker.model.stack import stack_flags
+from worker.native import native, ship
 
 AVX2 = "avx avx2 bmi1 bmi2 f16c fma abm movbe sse4_2"
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -145,7 +145,7 @@ def test_the_highest_level_that_a_cpu_has_is_used(
 def test_what_the_demo_model_needs_is_shipped() -> None:
     dims = json.loads((DEMO_MODEL / "config.json").read_text())["head_dim"]
     for level in native.LEVELS:
-        flags = {(source.name, given) for source, given in ship_native.libraries(level)}
+        flags = {(source.name, given) for source, given in ship.libraries(level)}
         assert ("paged.cpp", kernel_flags(dims, torch.float32)) in flags
         assert {"largest.cpp", "collectives.cpp", "pointwise.cpp"} <= {name for name, _ in flags}
         has_bfloat16 = level.name == "avx512_bf16"

@@ -21,7 +21,7 @@ from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
 from worker.model.packing import choose_packing
 from worker.model.panels import WIDTH, PanelPacking, Panels, panel_packing
 from worker.model.spec import ModelSpec
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 #: A panel, less than one, several of which the last is not full, and inputs that are many.
 SHAPES = [(WIDTH, 8), (3, 2), (3 * WIDTH + 17, 96), (WIDTH, 5000)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker.outcome import SequenceKey
-from worker.pending import Pending
+from worker.engine.outcome import SequenceKey
+from worker.serving.pending import Pending
 
 
 def test_the_sum_follows_who_is_there() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker import native
 from worker.attention.cpu import compiled_kernel
-from worker.largest import choose_largest
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.panels import panel_packing, pays
+from worker.model.precompile import precompile
 from worker.model.stack import stack_library
-from worker.precompile import precompile
+from worker.native import native
+from worker.native.argmax import choose_largest
 
 CPU = torch.device("cpu")
 
@@ -41,5 +41,5 @@ def test_a_gpu_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_ranks_want_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.precompile.stack_library", refuse)
+    monkeypatch.setattr("worker.model.precompile.stack_library", refuse)
     precompile(64, torch.bfloat16, CPU, ranks=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker import prefetch
+from worker.serving import prefetch
 
 MIB = 1 << 20
 

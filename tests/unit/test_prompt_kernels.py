@@ -20,7 +20,7 @@ from worker.attention.backend import AttentionForm
 from worker.attention.gpu import GpuAttention
 from worker.attention.prompt_choice import choose_prompt_kernels
 from worker.attention.prompts import Feature, PromptKernels
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 HEAD_DIM, HEADS = 16, 6

@@ -13,13 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import logging
 
-from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import Rope
-from worker.parallel import Group
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
 
 logging.set_verbosity_error()  # it has advice for such parameters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.plan import NO_ROWS, Row, Rows
+from worker.engine.plan import NO_ROWS, Row, Rows
 
 DECODE = Row(slot=3, tokens=(7,), start=70, block_table=(4, 5, 6), samples=True)
 DRAFTED = Row(slot=0, tokens=(8, 1, 2), start=31, block_table=(9, 2), samples=True, num_drafts=2)

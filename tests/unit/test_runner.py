@@ -20,16 +20,16 @@ from everlift.errors import EngineFailed, InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.sampling_oracle import is_close, own_logprobs
 from tests.sampling_support import FakeGrammar, admission
-from worker import prompt_scores
-from worker.agreement import FAILED, NO_TOKEN
-from worker.download import Arriving
-from worker.host_cache import HostCache
-from worker.kv_cache import KVCache
-from worker.last_tokens import LastTokens
+from worker.device.download import Arriving
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
 from worker.model.layers import Placement
-from worker.parallel import Group
-from worker.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
-from worker.runner import TorchRunner
+from worker.parallel.agreement import FAILED, NO_TOKEN
+from worker.parallel.group import Group
+from worker.runner import prompt_scores
+from worker.runner.host_cache import HostCache
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner
 
 VOCAB = 50
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)) * 2

@@ -20,11 +20,11 @@ from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprob
 from tests.llama_support import warped
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
-from worker.download import Arriving
-from worker.history import Histories, PenalisedRow
-from worker.plan import Admission, RowResult
-from worker.sampler import Ask, Asks, Sampler
-from worker.upload import Parcel
+from worker.device.download import Arriving
+from worker.device.upload import Parcel
+from worker.engine.plan import Admission, RowResult
+from worker.runner.history import Histories, PenalisedRow
+from worker.runner.sampler import Ask, Asks, Sampler
 
 CPU = torch.device("cpu")
 #: Two words of a mask, the second not full.
@@ -328,8 +328,8 @@ def test_nobody_waits_for_the_device_before_the_results_are_asked_for(
             waited.append(self._shape)
             return super().wait()
 
-    monkeypatch.setattr("worker.logprobs.Arriving", Noted)
-    monkeypatch.setattr("worker.drawing.Arriving", Noted)
+    monkeypatch.setattr("worker.runner.logprobs.Arriving", Noted)
+    monkeypatch.setattr("worker.runner.drawing.Arriving", Noted)
     drawing, counted = sampler(*(this for this, _ in batch)), Counted()
     draw = drawing._draw
 

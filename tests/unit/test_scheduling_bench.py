@@ -21,8 +21,8 @@ from tests.perf.online_load import Answer
 from tests.perf.scheduling_live import figures, ratios, saturation
 from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
 from tests.worker_support import limits, prompt, sequence
-from worker import scheduler
-from worker.sequence import Sequence
+from worker.engine import scheduler
+from worker.engine.sequence import Sequence
 
 
 def request(due: float, tokens: int, *, is_high: bool = False) -> Request:

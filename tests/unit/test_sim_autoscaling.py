@@ -9,7 +9,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from tests.simulated_cluster.cluster import ROUTER, WORKER, SimCluster
 from tests.simulated_cluster.replicas import SimReplicas
 from worker.config import FakeModel
-from worker.fake_runner import expected_tokens
+from worker.runner.fake_runner import expected_tokens
 
 START_S = 5.0
 #: One of them makes 80 tokens a second.

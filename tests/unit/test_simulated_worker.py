@@ -10,7 +10,7 @@ from cluster.forecast.timeline import Timeline
 from cluster.forecast.worker import SimulatedWorker
 from cluster.workloads.arrival import Arrival
 from tests.small_clusters import spec
-from worker.outcome import Stop
+from worker.engine.outcome import Stop
 
 #: Of the step time of these workers.
 STEP_S = 0.01

@@ -7,10 +7,10 @@ from itertools import count
 
 from tests.worker_support import limits, prompt, sequence
 from worker.config import FakeModel
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.plan import Plan, RowResult
-from worker.step_times import NO_TIME, Part, StepTimes, Stopwatch
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan, RowResult
+from worker.engine.step_times import NO_TIME, Part, StepTimes, Stopwatch
+from worker.runner.fake_runner import FakeRunner
 
 BOUNDS = limits()
 

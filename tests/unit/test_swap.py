@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from worker import swap
 from worker.config import FakeModel, WorkerConfig
-from worker.fake_runner import FakeRunner
-from worker.kv_cache import KVCache
-from worker.parallel import Group
-from worker.plan import Plan, RowResult
-from worker.swap import SwapCost, build_host_cache
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Plan, RowResult
+from worker.parallel.group import Group
+from worker.runner import swap
+from worker.runner.fake_runner import FakeRunner
+from worker.runner.swap import SwapCost, build_host_cache
 
 #: A block of 1 MiB.
 CACHE = KVCache(4, 4, 8, 128, torch.float32, torch.device("cpu"))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.token_mask import forbidden, mask_words
+from worker.runner.token_mask import forbidden, mask_words
 
 
 @given(st.integers(1, 100), st.lists(st.sets(st.integers(0, 99)), min_size=1, max_size=3))

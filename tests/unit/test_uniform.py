@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from worker import uniform as uniform_module
+from worker.runner import uniform as uniform_module
 
 BINS = 64
 DRAWS = 16_000

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, save_llama
-from worker import decode_graphs, upload
 from worker.attention.gpu import GpuAttention
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.decode_graphs import DecodeGraphs, Work
-from worker.draw_by_kernel import draw_by_kernel
-from worker.last_tokens import LastTokens
+from worker.device import upload
+from worker.device.upload import Parcel
+from worker.engine.plan import UNKNOWN, Admission, Plan, Row, Rows
 from worker.model.decoder import Decoder
-from worker.parallel import Group
-from worker.plan import UNKNOWN, Admission, Plan, Row, Rows
-from worker.runner import TorchRunner
-from worker.upload import Parcel
+from worker.parallel.group import Group
+from worker.runner import decode_graphs
+from worker.runner.build import build_runner
+from worker.runner.decode_graphs import DecodeGraphs, Work
+from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner
 
 CPU = torch.device("cpu")
 ARRAYS = [
@@ -57,8 +58,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchRun
     """As on a GPU: attention and drawing by kernels, and decoding that is replayed."""
     if torch.cuda.is_available():
         pytest.skip("kernels compute on a CPU in the interpreter alone")
-    monkeypatch.setattr("worker.assembly.choose_attention", lambda cache: GpuAttention(cache, 4))
-    monkeypatch.setattr("worker.sampler.choose_draw", lambda _: draw_by_kernel)
+    monkeypatch.setattr(
+        "worker.runner.assembly.choose_attention", lambda cache: GpuAttention(cache, 4)
+    )
+    monkeypatch.setattr("worker.runner.sampler.choose_draw", lambda _: draw_by_kernel)
     config = WorkerConfig(
         model=str(save_llama(tmp_path)),
         device="cpu",
@@ -103,7 +106,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(tensor.nbytes)
         return tensor
 
-    for module in ("worker.runner", "worker.attention.gpu"):
+    for module in ("worker.runner.runner", "worker.attention.gpu"):
         monkeypatch.setattr(f"{module}.Parcel", Sent)
     monkeypatch.setattr(decode_graphs, "upload_into", upload_into)
     monkeypatch.setattr(upload, "_copied", copied)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from everlift.v1 import session_pb2
-from worker.step_log import StepLogListener, StepLogReader, StepLogWriter
-from worker.vigil import Vigil
-from worker.watchdog import Watchdog
+from worker.parallel.liveness import Vigil
+from worker.parallel.step_log import StepLogListener, StepLogReader, StepLogWriter
+from worker.parallel.watchdog import Watchdog
 
 MANY_LOOKS = 6
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.llama_support import save_llama
 from worker.attention.gpu import GpuAttention, WantedTiles
-from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.parallel import Group
-from worker.plan import Ints
-from worker.upload import Parcel
-from worker.warm_up import warm_up_plans
+from worker.device.upload import Parcel
+from worker.engine.plan import Ints
+from worker.parallel.group import Group
+from worker.runner.build import build_runner
+from worker.runner.warm_up import warm_up_plans
 
 
 def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:

@@ -11,16 +11,16 @@ import pytest
 
 from everlift.sampling import SamplingParams
 from tests.worker_support import limits, prompt, sequence
-from worker.account import Account
-from worker.accounts import Told
 from worker.config import FakeModel, Speculation
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner
-from worker.limits import Limits
-from worker.loop import LeadingLoop, Report
-from worker.orders import Inbox, Orders
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.sequence import Sequence
+from worker.engine.account import Account
+from worker.engine.accounts import Told
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.sequence import Sequence
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.inbox import Inbox, Orders
+from worker.serving.loop import LeadingLoop, Report
 
 #: A step takes 16 ms and 1 ms a token; its text repeats itself enough for drafts.
 MODEL = FakeModel(step_time=16e-3, token_time=1e-3, surprise_one_in=5)

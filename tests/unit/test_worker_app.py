@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]) -> Any:
     """A replica that is about to join. The router's deployment answers so, one after the other."""
-    from worker import app
+    from worker.serving import app
 
     async def announce(info: bytes) -> str:
         answer = answers.pop(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.blocks import BlockPool
+from worker.engine.blocks import BlockPool
 
 A, B, C = b"a", b"b", b"c"
 

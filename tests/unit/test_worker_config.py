@@ -7,11 +7,11 @@ import pytest
 
 from everlift.model_files import ModelUnavailable
 from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
-from worker.device_kind import DeviceKind, kind_of_gpu
-from worker.fake_runner import FakeRunner
-from worker.fingerprint import model_fingerprint
-from worker.limits import Limits
-from worker.rank import Rank
+from worker.device.device_kind import DeviceKind, kind_of_gpu
+from worker.engine.limits import Limits
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.fingerprint import model_fingerprint
+from worker.serving.rank import Rank
 
 
 @pytest.mark.parametrize(

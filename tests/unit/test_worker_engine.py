@@ -9,12 +9,12 @@ from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.worker_support import Collected, engine, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
-from worker.engine import Engine, EngineBroken
-from worker.fake_runner import FakeRunner, expected_tokens
-from worker.limits import Limits
-from worker.load import Load
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import DeviceLost, Plan, RowResult
+from worker.engine.engine import Engine, EngineBroken
+from worker.engine.limits import Limits
+from worker.engine.load import Load
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.plan import DeviceLost, Plan, RowResult
+from worker.runner.fake_runner import FakeRunner, expected_tokens
 
 KEY = SequenceKey(1, 0)
 

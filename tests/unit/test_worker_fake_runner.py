@@ -10,8 +10,8 @@ import pytest
 from everlift.sampling import SamplingParams, TokenLogprobs
 from tests.worker_support import GREEDY, prompt
 from worker.config import FakeModel
-from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
-from worker.plan import NO_ROWS, Admission, BlockCopy, Plan, Row, RowResult, Rows
+from worker.engine.plan import NO_ROWS, Admission, BlockCopy, Plan, Row, RowResult, Rows
+from worker.runner.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 
 MODEL = FakeModel()
 SAMPLED = SamplingParams(temperature=0.5, seed=1)

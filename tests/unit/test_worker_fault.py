@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from everlift.v1 import chaos_pb2
-from worker.fault import Slowness, Wire
+from worker.serving.fault import Slowness, Wire
 
 
 def slow(factor: float, seconds: float) -> chaos_pb2.Fault:

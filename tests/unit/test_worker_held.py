@@ -8,7 +8,7 @@ from everlift.sampling import Grammar, GrammarKind
 from tests.scheduler_bench import Bench
 from tests.worker_support import GREEDY, limits, under_each_policy
 from worker.config import Scheduling
-from worker.plan import Row
+from worker.engine.plan import Row
 
 CONSTRAINED = replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, ("a*",)))
 

@@ -18,13 +18,13 @@ from tests.worker_support import (
     sequence,
 )
 from worker.config import FakeModel, Scheduling, Speculation
-from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_tokens
-from worker.limits import Limits
-from worker.loop import FirstSteps, LeadingLoop, RanksDisagree, Report, follow
-from worker.orders import Inbox, Orders
-from worker.outcome import Abort, SequenceKey, Stop
-from worker.sequence import Sequence
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey, Stop
+from worker.engine.sequence import Sequence
+from worker.runner.fake_runner import FakeRunner, expected_tokens
+from worker.serving.inbox import Inbox, Orders
+from worker.serving.loop import FirstSteps, LeadingLoop, RanksDisagree, Report, follow
 
 MODEL = FakeModel(surprise_one_in=5)
 LIMITS = limits(

@@ -11,13 +11,13 @@ import pytest
 from everlift.errors import EngineFailed
 from tests.scheduler_bench import TOKEN, Bench
 from tests.worker_support import Collected, limits, prompt, run, sequence
-from worker.budget import TokenBudget
 from worker.config import FakeModel, Speculation
-from worker.engine import Engine, EngineBroken
-from worker.fake_runner import FakeRunner, FakeStep, expected_tokens
-from worker.outcome import News, Outcome, Residence, SequenceKey, Stop
-from worker.plan import Launched, Plan, RowResult
-from worker.sequence import NO_SLOT, Sequence
+from worker.engine.budget import TokenBudget
+from worker.engine.engine import Engine, EngineBroken
+from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.plan import Launched, Plan, RowResult
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.runner.fake_runner import FakeRunner, FakeStep, expected_tokens
 
 ERROR = EngineFailed("out of memory")
 

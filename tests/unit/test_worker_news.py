@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.scheduler_bench import TOKEN, Bench
 from tests.worker_support import limits
-from worker.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey
-from worker.sequence import NO_SLOT, Sequence
+from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey
+from worker.engine.sequence import NO_SLOT, Sequence
 
 
 def preempted() -> tuple[Bench, Sequence, Sequence, list[Outcome]]:

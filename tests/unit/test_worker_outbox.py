@@ -3,11 +3,11 @@
 from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2
 from tests.worker_support import prompt
-from worker.account import Account
-from worker.accounts import Told
-from worker.load import Occupant
-from worker.outbox import _MAX_ACCEPTED, Outbox
-from worker.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.account import Account
+from worker.engine.accounts import Told
+from worker.engine.load import Occupant
+from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.serving.outbox import _MAX_ACCEPTED, Outbox
 
 A, B = SequenceKey(1, 0), SequenceKey(1, 1)
 

@@ -14,11 +14,11 @@ from everlift.engine_policy import EnginePolicy
 from tests.scheduler_bench import Bench, result
 from tests.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
-from worker.limits import Limits
-from worker.policies.serving_time import BatchSize, ServingTime
-from worker.policies.similar_batches import band_begins
-from worker.sequence import NO_SLOT, Sequence
-from worker.waiting import WaitingLine
+from worker.engine.limits import Limits
+from worker.engine.policies.serving_time import BatchSize, ServingTime
+from worker.engine.policies.similar_batches import band_begins
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.engine.waiting import WaitingLine
 
 STATIC = Scheduling("static")
 MAGNUS = Scheduling("magnus")

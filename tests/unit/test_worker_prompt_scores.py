@@ -5,8 +5,8 @@ from __future__ import annotations
 from everlift.sampling import SamplingParams
 from tests.scheduler_bench import TOKEN, Bench, result
 from tests.worker_support import limits
-from worker.outcome import Outcome, SequenceKey
-from worker.plan import RowResult
+from worker.engine.outcome import Outcome, SequenceKey
+from worker.engine.plan import RowResult
 
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
 

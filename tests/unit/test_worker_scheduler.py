@@ -10,11 +10,11 @@ from everlift.errors import EngineFailed
 from tests.scheduler_bench import TOKEN, Bench, result
 from tests.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
-from worker.counters import Counters
-from worker.load import Load, Occupant
-from worker.outcome import News, Outcome, SequenceKey, Stop
-from worker.plan import NO_ROWS, Plan, RowResult
-from worker.sequence import NO_SLOT, Sequence
+from worker.engine.counters import Counters
+from worker.engine.load import Load, Occupant
+from worker.engine.outcome import News, Outcome, SequenceKey, Stop
+from worker.engine.plan import NO_ROWS, Plan, RowResult
+from worker.engine.sequence import NO_SLOT, Sequence
 
 
 @under_each_policy

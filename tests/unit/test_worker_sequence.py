@@ -6,10 +6,10 @@ from everlift.blockhash import block_hashes
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
 from everlift.sampling import SamplingParams
 from tests.worker_support import limits, prompt, sequence, start
-from worker.limits import blocks_for
-from worker.outcome import SequenceKey, Stop
-from worker.plan import Row
-from worker.sequence import Sequence
+from worker.engine.limits import blocks_for
+from worker.engine.outcome import SequenceKey, Stop
+from worker.engine.plan import Row
+from worker.engine.sequence import Sequence
 
 LIMITS = limits(num_blocks=4, max_model_len=100)
 

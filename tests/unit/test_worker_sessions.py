@@ -5,17 +5,17 @@ from dataclasses import asdict, replace
 from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
-from worker.account import Account
-from worker.accounts import Told
 from worker.config import Scheduling
-from worker.counters import Counters
+from worker.engine.account import Account
+from worker.engine.accounts import Told
+from worker.engine.counters import Counters
+from worker.engine.limits import Limits
+from worker.engine.load import Load
+from worker.engine.outcome import Abort, News, Outcome, SequenceKey, Stop
+from worker.engine.sequence import Sequence
 from worker.grammar.absent import NoGrammars
-from worker.limits import Limits
-from worker.load import Load
-from worker.loop import FirstSteps, Report
-from worker.outcome import Abort, News, Outcome, SequenceKey, Stop
-from worker.sequence import Sequence
-from worker.sessions import Session, Sessions
+from worker.serving.loop import FirstSteps, Report
+from worker.serving.sessions import Session, Sessions
 
 LIMITS = limits()
 

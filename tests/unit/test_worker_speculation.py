@@ -7,10 +7,10 @@ from typing import Any
 from tests.scheduler_bench import TOKEN, Bench
 from tests.worker_support import limits
 from worker.config import Speculation
-from worker.drafter import MAX_READ
-from worker.outcome import Outcome, SequenceKey, Stop
-from worker.plan import Plan, RowResult
-from worker.sequence import Sequence
+from worker.engine.outcome import Outcome, SequenceKey, Stop
+from worker.engine.plan import Plan, RowResult
+from worker.engine.sequence import Sequence
+from worker.engine.speculation import MAX_READ
 
 
 def speculating(**fields: Any) -> Bench:

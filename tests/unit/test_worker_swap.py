@@ -7,8 +7,8 @@ from typing import Any
 from everlift.errors import EngineFailed
 from tests.scheduler_bench import Bench
 from tests.worker_support import limits
-from worker.plan import BlockCopy, RowResult
-from worker.sequence import NO_SLOT, Sequence
+from worker.engine.plan import BlockCopy, RowResult
+from worker.engine.sequence import NO_SLOT, Sequence
 
 
 def swapping(**fields: Any) -> Bench:

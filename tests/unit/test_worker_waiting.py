@@ -1,8 +1,8 @@
 """The line of waiting sequences."""
 
 from tests.worker_support import limits, prompt, sequence
-from worker.sequence import Sequence
-from worker.waiting import WaitingLine
+from worker.engine.sequence import Sequence
+from worker.engine.waiting import WaitingLine
 
 LIMITS = limits()
 

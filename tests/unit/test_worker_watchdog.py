@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.watchdog import StepTimes, WakingTime, Watchdog
+from worker.parallel.watchdog import StepTimes, WakingTime, Watchdog
 
 TIMEOUT_S = 5.0
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker.plan import Rows
-from worker.upload import Parcel
+from worker.device.upload import Parcel
+from worker.engine.plan import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,8 @@ from worker.attention.backend import AttentionBackend
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.prompt_choice import choose_prompt_kernels
 from worker.attention.reference import ReferenceAttention
+from worker.device.kv_cache import KVCache
 from worker.kernels.trial import kernels_work
-from worker.kv_cache import KVCache
 
 #: Of larger heads a tile does not fit into a multiprocessor.
 _LARGEST_HEAD = 256

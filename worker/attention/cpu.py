@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
-from worker import native
 from worker.attention.backend import AttentionForm
-from worker.kv_cache import KVCache
-from worker.plan import Rows
-from worker.upload import Parcel
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.plan import Rows
+from worker.native import native
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
 #: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in

@@ -18,7 +18,7 @@ from torch import Tensor
 from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.attention.prompts import Prompts, bounds_of
-from worker.upload import upload
+from worker.device.upload import upload
 
 _MODULE = "flashinfer"
 _AMPERE = 8

@@ -32,11 +32,11 @@ from worker.attention.tiles import (
     tokens_of_tiles,
     wide_rows,
 )
-from worker.kv_cache import KVCache
-from worker.limits import blocks_for
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Ints, Rows
 from worker.model.rope import Angle
-from worker.plan import Ints, Rows
-from worker.upload import Parcel
 
 
 class WantedTiles(NamedTuple):

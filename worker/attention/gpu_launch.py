@@ -10,9 +10,9 @@ from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
+from worker.device.kv_cache import KVCache
 from worker.kernels.paged_attention import attend_tiles, merge_splits
 from worker.kernels.placing import turn_and_place
-from worker.kv_cache import KVCache
 from worker.model.rope import Angle
 
 #: Queries of a narrow tile, the least that tensor cores take, and of a wide one.

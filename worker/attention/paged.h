@@ -35,8 +35,8 @@
 #include <immintrin.h>
 #endif
 
-#include "../element.h"
-#include "../team.h"
+#include "../native/element.h"
+#include "../native/team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] paged {

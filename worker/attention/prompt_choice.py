@@ -24,10 +24,10 @@ from worker.attention.prompts import (
     bounds_of,
 )
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
-from worker.limits import blocks_for
-from worker.plan import Row, Rows
-from worker.upload import upload
+from worker.device.kv_cache import KVCache
+from worker.device.upload import upload
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Row, Rows
 
 log = logs.get(__name__)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from everlift import logs
 from worker.attention.backend import AttentionForm
 from worker.attention.tiles import FEW
-from worker.plan import Ints, Rows
-from worker.upload import Parcel
+from worker.device.upload import Parcel
+from worker.engine.plan import Ints, Rows
 
 log = logs.get(__name__)
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
-from worker.kv_cache import KVCache
-from worker.plan import Ints, Rows
-from worker.upload import Parcel, upload
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel, upload
+from worker.engine.plan import Ints, Rows
 
 #: Gathered in one go; copies so large that the allocator maps new pages were 2.5 times slower.
 _MAX_GATHERED_BYTES = 8 << 20

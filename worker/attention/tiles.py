@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.plan import Ints
+from worker.engine.plan import Ints
 
 #: New tokens of a row, decoding or checking drafts, that narrow tiles take.
 FEW = 16

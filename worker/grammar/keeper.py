@@ -44,7 +44,7 @@ from worker.grammar.messages import (
 from worker.grammar.patterns import PatternError, literal, parse, rust, whole
 from worker.grammar.schema import NotEnforceable
 from worker.grammar.token_trie import LimitExceeded, allowed_tokens, token_matcher
-from worker.parent import outlive_parent
+from worker.process.parent import outlive_parent
 
 #: A compilation yields to the engine, but not for long: a third of a thread's share on a busy core.
 #: With 19 (a seventieth), a migrated request waited for the grammar that its new worker compiled.

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 from everlift import logs
-from worker.child_process import full_environment
 from worker.config import WorkerConfig
 from worker.grammar.launch import Budget, Launch
+from worker.process.child_process import full_environment
 
 log = logs.get(__name__)
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from everlift import model_files
 from everlift.end_tokens import end_token_ids
-from worker.child_process import go_first
 from worker.grammar.keeper import COMPILE_STACK_BYTES, Keeper, Model
 from worker.grammar.launch import Launch
 from worker.grammar.token_trie import token_trie
 from worker.grammar.vocabulary import token_bytes
-from worker.parent import die_with_parent
+from worker.process.child_process import go_first
+from worker.process.parent import die_with_parent
 
 
 def main() -> None:

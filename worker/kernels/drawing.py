@@ -1,4 +1,4 @@
-"""One token a row: temperature, filters, one uniform number, as worker.draw has them.
+"""One token a row: temperature, filters, one uniform number, as worker.runner.draw has them.
 
 A program has one row, and reads it a few times. Each of its lanes adds up what it has read, and the
 lanes are added up in the end: at every part of the row all threads would have to wait for that.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: worker.draw.GREEDY_BELOW, and worker.largest's marks.
+#: worker.runner.draw.GREEDY_BELOW, and worker.native.argmax's marks.
 GREEDY_BELOW = tl.constexpr(1e-5)
 NOT_FINITE = tl.constexpr(-1)
 NOTHING_LEFT = tl.constexpr(-2)
@@ -63,7 +63,7 @@ def draw_rows(
 
 @triton.jit
 def uniform(seed, choice, position):
-    """worker.uniform's number."""
+    """worker.runner.uniform's number."""
     mixed = _mix(_mix(_mix(seed.to(tl.uint64)) ^ choice.to(tl.uint64)) ^ position.to(tl.uint64))
     return (mixed >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker import native
 from worker.kernels.trial import kernels_work
 from worker.model.pointwise import TORCH, Pointwise, TorchPointwise
 from worker.model.rope import Angle
 from worker.model.spec import Activation
+from worker.native import native
 
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
 #: By their numbers for pointwise.h.

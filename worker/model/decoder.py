@@ -37,7 +37,7 @@ from worker.model.matrix import Packing
 from worker.model.rope import Angle, RotaryTable
 from worker.model.sharing import Share, share_heads, tail_padded
 from worker.model.spec import LayerSpec, ModelSpec
-from worker.stand_in import Exchanged
+from worker.parallel.stand_in import Exchanged
 
 
 class HeadNorms:

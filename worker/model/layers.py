@@ -21,7 +21,7 @@ from torch import Tensor
 from worker.model.matrix import Matrix, Packing
 from worker.model.pointwise import TORCH, Pointwise
 from worker.model.sharing import Share, tail_padded
-from worker.parallel import Group
+from worker.parallel.group import Group
 
 Slices = tuple[slice, ...]
 

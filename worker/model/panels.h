@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../team.h"
+#include "../native/team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] panels {

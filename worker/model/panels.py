@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
-from worker import native
 from worker.model.matrix import agree
+from worker.native import native
 
 log = logs.get(__name__)
 

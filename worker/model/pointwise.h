@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../element.h"
-#include "../team.h"
+#include "../native/element.h"
+#include "../native/team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] pointwise {

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
-from worker import native
 from worker.attention.backend import StepAttention
 from worker.attention.cpu import (
     CpuStep,
@@ -32,6 +31,7 @@ from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Form, Plain
 from worker.model.panels import Panels
 from worker.model.rope import RotaryTable
+from worker.native import native
 
 _SOURCE = Path(__file__).with_name("stack.cpp")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64

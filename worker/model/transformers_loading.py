@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from worker.attention.backend import AttentionBackend
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
 from worker.model.checkpoint import BadCheckpoint, some
 from worker.model.families import ARCHITECTURES
 from worker.model.hf_config import HfConfig

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from worker.attention.backend import AttentionBackend
-from worker.kv_cache import KVCache
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Ints, Row, Rows
 from worker.model.layers import Placement
 from worker.model.transformers_decoder import TransformersDecoder
 from worker.model.transformers_survey import Unservable
-from worker.plan import Ints, Row, Rows
 
 #: Where the steps cut the prompt and the other sequence; the prompt's chunks end at _CHUNKS.
 _CUTS = (0, 20, 37, 38, 39, 40)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from worker.device_kind import DeviceKind, kind_of_gpu
+from worker.device.device_kind import DeviceKind, kind_of_gpu
 
 #: Of the data sheet's figures.
 REACHED_BANDWIDTH = 4.3 / 4.8 * 0.85

@@ -1,0 +1,1 @@
+"""The device that a rank computes on: its kind, memory and streams."""

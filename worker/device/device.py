@@ -1,0 +1,78 @@
+"""On what a rank computes: device, dtype and threads, as the configuration asks for them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from contextlib import suppress
+
+import torch
+
+from worker.device.device_kind import DeviceKind, kind_of_gpu
+from worker.kernels.trial import kernels_work
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """``auto`` is a GPU where there is one. Raises ValueError where ``wanted`` is not there."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch finds no CUDA device here")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 where the device computes in it natively, else float32."""
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    native = _gpu_has_bfloat16 if device.type == "cuda" else _cpu_has_bfloat16
+    return torch.bfloat16 if native() else torch.float32
+
+
+def _gpu_has_bfloat16() -> bool:
+    """Older ones than Ampere convert it, which torch counts as well if it is not told otherwise."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Without these instructions bfloat16 is converted, and slower than float32."""
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    if device.type != "cuda":
+        return DeviceKind.CPU
+    facts = torch.cuda.get_device_properties(device)
+    return kind_of_gpu(facts.total_memory, (facts.major, facts.minor))
+
+
+def name_of(device: torch.device) -> str:
+    """What it is, as its maker calls it, with what decides how fast it is: of a CPU the threads
+    that torch uses, of a GPU that there are no kernels for it, where that is so."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return name if kernels_work(device) else f"{name}, without kernels"
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def use_threads(wanted: int | None) -> None:
+    """Sets torch's threads, for the process: ``wanted``, or one for each core it may run on."""
+    torch.set_num_threads(wanted or _cores())
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

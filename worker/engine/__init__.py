@@ -1,0 +1,1 @@
+"""The continuous-batching engine: scheduler, KV blocks, sequences and plans. Pure."""

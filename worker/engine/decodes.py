@@ -1,0 +1,107 @@
+"""What sequences that decode would have taken alone, without a look at each of them in every step.
+Pure.
+
+Of a step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
+alone, and in the step after it is one position further. So what it would have taken in the steps
+since some moment follows from three sums over steps, which are noted then:
+
+    seconds = base + offset * slope + moment        moment: the sum of slope * n
+                                                    offset: p + 1 - n, as long as it decodes
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.engine.plan import Flags, Ints
+
+#: After so many steps sums begin anew: ``moment`` would have no digits left for a step.
+_MAX_STEPS = 4096
+_OFFSET = 3
+
+
+class Decodes:
+    """By batch slot. Positions are those of the next step that is added."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_steps = 0
+        self._base = self._slope = self._moment = 0.0
+        #: [slots, 4]: the sums when it was noted, and its offset
+        self._notes = np.zeros((num_slots, 4))
+        self.is_noted: Flags = np.zeros(num_slots, np.bool_)
+        self._num_noted = self._offsets = 0
+
+    @property
+    def is_long(self) -> bool:
+        """All that is noted had better be taken, and begin anew."""
+        return self._num_steps >= _MAX_STEPS
+
+    @property
+    def positions(self) -> int:
+        """Of all that are noted together."""
+        return self._offsets + self._num_noted * (self._num_steps - 1)
+
+    def positions_of(self, slots: Ints) -> int:
+        """Of these, which are noted, together."""
+        return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
+
+    def note(self, slot: int, position: int) -> None:
+        """It decodes from now on."""
+        offset = position + 1 - self._num_steps
+        self._notes[slot] = self._base, self._slope, self._moment, offset
+        self.is_noted[slot] = True
+        self._num_noted += 1
+        self._offsets += offset
+
+    def seconds(self, slot: int) -> float:
+        """Since it was noted or taken; 0 if it is not noted."""
+        if not self.is_noted[slot]:
+            return 0.0
+        base, slope, moment, offset = map(float, self._notes[slot])
+        return self._base - base + offset * (self._slope - slope) + self._moment - moment
+
+    def drop(self, slot: int) -> None:
+        """It decodes no more."""
+        if self.is_noted[slot]:
+            self.is_noted[slot] = False
+            self._num_noted -= 1
+            self._offsets -= int(self._notes[slot, _OFFSET])
+
+    def add(self, base: float, slope: float) -> None:
+        """A step in which all that are noted had a row."""
+        self._base += base
+        self._slope += slope
+        self._moment += slope * self._num_steps
+        self._num_steps += 1
+
+    # many at once
+
+    def take(self, slots: Ints) -> NDArray[np.float64]:
+        """Of these, which are noted, the seconds until now: they begin anew."""
+        base, slope, moment, offset = self._notes[slots].T
+        seconds: NDArray[np.float64] = (
+            self._base - base + offset * (self._slope - slope) + self._moment - moment
+        )
+        self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
+        return seconds
+
+    def sit_out(self, slots: Ints) -> None:
+        """These, which were taken before the last step, had no row in it."""
+        self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
+        self._notes[slots, _OFFSET] -= 1
+        self._offsets -= len(slots)
+
+    def place(self, slots: Ints, positions: Ints) -> None:
+        """These, which were taken, are where nobody expected them."""
+        offsets = positions + 1 - self._num_steps
+        self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
+        self._notes[slots, _OFFSET] = offsets
+
+    def begin_anew(self) -> None:
+        """All that are noted were taken."""
+        self._notes[:, :_OFFSET] = 0.0
+        self._notes[:, _OFFSET] += self._num_steps
+        self._offsets += self._num_noted * self._num_steps
+        self._num_steps = 0
+        self._base = self._slope = self._moment = 0.0

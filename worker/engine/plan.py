@@ -1,0 +1,357 @@
+"""What crosses between scheduler and runner: one engine step, as frozen values. Pure.
+
+Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
+      <-  a RowResult for each row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import EverliftError
+from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.device.device_kind import DeviceKind
+from worker.engine.limits import blocks_for
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+#: In the place of a token that is being drawn in its slot by the step before.
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that takes batch slot ``slot`` from this step on, in place of any other.
+
+    ``tokens`` are all that is known of it, the first ``num_prompt`` of them its prompt. ``grammar``
+    is what rank 0's compiler made of ``sampling.grammar``; None on the other ranks, which draw
+    nothing.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    choice: int
+    grammar: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One slot's share of a step: compute ``tokens``, the first of them at position ``start``.
+
+    Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
+    BLOCK_SIZE]``), which may go on beyond them; everything before ``start`` is in the cache
+    already, or is computed by an earlier row of the same step.
+
+        tokens   |---- known ----|-- drafts --|
+                 start                        start + len(tokens)
+
+    With ``samples`` the row's known tokens end at the last known one and the next is drawn; after
+    it, where it is the first draft, the one after that, and so on. With ``scores_prompt`` the log
+    probabilities of the prompt's tokens at positions ``start + 1`` to ``start + len(tokens)`` are
+    wanted.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    samples: bool
+    num_drafts: int = 0
+    scores_prompt: bool = False
+
+    @property
+    def known_end(self) -> int:
+        """The position after its known tokens."""
+        return self.start + len(self.tokens) - self.num_drafts
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a step as columns, since most steps decode: then nothing is made for each row,
+    here or in the runner. Of n rows, whose T tokens lie row after row, each is a Row to whoever
+    iterates; ``starts``, ``counts`` (tokens, at least one) and the other columns [n] are its
+    fields. A row that decodes may have the token UNKNOWN.
+
+    ``tables`` int32 [slots, width] are the block tables by slot: the block of position p of row i
+    is ``tables[slots[i], p // BLOCK_SIZE]``. What lies beyond a row's last token means nothing. It
+    is the scheduler's own array, good until the next step is planned.
+    """
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    num_drafts: Ints
+    samples: Flags
+    scores_prompt: Flags
+    #: [T]
+    tokens: Ints
+    tables: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
+        """With ``tables`` that have theirs, or else with their own: rows of one slot agree about
+        it."""
+        rows = tuple(rows)
+        return cls(
+            slots=_ints([row.slot for row in rows]),
+            starts=_ints([row.start for row in rows]),
+            counts=_ints([len(row.tokens) for row in rows]),
+            num_drafts=_ints([row.num_drafts for row in rows]),
+            samples=np.array([row.samples for row in rows], np.bool_),
+            scores_prompt=np.array([row.scores_prompt for row in rows], np.bool_),
+            tokens=_ints([*chain.from_iterable(row.tokens for row in rows)]),
+            tables=_tables(rows) if tables is None else tables,
+        )
+
+    @classmethod
+    def decoding(cls, slots: Ints, starts: Ints, tokens: Ints, tables: NDArray[np.int32]) -> Self:
+        """Rows of one known token each, after which the next is drawn."""
+        zeros, ones = np.zeros_like(slots), np.ones_like(slots)
+        return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
+
+    def then(self, others: Rows) -> Rows:
+        """These, and behind them ``others`` with the same tables."""
+        assert others.tables is self.tables
+        return Rows(
+            slots=np.concatenate((self.slots, others.slots)),
+            starts=np.concatenate((self.starts, others.starts)),
+            counts=np.concatenate((self.counts, others.counts)),
+            num_drafts=np.concatenate((self.num_drafts, others.num_drafts)),
+            samples=np.concatenate((self.samples, others.samples)),
+            scores_prompt=np.concatenate((self.scores_prompt, others.scores_prompt)),
+            tokens=np.concatenate((self.tokens, others.tokens)),
+            tables=self.tables,
+        )
+
+    def only(self, chosen: Flags) -> Rows:
+        """Those of them that are ``chosen`` [n]."""
+        return Rows(
+            slots=self.slots[chosen],
+            starts=self.starts[chosen],
+            counts=self.counts[chosen],
+            num_drafts=self.num_drafts[chosen],
+            samples=self.samples[chosen],
+            scores_prompt=self.scores_prompt[chosen],
+            tokens=self.tokens[np.repeat(chosen, self.counts)],
+            tables=self.tables,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        """Whose keys and values the rows read, those that they write counted in."""
+        return int(self.starts.sum()) + self.num_tokens
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens,
+        from 1, attends to ``start + i`` of them."""
+        if len(self) == self.num_tokens:
+            return self.kv_tokens
+        triangles = (int(self.counts @ self.counts) + self.num_tokens) // 2
+        return int(self.counts @ self.starts) + triangles
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """[n] of each row, the index of its first token among the step's."""
+        return self.counts.cumsum() - self.counts
+
+    @cached_property
+    def positions(self) -> Ints:
+        """[T] where each token stands in its sequence."""
+        if len(self) == self.num_tokens:
+            return self.starts
+        return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
+
+    @cached_property
+    def blocks(self) -> NDArray[np.int32]:
+        """[T] to which block each token's KV goes."""
+        return self.tables[self.spread(self.slots), self.positions // BLOCK_SIZE]
+
+    @cached_property
+    def known_ends(self) -> Ints:
+        """[n] the position after each row's known tokens."""
+        return self.starts + self.counts - self.num_drafts
+
+    def drafts(self, index: int) -> tuple[int, ...]:
+        """Of one row."""
+        end = int(self.firsts[index] + self.counts[index])
+        return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
+
+    def spread(self, column: Ints) -> Ints:
+        """[T] what ``column`` [n] has for the row of each token."""
+        return column if len(self) == self.num_tokens else np.repeat(column, self.counts)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Row:
+        slot, start, count = (int(c[index]) for c in (self.slots, self.starts, self.counts))
+        first = int(self.firsts[index])
+        return Row(
+            slot=slot,
+            tokens=tuple(self.tokens[first : first + count].tolist()),
+            start=start,
+            block_table=tuple(self.tables[slot, : blocks_for(start + count)].tolist()),
+            samples=bool(self.samples[index]),
+            num_drafts=int(self.num_drafts[index]),
+            scores_prompt=bool(self.scores_prompt[index]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and [*self] == [*other]
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def _tables(rows: Sequence[Row]) -> NDArray[np.int32]:
+    width = max((len(row.block_table) for row in rows), default=0)
+    tables = np.zeros((max((row.slot + 1 for row in rows), default=0), width), np.int32)
+    for row in rows:
+        tables[row.slot, : len(row.block_table)] = row.block_table
+    return tables
+
+
+NO_ROWS = Rows.of(())
+
+
+class BlockCopy(NamedTuple):
+    """Between block ``block`` of the KV cache and place ``place`` of the host's memory."""
+
+    block: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step; ``step`` counts from 1. Rows come decodes first, but for those that are new to the
+    batch, which follow in the order of their ``admissions``: they may attend to what the rows
+    before them write. Admissions of others repeat what a step that broke off may have spoilt.
+    ``saves`` are made before ``loads``, and both before anything is computed."""
+
+    step: int
+    rows: Rows
+    admissions: tuple[Admission, ...] = ()
+    saves: tuple[BlockCopy, ...] = ()
+    loads: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+
+class RowResult(NamedTuple):
+    """What became of a row.
+
+    ``tokens`` are drawn: one if the row samples, and one more for each draft that was the token
+    drawn at its place. On rank 0 ``logprobs`` has theirs, and ``prompt_logprobs`` those of the
+    prompt's tokens that the row scores, where they were asked for. With an ``error`` no token was
+    drawn, and the sequence cannot go on.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: EverliftError | None = None
+
+
+#: Of a row that does not sample.
+NOTHING_DRAWN = RowResult()
+
+
+class Launched(Protocol):
+    """A step that the device is computing."""
+
+    def sample(self) -> None:
+        """Lets it draw, now that what was drawn in the step before is known. Raises as
+        Runner.execute; its copies to and from the host are made all the same."""
+        ...
+
+    def results(self) -> list[RowResult]:
+        """Waits for what it drew; as Runner.execute returns it."""
+        ...
+
+
+#: Begins a step, in which the tokens that the step before draws may be UNKNOWN. Raises as
+#: Runner.execute.
+Launch = Callable[[Plan], Launched]
+
+
+class TooLittleMemory(MemoryError):
+    """A rank has too little memory for a part of a step. All ranks raise it there."""
+
+
+class DeviceLost(Exception):
+    """The device refuses everything from here on; the cause says since when."""
+
+
+class Runner(Protocol):
+    """Executes plans. One runner a rank."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its KV cache."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Places for blocks in the host's memory; 0 where copying them would not pay."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and output."""
+        ...
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What it computes on."""
+        ...
+
+    def unready_slots(self) -> frozenset[int]:
+        """Slots in which drawing would have to wait for a grammar; only rank 0 knows of any."""
+        ...
+
+    @property
+    def launch(self) -> Launch | None:
+        """How a step is begun before what the one before it draws is known; None where that saves
+        no time. Steps with drafts are executed."""
+        ...
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        """Runs one step; a result for each row, with the same tokens on every rank.
+
+        Raises TooLittleMemory, on all ranks, where there is too little for a step of this size:
+        whatever it was to write may be written, and what it knows of its slots may be halfway.
+        Raises DeviceLost.
+        """
+        ...
+
+    def release(self, slots: Collection[int]) -> None:
+        """Nobody is in these slots: what is kept for them can go."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,70 @@
+"""Batches of similar outputs, the highest response ratio next: Magnus (arXiv 2406.04785). Pure."""
+
+from __future__ import annotations
+
+from math import inf
+
+from worker.engine.limits import Limits
+from worker.engine.policies.policy import Policy
+from worker.engine.policies.serving_time import BatchSize, ServingTime
+from worker.engine.policies.similar_batches import SimilarBatches, WaitingBatch
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
+
+
+class Magnus(Policy):
+    """As static batching, but a batch is of sequences whose outputs are predicted to be similarly
+    long, as many as will fit; and of those that wait, the one runs next that has waited longest for
+    what it takes:
+
+        (seconds that it waits + seconds that it is to take) / seconds that it is to take
+
+    This is asked once a batch, of the first one of each band of lengths, whatever waits.
+    """
+
+    follows_time = True
+
+    def __init__(self, limits: Limits) -> None:
+        self._waiting = SimilarBatches(limits)
+        self._serving_time = ServingTime()
+        self._now = 0.0
+        #: the batch that runs, and since when
+        self._running: BatchSize | None = None
+        self._began = 0.0
+        #: somebody was here when the last step ended
+        self._is_busy = False
+
+    @property
+    def waiting(self) -> SimilarBatches:
+        return self._waiting
+
+    def begin(self, columns: Columns, now: float) -> None:
+        self._now = now
+        self._is_busy = bool(columns.known_by_slot.any()) or self._has_waited()
+        self._waiting.begin(now)
+
+    def head(self, num_running: int) -> Sequence | None:
+        if not num_running and self._waiting.member() is None:
+            self._end()
+            self._take_next()
+        return self._waiting.member()
+
+    def _end(self) -> None:
+        """The batch is done. When it was is only known if the next one was there already."""
+        if self._running is not None and self._is_busy and self._now > self._began:
+            self._serving_time.learn(self._running, self._now - self._began)
+        self._running = None
+
+    def _take_next(self) -> None:
+        if heads := self._waiting.heads():
+            batch = max(heads, key=self._rank)
+            self._running, self._began = batch.size, self._now
+            self._waiting.take(batch)
+
+    def _rank(self, batch: WaitingBatch) -> tuple[float, float, int]:
+        """Response ratio; of those that have not waited the quickest, then who came first."""
+        serving_s = self._serving_time.estimate(batch.size)
+        return (self._now - batch.since + serving_s) / serving_s, -serving_s, -batch.order
+
+    def _has_waited(self) -> bool:
+        return any(batch.since < inf for batch in self._waiting.heads())

@@ -1,0 +1,77 @@
+"""What the scheduler asks a policy, and nothing else does. Pure.
+
+The scheduler keeps slots, blocks, budget and books; a policy has the sequences that are not in the
+batch, and says
+
+    head        who comes into the batch next
+    precedes    whether before what is still to be prefilled there
+    decodes     whose next token cannot wait for prefills, and whose can
+    prefills    in which order those in the batch are prefilled
+
+What it answers follows from the calls and from ``now``, which rank 0 tells the others: all ranks
+plan the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from typing import Protocol
+
+from worker.engine.plan import Ints
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
+
+
+class Waiting(Protocol):
+    """The sequences that are not in the batch. No operation takes longer than O(log n)."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens of all."""
+        ...
+
+    def push(self, sequence: Sequence) -> None:
+        """One that is new here, or ``is_preempted``."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None: ...
+
+
+class Policy(ABC):
+    """What a policy does not decide is as in continuous batching: all that can decode do, and who
+    is in the batch is served before newcomers, by arrival."""
+
+    #: whether what it says depends on ``now``, or on the steps before
+    follows_time = False
+
+    @property
+    @abstractmethod
+    def waiting(self) -> Waiting: ...
+
+    @abstractmethod
+    def head(self, num_running: int) -> Sequence | None:
+        """Who is admitted next, beside ``num_running`` in the batch. It stays in ``waiting``, and
+        nobody overtakes it while there is no room for it. None: for now nobody is."""
+
+    def begin(self, columns: Columns, now: float) -> None:
+        """A step begins, and all that the ones before it drew is in ``columns``."""
+        return
+
+    def precedes(self, head: Sequence, running: Sequence) -> bool:
+        """Whether ``head`` is admitted before any more of ``running`` is prefilled."""
+        return False
+
+    def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
+        """Of those that may decode, by arrival: who does in this step, and who does if prefills
+        leave some of the budget, each with the most urgent first."""
+        return slots, slots[:0]
+
+    def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
+        """``sequences``, which come by arrival, in the order in which they are served."""
+        return sequences

@@ -1,0 +1,154 @@
+"""The batches that wait, each of outputs that are predicted to be similarly long. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from math import inf
+
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.policies.serving_time import BatchSize
+from worker.engine.sequence import Sequence
+from worker.engine.waiting import WaitingLine
+
+
+class WaitingBatch:
+    """Sequences of one class and one band of lengths."""
+
+    def __init__(self) -> None:
+        #: when the first step after it was opened began; inf: that is still to come
+        self.since = inf
+        self._sequences: dict[int, Sequence] = {}
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    @property
+    def order(self) -> int:
+        """Of who came first."""
+        return next(iter(self._sequences))
+
+    @property
+    def size(self) -> BatchSize:
+        prompt = max(sequence.num_known for sequence in self)
+        return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
+
+    def has_room(self, sequence: Sequence, limits: Limits) -> bool:
+        """For one more, and for the blocks that all of the batch are then predicted to fill."""
+        num_blocks = self._num_blocks + _expected_blocks(sequence)
+        has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
+        return len(self) < limits.max_num_seqs and (has_blocks or not self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.order] = sequence
+        self._num_blocks += _expected_blocks(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.order]
+        self._num_blocks -= _expected_blocks(sequence)
+
+
+class SimilarBatches:
+    """By class and by band of predicted lengths, of which the last batch takes more:
+
+        band      |     16..21         |   22..29   | ...
+        batches   |  full, full, open  |    open    |
+
+    A band's shortest length is at least 1 - ``batch_waste`` of its longest, so that no greater part
+    of a batch's slot steps is wasted, as far as the prediction is right. (Magnus compares a request
+    with every batch that waits; a band is found in O(log n).) A batch is full with
+    ``max_num_seqs``, or when it is predicted to fill the KV cache.
+
+    Beside them are those of the batch that runs which are in no slot, yet or again.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._begins = band_begins(limits.scheduling.batch_waste, limits.max_model_len)
+        self._bands: dict[tuple[int, int], deque[WaitingBatch]] = {}
+        self._batch_of: dict[int, WaitingBatch] = {}
+        self._num_tokens = 0
+        self._members = WaitingLine()
+        #: since the last step began
+        self._opened: list[WaitingBatch] = []
+
+    def __len__(self) -> int:
+        return len(self._batch_of) + len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        batches = chain.from_iterable(self._bands.values())
+        return chain(self._members, chain.from_iterable(batches))
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens + self._members.num_tokens
+
+    def push(self, sequence: Sequence) -> None:
+        """Who was preempted is of the batch that runs."""
+        if sequence.is_preempted:
+            self._members.push(sequence)
+            return
+        batch = self._batch_of[sequence.order] = self._open_batch(sequence)
+        batch.add(sequence)
+        self._num_tokens += sequence.num_known
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._members:
+            self._members.remove(sequence)
+            return
+        self._batch_of.pop(sequence.order).remove(sequence)
+        self._num_tokens -= sequence.num_known
+
+    def member(self) -> Sequence | None:
+        return self._members.head()
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        for batch in self._opened:
+            batch.since = now
+        self._opened.clear()
+
+    def take(self, batch: WaitingBatch) -> None:
+        """It runs from now on."""
+        for sequence in list(batch):
+            self.remove(sequence)
+            self._members.push(sequence)
+
+    def heads(self) -> list[WaitingBatch]:
+        """The longest waiting batch of each band, of the highest class that has any."""
+        for key, batches in [*self._bands.items()]:
+            while batches and not batches[0]:
+                batches.popleft()
+            if not batches:
+                del self._bands[key]
+        highest = max((priority for priority, _ in self._bands), default=0)
+        return [batches[0] for (priority, _), batches in self._bands.items() if priority == highest]
+
+    def _open_batch(self, sequence: Sequence) -> WaitingBatch:
+        band = bisect_right(self._begins, sequence.expected_output)
+        batches = self._bands.setdefault((sequence.priority, band), deque())
+        if batches and not batches[-1]:
+            # Whoever comes now has not waited as long as those who were in it.
+            batches.pop()
+        if not batches or not batches[-1].has_room(sequence, self._limits):
+            batches.append(WaitingBatch())
+            self._opened.append(batches[-1])
+        return batches[-1]
+
+
+def band_begins(waste: float, longest: int) -> list[int]:
+    """The shortest length of each band, up to ``longest``."""
+    begins = [1]
+    while begins[-1] <= longest:
+        begins.append(int(begins[-1] / (1 - waste)) + 1)
+    return begins
+
+
+def _expected_blocks(sequence: Sequence) -> int:
+    return blocks_for(sequence.num_prompt + sequence.expected_output)

@@ -1,0 +1,76 @@
+"""Decodes by deadline, prefills by length: SLAI (arXiv 2508.01002). Pure.
+
+    decodes whose deadline is near  ->  prefills, the shortest first  ->  the other decodes
+
+share a step's budget in this order. A token's deadline is ``tbt_target`` after the one before it.
+It is near if the step after this one would end behind it: a decode that has slack gives up its
+place as long as prefills can use that, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from worker.config import Scheduling
+from worker.engine.plan import Ints
+from worker.engine.policies.longest_step import LongestStep
+from worker.engine.policies.policy import Policy
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
+from worker.engine.waiting import WaitingLine
+
+
+class Slai(Policy):
+    """While the budget has room for all whose deadlines are near, nobody sits out a step that
+    begins at its deadline or later. So a token is late by less than two steps, and in time if these
+    take no longer than the longest of those before them.
+
+    Who waits for its prompt counts as ``ageing_tokens`` shorter for each that comes after it: with
+    n tokens, fewer than n / ageing_tokens later ones of its class overtake it. One that has output
+    goes first, since somebody waits for its next token.
+    """
+
+    follows_time = True
+
+    def __init__(self, config: Scheduling, num_slots: int) -> None:
+        self._waiting = WaitingLine(self._place)
+        self._tbt_target = config.tbt_target
+        self._ageing_tokens = config.ageing_tokens
+        self._longest_step = LongestStep()
+        self._now = 0.0
+        #: by slot: known tokens when the last step began, and when the newest of them came
+        self._num_known = np.zeros(num_slots, np.int64)
+        self._came = np.zeros(num_slots)
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    def begin(self, columns: Columns, now: float) -> None:
+        num_known = columns.known_by_slot
+        self._longest_step.begin(now, is_busy=bool(num_known.any()))
+        self._came[num_known != self._num_known] = now
+        self._num_known[:] = num_known
+        self._now = now
+
+    def head(self, num_running: int) -> Sequence | None:
+        return self._waiting.head()
+
+    def precedes(self, head: Sequence, running: Sequence) -> bool:
+        return self._place(head) < self._place(running)
+
+    def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
+        slots = slots[self._came[slots].argsort(kind="stable")]
+        deadlines = self._came[slots] + self._tbt_target
+        num_near = deadlines.searchsorted(self._now + 2 * self._longest_step.seconds, side="right")
+        return slots[:num_near], slots[num_near:]
+
+    def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
+        return sorted(sequences, key=self._place)
+
+    def _place(self, sequence: Sequence) -> tuple[int, int, int]:
+        length = 0 if sequence.num_output else sequence.remaining
+        order = sequence.order
+        return -sequence.priority, order * self._ageing_tokens + length, order

@@ -1,0 +1,468 @@
+"""Who computes what in the next step. Pure.
+
+One rule: each step computes some of what is known and not computed, under a token budget. Prefill
+in chunks, prefix hits, preemption, resumption, continuation and speculation are all this rule.
+
+    waiting  --admit-->    running    it has a slot, and blocks for all its known tokens
+    running  --preempt-->  waiting    its blocks are freed (they stay hashed), its order is kept;
+                                      for want of blocks, or of memory to compute a step
+    running  --commit-->   gone       stopped, or it outgrew the whole pool
+    either   --remove-->   gone
+
+Who is admitted next, and whose rows come first, a policy says (`policies/`). A step costs
+O(running), whatever waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, neg
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.engine_policy import EnginePolicy
+from everlift.errors import EngineFailed, EverliftError
+from worker.engine.batch import Batch
+from worker.engine.budget import TokenBudget
+from worker.engine.counters import Counters
+from worker.engine.in_flight import Flight
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.load import Load, Occupant
+from worker.engine.outcome import Outcome, SequenceKey, Stop
+from worker.engine.plan import Admission, Ints, Plan, Row, RowResult, Rows
+from worker.engine.policies.choice import policy_of
+from worker.engine.policies.policy import Waiting
+from worker.engine.selection import Selected, Selection
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.engine.speculation import MAX_READ, Drafter
+
+
+class Scheduler:
+    """``schedule`` and ``commit`` alternate; ``add``, ``remove`` and ``set_policy`` come between a
+    commit and the next schedule. Deterministic: the same calls make the same plans."""
+
+    def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
+        self._limits = limits
+        self._batch = Batch(limits) if batch is None else batch
+        self._counters = Counters()
+        self._policy = policy_of(limits.scheduling.policy, limits)
+        self._selection = Selection(self._batch, self._policy, self._counters)
+        self._budget = TokenBudget(limits.max_num_batched_tokens)
+        self._epochs: dict[int, list[Sequence]] = {}
+        self._arrivals = 0
+        self._step = 0
+        self._output_tokens = 0
+        self._preemptions = 0
+        self._computed_tokens = 0
+        self._kv_tokens = 0
+        self._num_pairs = 0
+        self._released_blocks = 0
+        #: preempted since anything was told
+        self._victims: dict[SequenceKey, Sequence] = {}
+        #: slots that the step in progress gives to somebody
+        self._newcomers: frozenset[int] = frozenset()
+        #: tokens of the step in progress
+        self._num_planned = 0
+        #: slots of which the runner may know anything, since a step broke off
+        self._doubtful: set[int] = set()
+
+    # who is there
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._batch)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self._epochs.values())
+
+    def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
+        """The choices of one request that are here."""
+        return tuple(self._epochs.get(epoch, ()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence, whose key is new here, at the end of the line."""
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        self._epochs.setdefault(sequence.key.epoch, []).append(sequence)
+        self._waiting.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it is; its blocks are free at once."""
+        siblings = self._epochs[sequence.key.epoch]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._epochs[sequence.key.epoch]
+        self._victims.pop(sequence.key, None)
+        if sequence.slot == NO_SLOT:
+            self._waiting.remove(sequence)
+            self._batch.give_up(sequence)
+        else:
+            self._released_blocks -= self._batch.num_blocks_free
+            self._batch.remove(sequence)
+            self._released_blocks += self._batch.num_blocks_free
+
+    def set_policy(self, name: EnginePolicy) -> None:
+        """From the next step on another policy says whom it is for. The batch stays as it is, and
+        who was preempted is still of it; all others come to the new policy as if they had just
+        come, in their order. O(n log n) in what waits."""
+        policy = policy_of(name, self._limits)
+        for sequence in sorted(self._waiting, key=attrgetter("order")):
+            policy.waiting.push(sequence)
+        self._policy = self._selection.policy = policy
+
+    @property
+    def _waiting(self) -> Waiting:
+        return self._policy.waiting
+
+    def take_vacated(self) -> tuple[int, ...]:
+        """The slots that were left since this was last asked, and not taken again."""
+        return self._batch.take_vacated()
+
+    @property
+    def vacated(self) -> tuple[int, ...]:
+        """What ``take_vacated`` would answer now."""
+        return self._batch.vacated
+
+    @property
+    def newcomers(self) -> list[Sequence]:
+        """Who has come into the batch by the plan that is to be executed."""
+        return [self._batch[slot] for slot in self._newcomers]
+
+    # one step
+
+    def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
+        """The next step's plan, which begins ``now``; without rows when nothing is there to run.
+
+        The sequences in the slots ``held``, for whose grammars drawing would have to wait, sit the
+        step out, or all but one if there is nothing else to do: they slow down nobody but
+        themselves.
+        """
+        self._step += 1
+        self._make_room()
+        selected = self._selection.select(self._budget.tokens, held, now)
+        drafts = self._drafts(selected.decoding, self._budget.tokens - selected.num_tokens)
+        rows = self._rows(selected, drafts)
+        self._num_planned = rows.num_tokens
+        admissions = self._admissions(rows, [share.sequence for share in selected.admitted])
+        return Plan(self._step, rows, admissions, *self._batch.planned_copies())
+
+    def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
+        """Takes over what ``plan`` computed."""
+        self._batch.copied()
+        return self._commit(plan, results)
+
+    def _commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
+        self._executed(plan)
+        outcomes = self._commit_rows(plan.rows, results)
+        return [*self.notices(), *outcomes]
+
+    # steps that the device is computing while the next one is planned
+
+    def flight(self, plan: Plan) -> Flight:
+        """Of the plan that was just made."""
+        return Flight(plan, self._batch)
+
+    def launched(self) -> None:
+        """The device has the plan that was just made, behind those before it."""
+        self._batch.copied()
+
+    def must_land(self) -> bool:
+        """Whether the next plan would preempt somebody. While a step is in flight nobody is: what
+        comes back has to know its tokens."""
+        return len(self._batch.columns.lacking()) > self._batch.num_blocks_free
+
+    def land(self, flight: Flight, results: Several[RowResult]) -> list[Outcome]:
+        """Commits what is left of it."""
+        for sequence, num_computed in flight.failed_of_those_gone(results):
+            self._batch.distrust_gone(sequence, num_computed)
+        left = flight.of_those_left(results)
+        plan = flight.land()
+        self._register_filled(plan.rows)
+        return self._commit(plan, left)
+
+    def crash(self, flight: Flight, error: EverliftError) -> list[Outcome]:
+        """As ``fail``, of what is left of a flight that is not in the air. Nobody can tell any more
+        which blocks it was to fill, since others have some of them: nothing is found of any."""
+        self._batch.forget_all()
+        slots = flight.left().rows.slots.tolist()
+        return [*self.notices(), *(self._fail(self._batch[slot], error) for slot in slots)]
+
+    def _register_filled(self, rows: Rows) -> None:
+        """What decoding filled: when it was planned the token was not known."""
+        filled = (rows.counts == 1) & (rows.known_ends % BLOCK_SIZE == 0)
+        starts = rows.starts[filled].tolist()
+        for sequence, start in zip(self._batch.at(rows.slots[filled]), starts, strict=True):
+            self._batch.register(sequence, start, start + 1)
+
+    def _executed(self, plan: Plan) -> None:
+        self._budget.recover()
+        self._computed_tokens += plan.num_tokens
+        self._kv_tokens += plan.rows.kv_tokens
+        self._num_pairs += plan.rows.num_pairs
+        self._counters.slot_steps += len(plan.rows)
+        self._counters.blocks_swapped_out += len(plan.saves)
+        self._counters.blocks_swapped_in += len(plan.loads)
+
+    def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
+        """Ends every sequence of a plan that could not be executed."""
+        self._batch.failed(plan)
+        ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
+        return [*self.notices(), *ended]
+
+    def shed(self, plan: Plan, error: EverliftError) -> list[Outcome]:
+        """Takes back a plan that was too much to execute: some are preempted, the others are as
+        before it, and the next steps compute less. What was a single token ends with ``error``:
+        nothing less can be tried. ``plan`` is of those who are still here of the last one, which
+        was too much with all of them."""
+        self._batch.failed(plan)
+        self._budget.shrink(self._num_planned)
+        self._doubtful.update(row.slot for row in plan.rows)
+        if self._num_planned == 1:
+            ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
+            return [*self.notices(), *ended]
+        for row in self._to_shed(plan):
+            self.preempt(self._batch[row.slot])
+        return self.notices()
+
+    # room
+
+    def _make_room(self) -> None:
+        """Every sequence in the batch gets the block that its last token needs; it had those of all
+        others when it came in, or for its drafts.
+
+        If the pool lacks some, sequences are preempted. Victim is, of the lowest class, who has
+        computed least: the cheapest to repeat, and of the highest class who has computed most
+        always goes on. A single victim leaves less room than it needs to come back in the same
+        step.
+        """
+        growing = self._batch.columns.lacking()
+        lacking = len(growing)
+        if lacking > self._batch.num_blocks_free:
+            self._batch.take_back()
+            for victim in sorted(self._batch, key=_by_worth):
+                if lacking <= self._batch.num_blocks_free:
+                    break
+                lacking -= victim.num_blocks_lacking
+                self.preempt(victim)
+            growing = self._batch.columns.lacking()
+        if len(growing):
+            self._batch.take_one(growing)
+
+    def preempt(self, victim: Sequence) -> None:
+        self._batch.preempt(victim)
+        victim.preempted()
+        self._waiting.push(victim)
+        self._preemptions += 1
+        self._victims[victim.key] = victim
+
+    def _to_shed(self, plan: Plan) -> list[Row]:
+        """Who came with the plan, for what it was to find in the cache may be of the plan itself;
+        then the largest shares, until no more than half of the tokens are left, or one row."""
+        rows = [row for row in plan.rows if row.slot not in self._newcomers]
+        rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
+        left = sum(len(row.tokens) for row in rows)
+        shed = [row for row in plan.rows if row.slot in self._newcomers]
+        for row in shed:
+            self._batch[row.slot].num_computed = 0
+        while len(rows) > 1 and left > self._num_planned // 2:
+            shed.append(rows.pop())
+            left -= len(shed[-1].tokens)
+        return shed
+
+    # rows
+
+    def _rows(self, selected: Selected, drafts: Mapping[int, tuple[int, ...]]) -> Rows:
+        decoding, others = selected.decoding, [share.row() for share in selected.shares]
+        if drafts:
+            drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
+            return self._batch.columns.rows(decoding[:0], [*drafted, *others])
+        return self._batch.columns.rows(decoding, others)
+
+    def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
+        """Of all that the runner must be told of. It may have gone halfway with those who were in a
+        step that broke off: they are told again."""
+        self._newcomers = frozenset(sequence.slot for sequence in newcomers)
+        told = [sequence.slot for sequence in newcomers]
+        if self._doubtful:
+            again = [slot for slot in rows.slots.tolist() if slot in self._doubtful]
+            told = [*(slot for slot in again if slot not in self._newcomers), *told]
+            self._doubtful.difference_update(told)
+        return tuple(self._batch[slot].admission() for slot in told)
+
+    # drafts
+
+    def _drafts(self, decoding: Ints, budget: int) -> dict[int, tuple[int, ...]]:
+        """By slot. What is left of the budget goes to drafts for those that decode."""
+        drafts: dict[int, tuple[int, ...]] = {}
+        if not self._limits.speculation.num_draft_tokens:
+            return drafts
+        most_read = MAX_READ
+        for sequence in self._batch.at(decoding):
+            drafter = self._drafter(sequence)
+            most_read -= drafter.read(sequence.tokens, most_read)
+            proposed = drafts[sequence.slot] = self._draft(sequence, drafter, budget)
+            budget -= len(proposed)
+        return drafts
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(self._limits.speculation)
+        return sequence.drafter
+
+    def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
+        """Blocks that are taken for it stay in the table until others need them for known tokens:
+        a draft preempts nobody."""
+        most = min(budget, self._room_for_drafts(sequence))
+        if most <= 0:
+            return ()
+        drafts = drafter.propose(sequence.tokens, most)
+        self._batch.take_blocks(sequence, sequence.num_known + len(drafts))
+        return drafts
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """Of the tokens that its row can yield, the last one is no draft."""
+        limits = self._limits
+        blocks = len(sequence.block_table) + self._batch.num_blocks_free
+        return min(
+            sequence.max_tokens - sequence.num_output - 1,
+            limits.max_model_len - sequence.num_known - 1,
+            blocks * BLOCK_SIZE - sequence.num_known,
+        )
+
+    # results
+
+    def _commit_rows(self, rows: Rows, results: Iterable[RowResult]) -> list[Outcome]:
+        """Most of them draw one token and go on: the columns take these in at once."""
+        columns = self._batch.columns
+        outcomes, rest = [], []
+        usual = columns.draws_one(rows)
+        each = zip(usual.tolist(), self._batch.at(rows.slots), results, strict=True)
+        for i, (is_usual, sequence, result) in enumerate(each):
+            stops = sequence.stop_token_ids
+            if is_usual and result.error is None and result.tokens[0] not in stops:
+                outcomes.append(sequence.draw_one(result))
+            else:
+                rest.append((i, sequence, result))
+        usual[[i for i, *_ in rest]] = False
+        columns.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
+        self._output_tokens += len(outcomes)
+        told = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
+        return [*outcomes, *(outcome for outcome in told if outcome is not None)]
+
+    def _commit_row(self, sequence: Sequence, row: Row, result: RowResult) -> Outcome | None:
+        """None where there is nothing to tell."""
+        if result.error is not None:
+            self._batch.distrust(sequence)
+            return self._fail(sequence, result.error)
+        offset = sequence.num_output
+        stop, error = self._append(sequence, result.tokens)
+        count = sequence.num_output - offset
+        self._count_computed(sequence, row, count)
+        if row.num_drafts:
+            self._learn(sequence, row, result)
+        scores = sequence.score(row, result.prompt_logprobs) if row.scores_prompt else (0, ())
+        num_computed = sequence.most_computed
+        if stop is not None:
+            self.remove(sequence)
+        else:
+            self._batch.columns.put(sequence)
+        if not count and not scores[1] and sequence.news.residence is None:
+            return None
+        told = result.tokens[:count], stop, error, result.logprobs[:count]
+        return Outcome(sequence.key, offset, *told, *scores, num_computed, sequence.take_news())
+
+    def _append(
+        self, sequence: Sequence, tokens: Iterable[int]
+    ) -> tuple[Stop | None, EverliftError | None]:
+        """Whether it ends by them, and why; those behind its end are dropped."""
+        for token in tokens:
+            sequence.tokens.append(token)
+            self._output_tokens += 1
+            if (stop := sequence.stop(self._limits)) is not None:
+                return stop, None
+        return self._outgrown(sequence)
+
+    def _outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
+        """Whether it ends for want of blocks."""
+        if blocks_for(sequence.num_known) > self._limits.num_blocks:
+            blocks = self._limits.num_blocks
+            return Stop.FAILED, EngineFailed(f"outgrew the worker's KV cache of {blocks} blocks")
+        return None, None
+
+    def _learn(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """Which of its drafts were right."""
+        accepted = len(result.tokens) - 1
+        self._counters.draft_tokens += row.num_drafts
+        self._counters.accepted_tokens += accepted
+        assert sequence.drafter is not None, "drafts of nobody"
+        sequence.drafter.learn(row.num_drafts, accepted)
+
+    def _count_computed(self, sequence: Sequence, row: Row, num_drawn: int) -> None:
+        """Of ``num_drawn`` tokens all but the last are drafts that were right: computed as well."""
+        sequence.num_computed = row.known_end
+        if num_drawn > 1:
+            sequence.num_computed += num_drawn - 1
+            self._batch.register(sequence, row.known_end, sequence.num_computed)
+        if row.start < sequence.num_computed_before:
+            end = min(sequence.num_computed, sequence.num_computed_before)
+            self._counters.recomputed_tokens += end - row.start
+            sequence.recomputed(end - row.start)
+
+    def _fail(self, sequence: Sequence, error: EverliftError) -> Outcome:
+        outcome = sequence.outcome(Stop.FAILED, error)
+        self.remove(sequence)
+        return outcome
+
+    # telling
+
+    def notices(self) -> list[Outcome]:
+        """Of those that were preempted and are not back already."""
+        victims = list(self._victims.values())
+        self._victims.clear()
+        return [victim.outcome() for victim in victims if victim.is_preempted]
+
+    def load(self) -> Load:
+        running, columns = self._batch, self._batch.columns
+        return Load(
+            num_running=len(running),
+            num_waiting=len(self._waiting),
+            blocks_used=running.num_blocks_used,
+            blocks_total=self._limits.num_blocks,
+            pending_prefill_tokens=columns.num_prefilling + self._waiting.num_tokens,
+            committed_tokens=columns.num_known + self._waiting.num_tokens,
+            step=self._step,
+            output_tokens=self._output_tokens,
+            preemptions=self._preemptions,
+            counters=replace(self._counters, unfilled_tokens=columns.num_unfilled),
+            computed_tokens=self._computed_tokens,
+            kv_tokens=self._kv_tokens,
+            num_pairs=self._num_pairs,
+            released_blocks=self._released_blocks,
+            blocks_cached=running.num_blocks_cached,
+        )
+
+    def occupants(self) -> tuple[Occupant, ...]:
+        """Who has which batch slot, by slot."""
+        running = sorted(self._batch, key=lambda s: s.slot)
+        return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
+
+    def prefilling(self) -> list[Sequence]:
+        """Return the sequences in the batch whose prefill is not over."""
+        return list(self._batch.at(self._batch.columns.prefilling()))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books do not agree. O(blocks and sequences)."""
+        waiting = list(self._waiting)
+        self._batch.check_integrity(preempted=waiting)
+        assert {*waiting, *self._batch} == {*self}, "a sequence is nowhere"
+        assert sum(s.num_known for s in waiting) == self._waiting.num_tokens, "waiting tokens"
+        for sequence in waiting:
+            assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
+            assert not sequence.num_computed, "waits with something computed"
+        assert self._victims.keys() <= {s.key for s in waiting if s.is_preempted}, "victims"
+
+
+def _by_worth(sequence: Sequence) -> tuple[int, int, int]:
+    """By this order sequences give way."""
+    return sequence.priority, sequence.num_computed, -sequence.order

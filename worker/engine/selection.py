@@ -1,0 +1,139 @@
+"""Who is in the next step, and with how many known tokens. Pure.
+
+The policy says in which order; budget, slots, blocks and what is held say how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from worker.engine.batch import Batch
+from worker.engine.counters import Counters
+from worker.engine.plan import Ints
+from worker.engine.policies.policy import Policy
+from worker.engine.sequence import Sequence
+from worker.engine.share import Share, num_tokens
+
+
+class Selected(NamedTuple):
+    """The slots that decode, one token each, and shares of those that prefill and of newcomers."""
+
+    decoding: Ints
+    prefills: list[Share]
+    admitted: list[Share]
+
+    @property
+    def shares(self) -> list[Share]:
+        return [*self.prefills, *self.admitted]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decoding) + num_tokens(self.prefills) + num_tokens(self.admitted)
+
+
+class Selection:
+    """From ``batch``, to which newcomers are admitted, as ``policy`` says."""
+
+    def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
+        self._batch = batch
+        self.policy = policy
+        self._counters = counters
+        #: by slot, how many steps in a row it was held
+        self._times_held: dict[int, int] = {}
+
+    def select(self, budget: int, held: Collection[int], now: float) -> Selected:
+        """At most ``budget`` tokens. The sequences in the slots ``held`` are left out; where that
+        is everybody, all but one: a step that waited for all of them could take very long."""
+        self.policy.begin(self._batch.columns, now)
+        self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
+        selected = self._select(budget, held, now)
+        if held and not selected.num_tokens and (longest := self._longest_held()) is not None:
+            del self._times_held[longest]
+            return self._select(budget, self._times_held.keys(), now)
+        return selected
+
+    def _longest_held(self) -> int | None:
+        """The slot that has sat out the most steps, for it was asked about before the others; of
+        several, the first by the policy. None where none of them has anything to do."""
+        urgent, patient = self.policy.decodes(self._batch.columns.decoding())
+        prefilling = self._batch.at(self._batch.columns.prefilling())
+        prefills = [sequence.slot for sequence in self.policy.prefills(prefilling)]
+        slots = [*urgent.tolist(), *prefills, *patient.tolist()]
+        held = [slot for slot in slots if slot in self._times_held]
+        return max(held, key=self._times_held.__getitem__, default=None)
+
+    def _select(self, budget: int, held: Collection[int], now: float) -> Selected:
+        urgent, patient = self.policy.decodes(self._may_decode(held))
+        decoding = self._decode(urgent[:budget])
+        prefills, admitted = self._prefill(budget - len(decoding), held, now)
+        selected = Selected(decoding, prefills, admitted)
+        if len(patient):
+            more = self._decode(patient[: budget - selected.num_tokens])
+            return selected._replace(decoding=np.concatenate([decoding, more]))
+        return selected
+
+    def _may_decode(self, held: Collection[int]) -> Ints:
+        slots = self._batch.columns.decoding()
+        return slots[~np.isin(slots, list(held))] if held else slots
+
+    def _decode(self, slots: Ints) -> Ints:
+        """From here on others find the blocks that these fill; where the token is not known that
+        fills it, when it is."""
+        for sequence in self._batch.at(self._batch.columns.filling(slots)):
+            if not sequence.is_drawing:
+                self._batch.register(sequence, sequence.num_computed, sequence.num_known)
+        return slots
+
+    def _prefill(
+        self, budget: int, held: Collection[int], now: float
+    ) -> tuple[list[Share], list[Share]]:
+        """Of those in the batch, and of newcomers."""
+        prefills: list[Share] = []
+        admitted: list[Share] = []
+        for sequence in self.policy.prefills(self._batch.at(self._batch.columns.prefilling())):
+            before = self._admit(budget, now, sequence)
+            admitted += before
+            budget -= num_tokens(before)
+            if not budget:
+                return prefills, admitted
+            if sequence.slot not in held or sequence.remaining > budget:
+                prefills.append(self._share(sequence, budget))
+                budget -= prefills[-1].num_known
+        return prefills, [*admitted, *self._admit(budget, now)]
+
+    def _admit(self, budget: int, now: float, before: Sequence | None = None) -> list[Share]:
+        """Those who come in ``before`` this one is served, or all others."""
+        shares = []
+        while budget and (head := self._head(before)) is not None:
+            hits = self._batch.prefix_hits(head)
+            if not self._batch.has_room(head, hits):
+                break
+            self.policy.waiting.remove(head)
+            self._batch.admit(head, hits)
+            head.admitted(now)
+            self._counters.prompt_tokens += head.num_known
+            self._counters.prefix_hit_tokens += head.num_computed
+            shares.append(self._share(head, _first_count(head, budget)))
+            budget -= shares[-1].num_known
+        return shares
+
+    def _head(self, before: Sequence | None) -> Sequence | None:
+        if self._batch.is_full or (head := self.policy.head(len(self._batch))) is None:
+            return None
+        return head if before is None or self.policy.precedes(head, before) else None
+
+    def _share(self, sequence: Sequence, budget: int) -> Share:
+        count = min(sequence.remaining, budget)
+        self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
+        return Share(sequence, count)
+
+
+def _first_count(sequence: Sequence, budget: int) -> int:
+    """Of its known tokens, how many are computed as it comes into the batch. One with a grammar
+    draws in the step after, if it can: until then nobody knows how long its mask takes."""
+    if sequence.sampling.grammar is None:
+        return budget
+    return max(1, min(budget, sequence.remaining - 1))

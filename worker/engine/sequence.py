@@ -1,0 +1,326 @@
+"""One generation inside the engine. Pure.
+
+    tokens      |---- prompt ----|-------- output --------|
+                0            num_prompt               num_known
+    KV cache    |------ computed ------|-- remaining --|
+                0                 num_computed     num_known
+
+A step computes some of what remains; where it computes the last known token, the next is drawn.
+Drafts may be computed behind it: what is drawn shows which of them were right. Output of earlier
+attempts is output like any other, so a continuation differs from an undisturbed run in
+``num_computed`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from everlift.blockhash import BLOCK_SIZE, block_hash
+from everlift.errors import (
+    EmptyPrompt,
+    EverliftError,
+    InvalidRequest,
+    OutOfRange,
+    PromptTooLong,
+)
+from everlift.sampling import SamplingParams, TokenLogprobs
+from everlift.v1 import session_pb2
+from worker.engine.account import Account
+from worker.engine.limits import Limits, blocks_for
+from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
+from worker.engine.speculation import Drafter
+
+#: The slot of a sequence that is not in the batch.
+NO_SLOT = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens`` is prompt and output, ``max_tokens`` bounds the whole output. ``order`` is its
+    place by arrival, which it keeps over preemptions; of a smaller ``priority`` the blocks are
+    taken first."""
+
+    key: SequenceKey
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    salt: bytes
+    priority: int = 0
+    #: of the whole output, as it was predicted; 0: nobody knows
+    predicted_tokens: int = 0
+    order: int = 0
+    num_computed: int = 0
+    slot: int = NO_SLOT
+    block_table: tuple[int, ...] = ()
+    #: blocks of its table that were found when it came into the batch
+    num_hits: int = 0
+    #: what the grammar of ``sampling`` was compiled to, where tokens are drawn
+    grammar: object | None = None
+    #: the most that was computed when it last lost its blocks, here or where it was before
+    num_computed_before: int = 0
+    #: the most that was computed here when it last lost its blocks: what it wants to find again
+    num_wanted: int = 0
+    is_preempted: bool = False
+    #: when it came here, on the clock of who has its first step begin
+    came: float = 0.0
+    #: the router must know of the first step here before that step runs
+    confirms_first_step: bool = False
+    #: where its time went until it last left the batch; None where it never did, or nobody counts
+    account: Account | None = None
+    #: still to be told
+    news: News = NO_NEWS
+    #: where its prompt is scored, the first position of which nothing was told
+    next_score: int = 1
+    #: since it decodes, where there is speculation
+    drafter: Drafter | None = None
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
+        """Raises InvalidRequest where this worker can never run it."""
+        sequence = cls(
+            key=SequenceKey(start.epoch, start.choice),
+            request_id=start.request_id,
+            tokens=[*start.prompt_ids, *start.output_ids],
+            num_prompt=len(start.prompt_ids),
+            max_tokens=start.max_tokens,
+            sampling=SamplingParams.from_proto(start.sampling, seed=0),
+            stop_token_ids=frozenset(start.stop_token_ids),
+            salt=start.salt,
+            priority=start.priority,
+            predicted_tokens=start.predicted_tokens,
+            confirms_first_step=start.confirm_first_step,
+        )
+        sequence.num_computed_before = min(start.num_computed, sequence.num_known)
+        sequence._check(limits)
+        return sequence
+
+    def to_start(self) -> session_pb2.Start:
+        """The Start that continues this sequence."""
+        return session_pb2.Start(
+            epoch=self.key.epoch,
+            choice=self.key.choice,
+            request_id=self.request_id,
+            prompt_ids=self.tokens[: self.num_prompt],
+            output_ids=self.tokens[self.num_prompt :],
+            max_tokens=self.max_tokens,
+            sampling=self.sampling.to_proto(),
+            stop_token_ids=sorted(self.stop_token_ids),
+            salt=self.salt,
+            num_computed=self.most_computed,
+            priority=self.priority,
+            predicted_tokens=self.predicted_tokens,
+        )
+
+    def _check(self, limits: Limits) -> None:
+        if not self.key.epoch:
+            raise InvalidRequest("epoch must be set")
+        if not self.num_prompt:
+            raise EmptyPrompt("the prompt has no tokens")
+        if self.max_tokens < max(1, self.num_output):
+            raise OutOfRange(
+                f"max_tokens must be at least 1 and the {self.num_output} tokens so far, "
+                f"not {self.max_tokens}"
+            )
+        if self.num_prompt >= limits.max_model_len or self.num_known > limits.max_model_len:
+            raise PromptTooLong(
+                f"{self.num_prompt} prompt tokens and {self.num_output} so far leave no room for "
+                f"more in a context of {limits.max_model_len}"
+            )
+        if max(self.tokens) >= limits.vocab_size:
+            raise OutOfRange(f"a token id is {limits.vocab_size}, the vocabulary's size, or more")
+        needed = blocks_for(self.num_known + 1)
+        if self.stop(limits) is None and needed > limits.num_blocks:
+            raise PromptTooLong(
+                f"{self.num_known} tokens need {needed} blocks of KV cache; "
+                f"this worker has {limits.num_blocks}"
+            )
+
+    @property
+    def num_known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def expected_output(self) -> int:
+        """Tokens of the whole output: as predicted, at most what it may have, at least one more
+        than it has."""
+        predicted = self.predicted_tokens or self.max_tokens
+        return max(self.num_output + 1, min(predicted, self.max_tokens))
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def most_computed(self) -> int:
+        """Known tokens that were ever computed, here or where it was before."""
+        before, now = self.num_computed_before, self.num_computed
+        return before if before > now else now
+
+    @property
+    def num_blocks_lacking(self) -> int:
+        """Blocks that its known tokens need beyond its table, which may have more for drafts."""
+        lacking = blocks_for(len(self.tokens)) - len(self.block_table)
+        return lacking if lacking > 0 else 0
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log probabilities of its prompt are still to be told."""
+        return self.sampling.prompt_logprobs is not None and self.next_score < self.num_prompt
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens, from the first on, whose KV may be found in the cache. The others are computed,
+        since something is drawn or scored from their logits."""
+        return self.next_score - 1 if self.is_scoring else self.num_known - 1
+
+    def stop(self, limits: Limits) -> Stop | None:
+        """Whether its tokens end it."""
+        num_output = self.num_output
+        if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
+            return Stop.EOS
+        if num_output >= self.max_tokens or len(self.tokens) >= limits.max_model_len:
+            return Stop.LENGTH
+        return None
+
+    def earliest_end(self, limits: Limits) -> int:
+        """With fewer known tokens nothing but a stop token ends it."""
+        outgrown = limits.num_blocks * BLOCK_SIZE + 1
+        return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
+
+    def draw_one(self, result: RowResult) -> Outcome:
+        """It goes on by one token, behind all of the known ones that are computed now."""
+        tokens, logprobs = result.tokens, result.logprobs
+        computed = self.num_computed = len(self.tokens)
+        self.tokens.append(tokens[0])
+        offset, news = computed - self.num_prompt, self.news
+        self.news = NO_NEWS
+        # Most of what a step has to tell is made here, and names would take as long again.
+        return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
+
+    def draw(self, token: int, times: int) -> None:
+        """It goes on by ``token``, ``times`` times one after the other. Nothing is told of it."""
+        self.tokens.extend([token] * times)
+        self.num_computed = len(self.tokens) - 1
+
+    def take_off(self, num_computed: int, draws: bool) -> None:
+        """From the launch of a step on ``num_computed`` tokens count as computed, and with
+        ``draws`` another one as known."""
+        self.num_computed = num_computed
+        if draws:
+            self.tokens.append(UNKNOWN)
+
+    def land(self, num_computed: int, drew: bool) -> None:
+        """Takes that back; no more than ``num_computed`` are."""
+        self.num_computed = num_computed
+        if drew:
+            self.tokens.pop()
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether its last token is UNKNOWN."""
+        return self.tokens[-1] == UNKNOWN
+
+    # what is told of it
+
+    def admitted(self, now: float) -> None:
+        """It comes into the batch: for the first time, or again."""
+        if self.is_preempted:
+            self.is_preempted = False
+            self.news = self.news._replace(residence=Residence.RESUMED)
+        else:
+            waited_s = max(0.0, now - self.came)
+            self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
+
+    def preempted(self) -> None:
+        """It has lost its blocks."""
+        self.is_preempted = True
+        count = self.news.preemptions + 1
+        self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
+
+    def recomputed(self, num_tokens: int) -> None:
+        count = self.news.recomputed_tokens + num_tokens
+        self.news = self.news._replace(recomputed_tokens=count)
+
+    def take_news(self) -> News:
+        news, self.news = self.news, NO_NEWS
+        return news
+
+    def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
+        """What is to be told of it beside new tokens; with ``stop`` it is the last."""
+        return Outcome(
+            self.key,
+            self.num_output,
+            stop=stop,
+            error=error,
+            num_computed=self.most_computed,
+            news=self.take_news(),
+        )
+
+    def prefill_progress(self) -> Outcome:
+        """Return how many of the known tokens are computed here so far; news stays untold."""
+        return Outcome(
+            self.key,
+            self.num_output,
+            num_computed=self.most_computed,
+            prefilled_tokens=self.num_computed,
+        )
+
+    # what it is to compute
+
+    def admission(self) -> Admission:
+        """What the runner has to know of it from its first row on."""
+        return Admission(
+            slot=self.slot,
+            tokens=tuple(self.tokens),
+            num_prompt=self.num_prompt,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            choice=self.key.choice,
+            grammar=self.grammar,
+        )
+
+    def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:
+        """Its share of a step that computes its next ``count`` tokens, and ``drafts`` after the
+        last known one."""
+        end = self.num_computed + count
+        return Row(
+            slot=self.slot,
+            tokens=(*self.tokens[self.num_computed : end], *drafts),
+            start=self.num_computed,
+            block_table=self.block_table,
+            samples=end == self.num_known,
+            num_drafts=len(drafts),
+            scores_prompt=self.is_scoring and end >= self.next_score,
+        )
+
+    def score(
+        self, row: Row, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[int, tuple[TokenLogprobs, ...]]:
+        """The first position of its prompt that was not told before, and what ``logprobs``, those
+        of a row that scores, have from there on."""
+        first = self.next_score
+        self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
+        return first, logprobs[first - (row.start + 1) :]
+
+    def hashes_before(self) -> list[bytes]:
+        """Of the blocks that were computed when it was preempted."""
+        return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
+
+    def block_hash(self, index: int) -> bytes:
+        """Hash of its ``index``-th block, all of whose tokens are known."""
+        while len(self._hashes) <= index:
+            start = len(self._hashes) * BLOCK_SIZE
+            parent = self._hashes[-1] if self._hashes else self.salt
+            self._hashes.append(block_hash(parent, self.tokens[start : start + BLOCK_SIZE]))
+        return self._hashes[index]

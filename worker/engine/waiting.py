@@ -1,0 +1,67 @@
+"""The sequences that are not in the batch, in their order. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from worker.engine.sequence import Sequence
+
+#: The smallest is served first; the last number is the sequence's ``order``.
+Place = tuple[int, ...]
+
+
+def by_arrival(sequence: Sequence) -> Place:
+    """Those of a larger ``priority`` first. One that was preempted comes back in front of all of
+    its class that arrived later."""
+    return -sequence.priority, sequence.order
+
+
+class WaitingLine:
+    """By ``place``, which is the same as long as a sequence waits, and never a later one when it
+    comes back.
+
+    Every operation is O(log n) at most.
+    """
+
+    def __init__(self, place: Callable[[Sequence], Place] = by_arrival) -> None:
+        self._place = place
+        self._members: dict[int, Sequence] = {}
+        #: places of members, and of some that have left
+        self._heap: list[Place] = []
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.order in self._members
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens of all members."""
+        return self._num_tokens
+
+    def push(self, sequence: Sequence) -> None:
+        self._members[sequence.order] = sequence
+        heapq.heappush(self._heap, self._place(sequence))
+        self._num_tokens += sequence.num_known
+
+    def head(self) -> Sequence | None:
+        """The first in line, which stays there."""
+        while self._heap:
+            if (sequence := self._members.get(self._heap[0][-1])) is not None:
+                return sequence
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._members[sequence.order]
+        self._num_tokens -= sequence.num_known
+        # One that leaves from the middle stays in the heap until it comes to its front, or until
+        # such ones are the greater part.
+        if len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = sorted(map(self._place, self._members.values()))

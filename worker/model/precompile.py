@@ -1,0 +1,36 @@
+"""The native code of a decoder, compiled all at once where this machine has not done so before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from worker.attention.cpu import compiled_kernel
+from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.panels import panel_packing
+from worker.model.panels import pays as panels_pay
+from worker.model.stack import stack_library
+from worker.native.argmax import choose_largest
+
+
+def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+    """Whoever wants one of the libraries finds it done. A compiler has one core: as many of them
+    run at a time as there are cores. Several ranks go layer by layer, and want no stack."""
+    if device.type != "cpu":
+        return
+    libraries: list[Callable[[], object]] = [
+        partial(compiled_kernel, head_dim, dtype),
+        partial(choose_pointwise, dtype, device),
+        partial(choose_largest, device),
+    ]
+    if dtype == torch.bfloat16 and panels_pay():
+        libraries.append(panel_packing)
+        if ranks == 1:
+            libraries.append(partial(stack_library, head_dim))
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        for compiled in [compilers.submit(library) for library in libraries]:
+            compiled.result()

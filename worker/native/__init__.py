@@ -1,0 +1,1 @@
+"""C++ that is compiled when it is first used, or shipped in an image."""

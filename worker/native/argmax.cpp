@@ -1,0 +1,77 @@
+// The largest of each row's logits, on a CPU.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "team.h"
+
+namespace {
+
+using team::size;
+
+// By the numbers of worker/native/argmax.py.
+constexpr size NOT_FINITE = -1, NOTHING_LEFT = -2;
+
+constexpr size LANES = 64;
+// Elements in which the largest is looked for again, once it is known where.
+constexpr size BLOCK = 16 * LANES;
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+// Of up to BLOCK elements. NaN is larger than nothing, but `unordered` counts it.
+float largest(const float* x, size number, bool& unordered) {
+  float most[LANES];
+  std::int32_t nans[LANES] = {};
+  std::fill_n(most, LANES, LOWEST);
+  size i = 0;
+  for (; i + LANES <= number; i += LANES)
+    for (size lane = 0; lane < LANES; ++lane) {
+      const float value = x[i + lane];
+      most[lane] = value > most[lane] ? value : most[lane];
+      nans[lane] |= value != value;
+    }
+  for (size lane = 0; i < number; ++i, ++lane) {
+    most[lane] = x[i] > most[lane] ? x[i] : most[lane];
+    nans[lane] |= x[i] != x[i];
+  }
+  unordered |= std::any_of(nans, nans + LANES, [](std::int32_t each) { return each; });
+  return *std::max_element(most, most + LANES);
+}
+
+struct Largest {
+  float value = LOWEST;
+  size at = NOTHING_LEFT;
+
+  Largest(const float* row, size width) {
+    bool unordered = false;
+    const float* block = row;
+    for (const float* next = row; next < row + width; next += BLOCK) {
+      const float most = largest(next, std::min(BLOCK, row + width - next), unordered);
+      if (most > value) value = most, block = next;
+    }
+    if (unordered) value = std::numeric_limits<float>::quiet_NaN();
+    if (std::isfinite(value)) at = std::find(block, row + width, value) - row;
+    else if (value != LOWEST) at = NOT_FINITE;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Of rows [rows, width], `stride` elements apart, the largest of each, and the first place where it
+// is, or a mark.
+[[gnu::visibility("default")]] void largest_of_rows(const float* logits, size stride, float* values,
+                                                    size* places, size rows, size width,
+                                                    int threads) {
+  team::gather(threads, [&](team::Member& me) {
+    me.share(rows, 1, [&](size row) {
+      const Largest found(logits + row * stride, width);
+      values[row] = found.value;
+      places[row] = found.at;
+    });
+  });
+}
+
+}  // extern "C"

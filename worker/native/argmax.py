@@ -1,0 +1,72 @@
+"""The largest of each row's logits: in torch, or compiled for CPUs (argmax.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.native import native
+
+_SOURCE = Path(__file__).with_name("argmax.cpp")
+#: Marks a row with a logit that is NaN or +inf.
+NOT_FINITE = -1
+#: Marks a row whose logits are all -inf.
+NOTHING_LEFT = -2
+#: Logits that one thread reads in the time in which another one takes part.
+_ALONE = 1 << 17
+
+
+class Largest(Protocol):
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``logits`` fp32 [n, vocab] the largest of each row, fp32 [n], and the first token that
+        has it, int64 [n], or NOT_FINITE or NOTHING_LEFT."""
+        ...
+
+
+def largest_by_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, tokens = logits.max(dim=-1)
+    tokens = tokens.where(values.isfinite(), NOT_FINITE)
+    return values, tokens.masked_fill_(values == -math.inf, NOTHING_LEFT)
+
+
+class CompiledLargest:
+    """On a CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._find = library.largest_of_rows
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._find.argtypes = (pointer, size, pointer, pointer, size, size, ctypes.c_int)
+        self._find.restype = None
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1
+        rows, width = logits.shape
+        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        threads = 1 if logits.numel() < _ALONE else torch.get_num_threads()
+        self._find(
+            logits.data_ptr(),
+            logits.stride(0),
+            values.data_ptr(),
+            tokens.data_ptr(),
+            rows,
+            width,
+            threads,
+        )
+        return values, tokens
+
+
+def choose_largest(device: torch.device) -> Largest:
+    """Compiled, where it can be."""
+    return (_compiled() if device.type == "cpu" else None) or largest_by_torch
+
+
+@cache
+def _compiled() -> CompiledLargest | None:
+    library = native.compiled(_SOURCE)
+    return None if library is None else CompiledLargest(library)

@@ -1,0 +1,179 @@
+"""C++ that is compiled on this machine for its own CPU, when it is first used, or was shipped.
+
+A library has a plain C interface and knows nothing of Python or torch: it is loaded with ctypes,
+and its pointers are those of tensors. What is compiled lies in the user's cache directory, under a
+name made of all that it depends on, so that two machines with one home do not share what one of
+them cannot run. An image has libraries for several levels of CPUs beside this module
+(worker.native.ship): the highest that this CPU has is used, and no compiler is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+_COMPILERS = ("g++", "c++", "clang++")
+_NATIVE = ("-march=native",)
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
+    # What is added to a product is rounded once, whatever the C++ standard says: a function that
+    # several libraries have makes the same bits in all of them.
+    "-ffp-contract=fast",
+    # Roots and comparisons that set no errno and no flag can be done by vectors.
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
+_TIMEOUT_S = 120.0
+_SHIPPED = Path(__file__).with_name("shipped_native")
+_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
+_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """CPUs that libraries are shipped for: the compiler's flags, and what /proc/cpuinfo must
+    list."""
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+#: The highest first.
+LEVELS = (
+    Level("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Level("avx512", ("-march=x86-64-v4",), _V4),
+    Level("avx2", ("-march=x86-64-v3",), _V3),
+)
+#: What a library is compiled for, in its preprocessor's words.
+DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
+    """The library made of ``source``: shipped, or compiled here. None, with a line in the log,
+    where none can be made: there is no compiler, or it fails, or what it makes does not load."""
+    level = shipped_level()
+    if level is not None and (shipped := shipped_path(source, flags, level)).exists():
+        return ctypes.CDLL(str(shipped))
+    compiler = _compiler()
+    if compiler is None:
+        log.warning("no C++ compiler: slower code is used", source=source.name, flags=flags)
+        return None
+    command = (compiler, *_FLAGS, *_NATIVE, *flags)
+    try:
+        library = _cache() / f"{source.stem}-{_key(command, source)}.so"
+        if not library.exists():
+            _compile(command, source, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        cause = getattr(error, "stderr", None) or str(error)
+        log.warning("compiling failed: slower code is used", source=source.name, cause=cause[:2000])
+        return None
+
+
+def shipped_path(source: Path, flags: Sequence[str], level: Level) -> Path:
+    """Return where the library for this source and these flags is, if it is shipped."""
+    key = _digest(*_texts(source), *_FLAGS, *level.flags, *flags)
+    return _SHIPPED / f"{source.stem}-{level.name}-{key}.so"
+
+
+def ship(source: Path, flags: Sequence[str], level: Level) -> None:
+    """Compile a library to be shipped. Raises OSError, SubprocessError."""
+    compiler = _compiler()
+    if compiler is None:
+        raise OSError(f"none of {', '.join(_COMPILERS)} is there")
+    _SHIPPED.mkdir(exist_ok=True)
+    library = shipped_path(source, flags, level)
+    _compile((compiler, *_FLAGS, *level.flags, *flags), source, library)
+
+
+@cache
+def shipped_level() -> Level | None:
+    """The highest level of LEVELS that this CPU has; None where nothing is shipped for it."""
+    if not _SHIPPED.is_dir():
+        return None
+    lines = _cpu().splitlines()
+    features = next((line for line in lines if line.startswith("flags")), "").split()
+    return next((level for level in LEVELS if level.features <= set(features)), None)
+
+
+def _compiler() -> str | None:
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+def _compile(command: Sequence[str], source: Path, library: Path) -> None:
+    """Several processes may do so at once: each one's library is whole when it gets its name."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        made = Path(scratch, library.name)
+        subprocess.run(
+            (*command, "-o", str(made), str(source)),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+        made.replace(library)
+
+
+def _cache() -> Path:
+    """A directory that is ours alone: what lies there is run. Raises PermissionError."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(home, "everlift", "native")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"others can write to {directory}")
+    return directory
+
+
+def _key(command: Sequence[str], source: Path) -> str:
+    """Of source, flags, compiler and CPU."""
+    return _digest(*_texts(source), *command, _version(command[0]), _cpu())
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run(
+        (compiler, "--version"), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+    ).stdout
+
+
+def _texts(source: Path) -> Iterator[str]:
+    """Of the source, and of what it includes of ours, as often as it does."""
+    text = source.read_text()
+    yield text
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
+        yield from _texts(source.parent / name)
+
+
+def _cpu() -> str:
+    """What -march=native goes by: model and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)

@@ -1,0 +1,55 @@
+"""``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
+
+Of attention kernels there is one for each head dimension and dtype: those of HEAD_DIMS are shipped.
+A model with another head dimension needs a compiler where it runs, or uses slower code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from worker.attention.cpu import kernel_flags
+from worker.model.stack import stack_flags
+from worker.native import native
+
+#: Those of the published models of the supported families, and of the demo model.
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+_WORKER = Path(__file__).parents[1]
+
+
+def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield source and flags of each library for a level."""
+    yield _WORKER / "parallel" / "collectives.cpp", ()
+    yield _WORKER / "native" / "argmax.cpp", ()
+    has_bfloat16 = level.name == "avx512_bf16"
+    for dtype, name in native.DTYPES.items():
+        # Everlift computes in float32 where a CPU has no bfloat16, and never in float16 by itself.
+        if dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16):
+            yield _WORKER / "model" / "pointwise.cpp", (f"-D{name}",)
+            for head_dim in HEAD_DIMS:
+                yield _WORKER / "attention" / "paged.cpp", kernel_flags(head_dim, dtype)
+    if has_bfloat16:
+        yield _WORKER / "model" / "panels.cpp", ()
+        for head_dim in HEAD_DIMS:
+            yield _WORKER / "model" / "stack.cpp", stack_flags(head_dim)
+
+
+def main() -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        compiling = [
+            compilers.submit(native.ship, source, flags, level)
+            for level in native.LEVELS
+            for source, flags in libraries(level)
+        ]
+        for each in compiling:
+            each.result()
+    print(f"{len(compiling)} libraries")
+
+
+if __name__ == "__main__":
+    main()

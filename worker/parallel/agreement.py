@@ -1,0 +1,42 @@
+"""Rank 0's word on a step's rows, as integers for the other ranks: what was drawn, or that it
+failed. Pure.
+
+    as it is drawn    one token a row that samples, or a mark below 0
+    with drafts       one line a row, [tokens drawn ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everlift.errors import EngineFailed
+from worker.engine.plan import RowResult
+
+NO_TOKEN = -1
+FAILED = -2
+
+
+def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
+    """``width`` is at least 1 and the most tokens of a result."""
+    lines = [[FAILED] if result.error is not None else [*result.tokens] for result in results]
+    return [line + [NO_TOKEN] * (width - len(line)) for line in lines]
+
+
+def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
+    """The same results without log probabilities, which only rank 0 tells, and without causes."""
+    return [_result(line) for line in lines]
+
+
+def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
+    """Of rows that sample, in the same way."""
+    return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
+
+
+def _failed() -> RowResult:
+    return RowResult(error=EngineFailed("rank 0 could not go on with it"))
+
+
+def _result(line: Sequence[int]) -> RowResult:
+    if line[0] == FAILED:
+        return _failed()
+    return RowResult(tuple(token for token in line if token != NO_TOKEN))

@@ -1,0 +1,350 @@
+"""The ranks of one tensor-parallel worker: how they meet, and the collectives that they use.
+
+    on CUDA, a GPU each                            NCCL
+    on CPUs of one host, with a C++ compiler       memory that they share
+    on CPUs else                                   gloo
+    on one GPU together, which is for tests        one of the latter two, through the host
+
+What only the hosts have to tell each other goes by the latter two wherever the ranks are.
+
+Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
+Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
+Every listening socket is bound to one address: the one by which its rank reaches the store, unless
+it is given.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from everlift import logs
+from worker.parallel import collectives
+from worker.parallel.collectives import Collectives
+
+log = logs.get(__name__)
+
+#: A rank that has not come to a collective after this long is taken for lost.
+TIMEOUT = timedelta(minutes=5)
+
+_GPU_KEY = "everlift/gpu"
+#: Before gloo's keys in the store, which would else be those of NCCL.
+_GLOO_KEY = "everlift/gloo"
+
+#: What shared memory sums, by its number for collectives.cpp.
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
+
+
+class Group:
+    """A rank's end of its group. This class is the group of one: each collective is the identity.
+
+    Every rank calls the same collectives in the same order with tensors of the same shape and
+    dtype. A lost peer raises RuntimeError, and the group is of no more use.
+    """
+
+    rank = 0
+    size = 1
+    #: its collectives are work of the device like any other: no host waits for them, and they can
+    #: be captured
+    on_device = True
+    #: collectives that this rank has taken part in
+    num_made = 0
+
+    @staticmethod
+    def single() -> Group:
+        return Group()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """``tensor``, replaced by the sum over all ranks."""
+        return tensor
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        """The ranks' shards side by side along the last dimension, on rank 0; None elsewhere."""
+        return shard
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """``tensor``, replaced by rank 0's."""
+        return tensor
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        """Takes part in a ``gather_to_first`` whose result this rank has no use for, with no more
+        memory than ``room``, which is as large as all ranks' shards, and contiguous."""
+
+    def agree(self, well: bool) -> bool:
+        """Whether all ranks are ``well``. Waits for their hosts, and for no device."""
+        return well
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+
+    def close(self) -> None:
+        """Releases what the group holds. May be called again."""
+
+
+class _SharedMemoryGroup(Group):
+    """A group of ranks of one host. Sums are of float32, bfloat16, float16 and int64."""
+
+    on_device = False
+
+    def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._ranks = ranks
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        flat = tensor.contiguous()
+        self._sum(flat)
+        self.num_made += 1
+        return tensor if flat is tensor else tensor.copy_(flat)
+
+    def _sum(self, flat: Tensor) -> None:
+        self._ranks.all_reduce(flat.data_ptr(), flat.numel(), _KINDS[flat.dtype])
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        shard = shard.contiguous()
+        *rows, width = shard.shape
+        out = shard.new_empty(*rows, width * self.size) if self.rank == 0 else None
+        self._gather(shard, out)
+        return out
+
+    def _gather(self, shard: Tensor, out: Tensor | None) -> None:
+        self._ranks.gather(
+            shard.data_ptr(),
+            shard.nbytes,
+            shard.shape[-1] * shard.itemsize,
+            0 if out is None else out.data_ptr(),
+        )
+        self.num_made += 1
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._gather(shard, room if self.rank == 0 else None)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        flat = tensor.contiguous()
+        self._ranks.broadcast(flat.data_ptr(), flat.nbytes)
+        self.num_made += 1
+        return tensor if flat is tensor else tensor.copy_(flat)
+
+    def agree(self, well: bool) -> bool:
+        ill = torch.tensor([int(not well)])
+        self._sum(ill)
+        return not ill.item()
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+class _CollectiveGroup(Group):
+    """A group over a torch.distributed backend: ProcessGroupGloo."""
+
+    on_device = False
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._backend.allreduce([tensor]).wait()
+        self.num_made += 1
+        return tensor
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        shard = shard.contiguous()
+        parts = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else []
+        self._gather(shard, parts)
+        return torch.cat(parts, dim=-1) if parts else None
+
+    def _gather(self, shard: Tensor, parts: list[Tensor]) -> None:
+        self._backend.gather(parts, shard, 0).wait()
+        self.num_made += 1
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._gather(shard, [*room.view(self.size, *shard.shape)] if self.rank == 0 else [])
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        self._backend.broadcast(tensor, 0).wait()
+        self.num_made += 1
+        return tensor
+
+    def agree(self, well: bool) -> bool:
+        ill = torch.tensor([int(not well)])
+        self._backend.allreduce([ill]).wait()
+        return not ill.item()
+
+    def barrier(self) -> None:
+        self._backend.barrier().wait()
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._end(self._backend)
+            self._backend = None  # gloo listens until it is destroyed
+
+    def _end(self, backend: Any) -> None:
+        backend.shutdown()
+
+
+class _NcclGroup(_CollectiveGroup):
+    """Over ProcessGroupNCCL, with ``host`` for what the hosts tell each other. What was captured
+    with its collectives must be gone before it is closed: NCCL waits for that, and for good."""
+
+    on_device = True
+
+    def __init__(self, backend: Any, rank: int, size: int, host: Group) -> None:
+        super().__init__(backend, rank, size)
+        self._host = host
+
+    def agree(self, well: bool) -> bool:
+        return self._host.agree(well)
+
+    def close(self) -> None:
+        super().close()
+        self._host.close()
+
+    def _end(self, backend: Any) -> None:
+        # To shut it down would wait for collectives to which another rank may never come.
+        backend.abort()
+
+
+class _ThroughHost(Group):
+    """A group for tensors of a GPU over ``host``, one for those of CPUs."""
+
+    on_device = False
+
+    def __init__(self, host: Group) -> None:
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        total = self._host.all_reduce(tensor.cpu())
+        self.num_made += 1
+        return tensor.copy_(total)
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        gathered = self._host.gather_to_first(shard.cpu())
+        self.num_made += 1
+        return None if gathered is None else gathered.to(shard.device)
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._host.attend_gather(shard.cpu(), room.cpu())
+        self.num_made += 1
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        told = self._host.broadcast(tensor.cpu())
+        self.num_made += 1
+        return tensor.copy_(told)
+
+    def agree(self, well: bool) -> bool:
+        return self._host.agree(well)
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
+    """Rank 0's meeting point, on a free port of ``host``, and its address for join_store."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))  # TCPStore alone would listen on every interface
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=TIMEOUT,
+    )
+    return store, f"{host}:{port}"
+
+
+def join_store(address: str) -> TCPStore:
+    """Another rank's end of the store at ``address``."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), timeout=TIMEOUT)
+
+
+def init_group(
+    store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
+) -> Group:
+    """Joins rank ``rank`` of ``size``; returns when all of them have.
+
+    ``host`` is this rank's own address, found from its way to the store when None.
+    """
+    if size == 1:
+        return Group.single()
+    group: Group
+    if device.type == "cpu":
+        way, group = _host_group(store, rank, size, host)
+    elif _have_a_gpu_each(store, rank, size, device):
+        _, host_group = _host_group(store, rank, size, host)
+        way, group = "NCCL", _NcclGroup(_nccl(store, rank, size), rank, size, host_group)
+    else:
+        log.warning("ranks share a GPU: their sums go through the host, which is slow", rank=rank)
+        way, host_group = _host_group(store, rank, size, host)
+        group = _ThroughHost(host_group)
+    group.barrier()
+    log.info("ranks joined", rank=rank, ranks=size, collectives=way, on_device=group.on_device)
+    return group
+
+
+def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
+    """The way and the group: through memory that all ranks share if they do, by gloo otherwise."""
+    if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
+        return "shared memory", _SharedMemoryGroup(ranks, rank, size)
+    backend = _gloo(store, rank, size, host or _own_address(store))
+    return "gloo", _CollectiveGroup(backend, rank, size)
+
+
+def _have_a_gpu_each(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
+    """NCCL refuses ranks that share one."""
+    store.set(f"{_GPU_KEY}/{rank}", _name_of(device))
+    return len({store.get(f"{_GPU_KEY}/{each}") for each in range(size)}) == size
+
+
+def _name_of(gpu: torch.device) -> str:
+    """No other one in the world has it."""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
+
+
+def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # By default gloo binds to whatever the machine's own name resolves to.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = TIMEOUT
+    return ProcessGroupGloo(PrefixStore(_GLOO_KEY, store), rank, size, options)
+
+
+def _nccl(store: TCPStore, rank: int, size: int) -> Any:
+    """NCCL picks its interface itself, or by NCCL_SOCKET_IFNAME."""
+    from torch.distributed import ProcessGroupNCCL  # only in CUDA builds
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _own_address(store: TCPStore) -> str:
+    """From which address this machine reaches the store. A datagram connect sends nothing."""
+    family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

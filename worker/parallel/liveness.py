@@ -1,0 +1,93 @@
+"""What a rank watches in the event loop's thread, outside the step: that its own step ends, and
+that the other ranks are there.
+
+    each rank      asks the watchdog about its step
+    ranks above 0  beat, on the line of the step log, and look whether it ends: the thread that
+                   reads it may be in a step that waits for rank 0
+    rank 0         hears the beats: a process that is frozen or gone beats no more
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from worker.parallel.step_log import StepLogReader, StepLogWriter
+from worker.parallel.watchdog import WakingTime, Watchdog
+
+#: Between two looks at the step and at the other ranks.
+_LOOK_S = 0.2
+#: A rank that has beaten once and is silent for so long is frozen.
+_SILENCE_S = 1.0
+#: A rank above 0 that comes to rank 0's stop by itself does so within this of the line's end.
+_PARTING_S = 0.4
+
+
+class Vigil:
+    """``end`` is called with the cause when the rank can go on no more; that may be twice."""
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        log: StepLogWriter | StepLogReader | None,
+        end: Callable[[str], None],
+    ) -> None:
+        self._watchdog = watchdog
+        self._log = log
+        self._end = end
+        self._time = WakingTime(2 * _LOOK_S)
+        self._now = 0.0
+        #: by rank, when it last beat
+        self._beats: dict[int, float] = {}
+        self._lines: list[int] = []
+        self._cut_off_at: float | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """From here on the others may expect beats."""
+        loop = asyncio.get_running_loop()
+        if isinstance(self._log, StepLogWriter):
+            self._lines = self._log.descriptors()
+            for rank, line in enumerate(self._lines, 1):
+                loop.add_reader(line, partial(self._hear, self._log, rank))
+        self._look()
+        self._looking = loop.create_task(self._look_on())
+
+    def close(self) -> None:
+        """Before the lines are. May be called again."""
+        loop = asyncio.get_running_loop()
+        while self._lines:
+            loop.remove_reader(self._lines.pop())
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _hear(self, log: StepLogWriter, rank: int) -> None:
+        if log.hear(rank):
+            self._beats[rank] = self._now
+        else:
+            self._end(f"rank {rank} is gone")
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        self._now = self._time.look(asyncio.get_running_loop().time())
+        if isinstance(self._log, StepLogReader):
+            self._log.beat()
+            self._miss_rank_0(self._log)
+        if (cause := self._watchdog.overdue(self._now)) is not None:
+            self._end(cause)
+        for rank, beat in self._beats.items():
+            if self._now - beat > _SILENCE_S:
+                self._end(f"rank {rank} says nothing for more than {_SILENCE_S:g} s")
+
+    def _miss_rank_0(self, log: StepLogReader) -> None:
+        if not log.is_cut_off():
+            return
+        if self._cut_off_at is None:
+            self._cut_off_at = self._now
+        if self._now - self._cut_off_at >= _PARTING_S:
+            self._end("rank 0 is gone")

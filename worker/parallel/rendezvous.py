@@ -1,0 +1,87 @@
+"""How the ranks of one worker find each other: by one address, which rank 0 gives out.
+
+    model         the address leads to                     and so they have
+    real          a TCPStore, which has the step log's     a process group and the step log
+    fake          the step log                             the step log
+
+The modules that import torch are imported where they are needed: the fake runs without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from worker.config import WorkerConfig
+from worker.parallel.step_log import StepLogListener, StepLogReader, StepLogWriter
+
+if TYPE_CHECKING:
+    from worker.parallel.group import Group
+
+_STEP_LOG_KEY = "everlift/step_log"
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What binds a rank to the others: a group where tensors have to pass, a log where there are
+    others; rank 0 writes it."""
+
+    group: Group | None = None
+    log: StepLogWriter | StepLogReader | None = None
+
+    def interrupt(self) -> None:
+        """Ends the other ranks, and whatever waits for them in another thread."""
+        if self.log is not None:
+            self.log.interrupt()
+
+    def close(self) -> None:
+        """Closes the log; the group is the runner's."""
+        if self.log is not None:
+            self.log.close()
+
+
+class MeetingPoint:
+    """Rank 0's: open from birth on, at ``address``. ``fingerprint`` names the model's files."""
+
+    def __init__(self, config: WorkerConfig, fingerprint: str) -> None:
+        self._config = config
+        self._listener = StepLogListener(config.host, fingerprint)
+        self.address = self._listener.address
+        if not config.is_fake:
+            from worker.parallel.group import create_store
+
+            self._store, self.address = create_store(config.host)
+            self._store.set(_STEP_LOG_KEY, self._listener.address)
+
+    def gather(self) -> Ties:
+        """Waits for all ranks. Raises ChannelBroken."""
+        try:
+            log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
+        finally:
+            self.close()
+        if self._config.is_fake:
+            return Ties(log=log)
+        from worker.device.device import choose_device
+        from worker.parallel.group import init_group
+
+        place = choose_device(self._config.device)
+        group = init_group(self._store, 0, self._config.tensor_parallel, place)
+        del self._store  # it listens as long as anybody holds it; gloo does from here on
+        return Ties(group, log)
+
+    def close(self) -> None:
+        """Nobody can join any more."""
+        self._listener.close()
+
+
+def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> Ties:
+    """Brings ``rank``, above 0, to the meeting point at ``address``. Raises ChannelBroken."""
+    if config.is_fake:
+        return Ties(log=StepLogReader.connect(address, rank, fingerprint))
+    from worker.device import device
+    from worker.parallel import group
+
+    store = group.join_store(address)
+    log = StepLogReader.connect(store.get(_STEP_LOG_KEY).decode(), rank, fingerprint)
+    place = device.choose_device(config.device)
+    return Ties(group.init_group(store, rank, config.tensor_parallel, place), log)

@@ -1,0 +1,104 @@
+"""What a rank does whose memory was too short for its part of a step: it takes part in what is left
+of the step's collectives, so that the others are not kept in theirs. What they compute of it is
+thrown away: nobody commits a step for which one rank had too little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What the ranks of a model tell each other: in a forward ``num_sums`` sums of hidden states
+    [T, ``hidden_size``], and of logits each rank ``vocab_share``, all of ``dtype``."""
+
+    num_sums: int
+    hidden_size: int
+    vocab_share: int
+    dtype: torch.dtype
+
+
+class Collective(Protocol):
+    def attend(self, group: Group, room: Tensor) -> None:
+        """``room`` is bytes, of any content."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def attend(self, group: Group, room: Tensor) -> None:
+        group.all_reduce(_cut(room, self.shape, self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def attend(self, group: Group, room: Tensor) -> None:
+        shard = _cut(room, self.shape, self.dtype)
+        shards = _cut(room[shard.nbytes :], (group.size, *self.shape), self.dtype)
+        group.attend_gather(shard, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Rank 0's word."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def attend(self, group: Group, room: Tensor) -> None:
+        group.broadcast(_cut(room, self.shape, self.dtype))
+
+
+class StandIn:
+    """``most_tokens`` are those of a step, ``most_logits`` the rows of logits that are gathered at
+    once, and ``most_told`` the integers of rank 0's word."""
+
+    def __init__(
+        self,
+        group: Group,
+        exchanged: Exchanged,
+        most_tokens: int,
+        most_logits: int,
+        most_told: int,
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._exchanged = exchanged
+        shards = 1 + (group.size if group.rank == 0 else 0)
+        elements = max(
+            most_tokens * exchanged.hidden_size, most_logits * exchanged.vocab_share * shards
+        )
+        most = max(elements * exchanged.dtype.itemsize, most_told * torch.int64.itemsize)
+        self._room = torch.zeros(most, dtype=torch.uint8, device=device)
+
+    def attend(self, collectives: Sequence[Collective]) -> None:
+        for collective in collectives:
+            collective.attend(self._group, self._room)
+
+    def forward(self, num_tokens: int) -> list[Collective]:
+        """Of a forward of so many tokens."""
+        each = self._exchanged
+        return [Sum((num_tokens, each.hidden_size), each.dtype)] * each.num_sums
+
+    def logits(self, number: int) -> Collective:
+        """Of so many hidden states."""
+        return Gather((number, self._exchanged.vocab_share), self._exchanged.dtype)
+
+
+def _cut(room: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return room[: prod(shape) * dtype.itemsize].view(dtype).view(shape)

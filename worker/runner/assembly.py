@@ -1,0 +1,119 @@
+"""A rank's model over a KV cache: what a runner is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from worker.attention.backend import AttentionBackend
+from worker.attention.choice import choose_attention
+from worker.config import WorkerConfig
+from worker.device.device import kind_of
+from worker.device.kv_cache import KVCache
+from worker.engine.limits import blocks_for
+from worker.engine.step_times import STOPPED, Stopwatch
+from worker.model.decoder import Decoder
+from worker.model.layers import Placement
+from worker.parallel.stand_in import StandIn
+from worker.runner.decode_buckets import decode_buckets
+from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
+from worker.runner.host_cache import HostCache
+from worker.runner.last_tokens import LastTokens
+from worker.runner.prompt_scores import SCORED_AT_ONCE
+from worker.runner.runner import Model, TorchRunner
+
+#: What a KV cache holds of a token: num_layers, kv_heads, head_dim.
+KvShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank's model, and the shape of its KV cache."""
+
+    model: Model
+    vocab_size: int
+    max_model_len: int
+    kv_shape: KvShape
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """``last_tokens`` are on a device that computes by itself; a ``stand_in`` there is of several
+    ranks."""
+
+    config: WorkerConfig
+    loaded: Loaded
+    place: Placement
+    cache: KVCache
+    attention: AttentionBackend
+    last_tokens: LastTokens | None
+    stand_in: StandIn | None = None
+
+    @classmethod
+    def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
+        """With a new KV cache."""
+        device = place.device
+        cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
+        last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
+        attention, stand_in = choose_attention(cache), _stand_in(config, loaded, place)
+        return cls(config, loaded, place, cache, attention, last_tokens, stand_in)
+
+    def runner(
+        self,
+        host_cache: HostCache | None = None,
+        stopwatch: Stopwatch = STOPPED,
+        graphs: DecodeGraphs | None = None,
+    ) -> TorchRunner:
+        return TorchRunner(
+            self.loaded.vocab_size,
+            self.loaded.max_model_len,
+            self.loaded.model,
+            self.cache,
+            self.attention,
+            self.place,
+            host_cache,
+            stopwatch,
+            self.last_tokens,
+            graphs,
+            self.stand_in,
+        )
+
+    def capture(self) -> DecodeGraphs | None:
+        """Steps that decode, if they can be captured: what others' modules compute, or torch's
+        attention, may not be, and collectives that wait on the host are not. All ranks capture, or
+        none: to replay is to make collectives."""
+        if self.last_tokens is None:
+            return None
+        model, attention = self.loaded.model, self.attention
+        is_able = isinstance(model, Decoder) and isinstance(attention, DecodingBackend)
+        if not self._all_can(is_able and self.place.group.on_device):
+            return None
+        assert isinstance(model, Decoder) and isinstance(attention, DecodingBackend)
+        return DecodeGraphs(
+            model,
+            attention,
+            self.last_tokens,
+            decode_buckets(self.config.max_num_seqs),
+            min(blocks_for(self.loaded.max_model_len), self.cache.num_blocks),
+            self.place.device,
+            CudaGraphs(),
+        )
+
+    def _all_can(self, can: bool) -> bool:
+        """Whether ``can`` is True on all ranks."""
+        group, device = self.place.group, self.place.device
+        return int(group.all_reduce(torch.tensor([int(can)], device=device)).item()) == group.size
+
+
+def _stand_in(config: WorkerConfig, loaded: Loaded, place: Placement) -> StandIn | None:
+    if place.group.size == 1:
+        return None
+    assert isinstance(loaded.model, Decoder), "transformers' modules are of one rank"
+    most_tokens = config.batched_tokens(kind_of(place.device))
+    num_sites = config.max_num_seqs * (1 + config.speculation.num_draft_tokens)
+    most_logits = max(min(num_sites, most_tokens), SCORED_AT_ONCE)
+    most = most_tokens, most_logits, num_sites
+    return StandIn(place.group, loaded.model.exchanged, *most, place.device)

@@ -1,0 +1,182 @@
+"""From a configuration to a runner: model, KV cache and attention of one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from everlift import logs, model_files
+from everlift.blockhash import BLOCK_SIZE
+from everlift.progress import told, untold
+from worker.attention.choice import choose_attention
+from worker.config import WorkerConfig
+from worker.device.device import choose_device, choose_dtype, kind_of, use_threads
+from worker.engine.step_times import STOPPED, Stopwatch
+from worker.model import dummy, weights
+from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.decoder import Decoder
+from worker.model.families import read_spec
+from worker.model.layers import Placement
+from worker.model.onednn import bound_caches
+from worker.model.packing import choose_packing
+from worker.model.precompile import precompile
+from worker.model.sharing import local_kv_heads
+from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
+from worker.model.stack import choose_stack
+from worker.parallel.group import Group
+from worker.runner.assembly import Assembly, Loaded
+from worker.runner.decode_buckets import decode_buckets
+from worker.runner.memory.kv_blocks import kv_blocks, told_blocks
+from worker.runner.runner import TorchRunner
+from worker.runner.swap import build_host_cache
+from worker.runner.warm_up import warm_up_plans
+
+log = logs.get(__name__)
+
+
+def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
+    """Loads the rank's share of ``config.model`` and allocates its KV cache.
+
+    Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that is not
+    there or has too little memory. Sets torch's number of threads for the process.
+    """
+    use_threads(config.num_threads)
+    bound_caches()
+    device = choose_device(config.device)
+    place = Placement(group, choose_dtype(config.dtype, device), device)
+    directory = model_files.locate(
+        config.model, config.model_revision, weights=config.reads_weights
+    )
+    with _room_for("the weights", "more ranks (tensor_parallel) have smaller shares"):
+        loaded = _load(config, directory, place)
+    num_blocks = kv_blocks(config, loaded, place)
+    with _room_for(
+        f"a KV cache of {num_blocks} blocks", "num_blocks or kv_cache_mib says how many"
+    ):
+        parts = Assembly.of(config, loaded, place, num_blocks)
+    if device.type == "cpu":
+        parts.cache.take_memory()
+    _log_loaded(config, loaded, place, parts)
+    host_cache = build_host_cache(config, parts.cache, group, parts.runner())
+    graphs = parts.capture()
+    if graphs is not None:
+        log.info("decoding captured", buckets=decode_buckets(config.max_num_seqs))
+    if device.type == "cuda":
+        _warm_up(parts.runner(), config)
+    return parts.runner(host_cache, stopwatch, graphs)
+
+
+def _log_loaded(config: WorkerConfig, loaded: Loaded, place: Placement, parts: Assembly) -> None:
+    log.info(
+        "model loaded",
+        model=config.name,
+        revision=config.model_revision,
+        rank=place.group.rank,
+        device=str(place.device),
+        dtype=str(place.dtype),
+        attention=parts.attention.name,
+        parameter_mib=loaded.parameter_bytes >> 20,
+        kv_blocks=parts.cache.num_blocks,
+        kv_cache_mib=parts.cache.tensor.nbytes >> 20,
+        max_num_batched_tokens=config.batched_tokens(kind_of(place.device)),
+    )
+
+
+@contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"too little GPU memory for {what}: {error} ({advice})") from error
+
+
+def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
+    began = time.perf_counter()
+    batched = config.batched_tokens(kind_of(runner.device))
+    for plan in warm_up_plans(config.max_num_seqs, batched, runner.max_model_len):
+        runner.execute(plan)
+    log.info("warmed up", seconds=round(time.perf_counter() - began, 1))
+
+
+def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
+    """What the decoder of our own would run; None where transformers' modules are tried.
+
+    Raises UnsupportedModel for what neither runs, as far as a model's files tell.
+    """
+    try:
+        spec = read_spec(directory)
+    except UnsupportedArchitecture:
+        # Seconds to import, and most models do without.
+        from worker.model.transformers_loading import check_config
+
+        check_config(directory, config.tensor_parallel)
+        return None
+    _max_model_len(config, spec.max_position)
+    return spec
+
+
+def try_modules(config: WorkerConfig, directory: Path) -> None:
+    """Builds a model that transformers' modules would run, on the CPU and with random weights,
+    which take its memory. Raises UnsupportedModel where a start would."""
+    place = Placement(Group.single(), torch.float32, torch.device("cpu"))
+    _load_with_transformers(replace(config, load_format="dummy"), directory, place)
+
+
+def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
+    """Whichever can: the decoder of our own, or transformers' modules."""
+    spec = spec_of(config, directory)
+    if spec is None:
+        return _load_with_transformers(config, directory, place)
+    kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
+    kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
+    max_model_len = _max_model_len(config, spec.max_position)
+    if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
+        max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
+    precompile(spec.head_dim, place.dtype, place.device, place.group.size)
+    place = replace(place, pointwise=choose_pointwise(place.dtype, place.device))
+    decoder = Decoder(spec, max_model_len, place)
+    parameter_bytes = _fill(decoder, directory, config, place.group.rank)
+    if place.device.type == "cpu":
+        make_fast(decoder, spec, place.dtype)
+    return Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+
+
+def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
+    """What a filled decoder is on a CPU. It cannot be filled again."""
+    decoder.pack(choose_packing(dtype))
+    decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+    log.info("layers", stack=type(decoder.stack).__name__)
+
+
+def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
+    from worker.model.transformers_loading import load_decoder
+
+    decoder = load_decoder(
+        directory, place, not config.reads_weights, config.max_model_len, choose_attention
+    )
+    max_model_len = _max_model_len(config, decoder.max_position)
+    kv_shape = decoder.layers.kv_shape
+    return Loaded(decoder, decoder.vocab_size, max_model_len, kv_shape, decoder.parameter_bytes)
+
+
+def _fill(decoder: Decoder, directory: Path, config: WorkerConfig, rank: int) -> int:
+    """The bytes of the parameters. Rank 0 tells how it goes on."""
+    with nullcontext(untold) if rank else told("weights loading") as progress:
+        if config.reads_weights:
+            return weights.load(decoder, directory, progress, config.weight_readers)
+        return dummy.fill(decoder, progress)
+
+
+def _max_model_len(config: WorkerConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise UnsupportedModel(
+            f"max_model_len {config.max_model_len} is more than the model's {max_position}"
+        )
+    return config.max_model_len

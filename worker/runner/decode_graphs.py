@@ -1,0 +1,134 @@
+"""Steps that only decode, captured once for each bucket and replayed: a launch in the place of
+hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.attention.backend import StepAttention
+from worker.device.upload import Parcel, upload_into
+from worker.engine.plan import Rows
+from worker.runner.decode_buckets import Parts, bucket_for, describe, room_for, room_for_parcel
+from worker.runner.last_tokens import LastTokens
+
+Work = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    def __call__(self, work: Work) -> Work:
+        """Does ``work`` at least once, and returns what does it again, on the same tensors and with
+        the same one as its result."""
+        ...
+
+
+class CudaGraphs:
+    """The Capture of a GPU; all graphs share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream = _capture_stream()
+
+    def __call__(self, work: Work) -> Work:
+        # The first time kernels are compiled, which cannot be captured.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads ask of CUDA meanwhile, NCCL's among them, is none of the capture's.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = work()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all captures of this process: products keep room for themselves, for good, for each
+    stream on which they were computed."""
+    return torch.cuda.Stream()
+
+
+class Trunk(Protocol):
+    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """As worker.runner.runner.Model's."""
+        ...
+
+
+@runtime_checkable
+class DecodingBackend(Protocol):
+    def decoding(
+        self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor
+    ) -> StepAttention:
+        """Attention of a step whose rows have one token each, or none (``counts`` int32 [n]), at
+        ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
+        launches depends on n alone: the tensors are read as they are when it runs."""
+        ...
+
+
+class DecodeGraphs:
+    """Captures the largest bucket first, whose memory the others find. All ranks do so in the same
+    order. ``max_blocks`` is the most that a sequence has."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Trunk,
+        attention: DecodingBackend,
+        last_tokens: LastTokens,
+        buckets: Sequence[int],
+        max_blocks: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._last_tokens = last_tokens
+        self._buckets = sorted(buckets)
+        room = room_for(self._buckets[-1], max_blocks) + room_for_parcel(self._buckets[-1])
+        self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
+        #: a replay reads what only they hold
+        self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
+        self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
+
+    def bucket(self, rows: Rows) -> int | None:
+        """Of how many tokens the step is that is replayed for ``rows``; None where none is."""
+        return bucket_for(rows, self._buckets)
+
+    def run(self, rows: Rows, parcel: Parcel) -> Tensor:
+        """Hidden states [n, hidden] of ``rows``, which have a bucket. They hold until the next run,
+        as does what ``parcel`` brings to the device: it goes with what is told of the rows."""
+        bucket = self.bucket(rows)
+        assert bucket is not None, "the rows do not fit"
+        described, packed = describe(rows, bucket), parcel.packed()
+        upload_into(np.concatenate((described, packed)), self._inputs)
+        parcel.arrive(self._inputs[len(described) :][: len(packed)])
+        return self._replays[bucket]()[: len(rows)]
+
+    def close(self) -> None:
+        """Nothing is captured any more: a graph holds the group whose collectives it makes."""
+        self._replays.clear()
+
+    def _work(self, bucket: int) -> Work:
+        parts = Parts.of(bucket)
+        width, tokens, slots, positions, counts, tables = (self._inputs[part] for part in parts)
+        attention = self._attention.decoding(positions, counts, tables, width)
+
+        def work() -> Tensor:
+            known = self._last_tokens.fill_in(tokens.long(), slots.long())
+            return self._model.forward(known, positions.clamp(min=0).long(), attention)
+
+        return work

@@ -1,0 +1,146 @@
+"""From logits to tokens: each row by its own logits, parameters and counter, whatever the batch.
+
+The order is that of transformers (and, for what they share, of vLLM):
+
+    temperature   logits / temperature; below 1e-5 it is greedy, the first of the largest logits
+    top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
+    top_p         of those, the fewest most probable ones that have at least top_p of their mass
+    min_p         of those, the ones at least min_p times as probable as the most probable
+
+What is left is walked in the order of token ids, to the first token whose cumulative mass exceeds
+the row's one uniform number (``worker.runner.uniform``). All filters keep the tokens from some
+weight upwards, so ties at the edge are kept, and no sorting order shows in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from worker.device.upload import Parcel, upload
+from worker.engine.plan import Ints
+from worker.kernels.trial import kernels_work
+from worker.native.argmax import Largest, choose_largest
+from worker.runner.draws import DrawFrom, Draws
+
+#: As in vLLM: below this a temperature would only magnify rounding.
+GREEDY_BELOW = 1e-5
+#: Enough of a row's largest weights for nearly every filter; the rest sort the whole row.
+_CANDIDATES = 256
+
+
+class DrawTable:
+    """How each slot draws."""
+
+    def __init__(self) -> None:
+        self._filters = np.zeros((0, 4))
+        self._keys = np.zeros((0, 2), np.uint64)
+
+    def put(self, slot: int, sampling: SamplingParams, choice: int) -> None:
+        if slot >= len(self._keys):
+            more = ((0, max(slot + 1, 2 * len(self._keys)) - len(self._keys)), (0, 0))
+            self._filters, self._keys = np.pad(self._filters, more), np.pad(self._keys, more)
+        top_p = sampling.top_p if sampling.top_p < 1 else math.inf
+        top_k = sampling.top_k or math.inf
+        self._filters[slot] = sampling.temperature, top_k, top_p, sampling.min_p
+        self._keys[slot] = sampling.seed, choice
+
+    def draws(self, slots: Ints, positions: Ints) -> Draws:
+        """At ``positions`` [n] of the outputs in ``slots`` [n]."""
+        return Draws(self._filters[slots], self._keys[slots], positions)
+
+
+class Draw(Protocol):
+    def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
+        """What draws them. What it tells the device of ``draws`` goes with ``parcel``."""
+        ...
+
+
+def choose_draw(device: torch.device) -> Draw:
+    """By a kernel on GPUs, where it can be, else in torch."""
+    if device.type == "cuda" and kernels_work(device):
+        # Triton need not be there but for a GPU.
+        from worker.runner.draw_by_kernel import draw_by_kernel
+
+        return draw_by_kernel
+    largest = choose_largest(device)
+    return lambda draws, _: partial(draw, draws=draws, largest=largest)
+
+
+def draw(logits: Tensor, draws: Draws, largest: Largest) -> Tensor:
+    """As DrawFrom, in torch."""
+    maxima, tokens = largest(logits)
+    (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
+    if len(drawn):
+        index = upload(drawn, logits.device)
+        sampled = _draw(logits[index] - maxima[index, None], draws.take(drawn))
+        tokens[index] = sampled.where(tokens[index] >= 0, tokens[index])
+    return tokens
+
+
+def _draw(logits: Tensor, draws: Draws) -> Tensor:
+    """``logits`` have their maximum at 0, so weights are probabilities relative to the largest."""
+    temperatures, top_k, top_p, min_p = draws.filters.T
+    weights = (logits / _column(temperatures, logits).float()).exp()
+    filtered = np.flatnonzero(np.isfinite(top_k) | np.isfinite(top_p) | (min_p > 0))
+    if len(filtered):
+        index = upload(filtered, logits.device)
+        kept = weights[index]
+        least = least_kept(kept, draws.filters[filtered])
+        weights[index] = kept.where(kept >= least, 0)
+    return _invert(weights, upload(draws.uniform(), logits.device, torch.float64))
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Each row's first index whose cumulative weight exceeds its uniform share of the total."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    # A number of at most 1 - 2**-53 times the total rounds to less than the total.
+    target = uniforms * cumulative[:, -1]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
+    """The smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
+
+    Where the smallest of the candidates is itself cut off, nothing below it matters; the other
+    rows are done again with all of their weights.
+    """
+    vocab = weights.shape[1]
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    top = weights.topk(min(_CANDIDATES, vocab)).values
+    least, is_final = _filter(top, total, filters)
+    open_rows = (~is_final).nonzero()[:, 0]
+    if top.shape[1] < vocab and len(open_rows):
+        everything = weights[open_rows].sort(descending=True).values
+        rest = filters[open_rows.cpu().numpy()]
+        least[open_rows], _ = _filter(everything, total[open_rows], rest)
+    return least
+
+
+def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """The smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
+    width = top.shape[1]
+    top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])
+    kth = top.gather(1, top_k.clamp(max=width).long() - 1)
+    within_k = (top >= kth) | top_k.isinf()
+    mass = torch.where(top_k.isinf(), total, (top * within_k).sum(-1, True, dtype=torch.float64))
+    mass_before = top.cumsum(dim=-1, dtype=torch.float64) - top
+    keep = within_k & (mass_before < top_p * mass) & (top >= min_p)
+    count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN keeps nothing
+    # Of the k most probable all are among these only if one that is less follows.
+    known = top_k.isinf() | (top[:, -1:] < kth)
+    # Behind a weight of 0, as a grammar leaves them, there is nothing more to keep.
+    is_final = ((count < width) & known) | (top[:, -1:] == 0)
+    return top.gather(1, count - 1), is_final[:, 0]
+
+
+def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
+    """``values`` [n] of every row as float64 [n, 1]."""
+    return upload(values, like.device, torch.float64).unsqueeze(1)

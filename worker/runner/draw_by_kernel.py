@@ -1,0 +1,41 @@
+"""Drawing on a GPU, by a kernel in Triton (worker.kernels.drawing): nothing is sorted, and the host
+waits for nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.device.upload import Parcel
+from worker.kernels.drawing import draw_rows
+from worker.runner.draws import DrawFrom, Draws
+
+#: Tokens that a program looks at in one go, 16 of them a thread.
+_BLOCK, _WARPS = 8192, 16
+
+
+def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
+    """As worker.runner.draw.Draw. Weights and their sums are rounded otherwise than by torch, so
+    that a
+    number at the very edge between two tokens may draw the other one."""
+    columns = (draws.filters, draws.keys.view(np.int64), draws.positions)
+    sent = [parcel.add(column) for column in columns]
+    return lambda logits: _draw(logits, *(column() for column in sent))
+
+
+def _draw(logits: Tensor, filters: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    draw_rows[(len(logits),)](
+        tokens,
+        logits,
+        filters,
+        keys,
+        positions,
+        logits.stride(0),
+        VOCAB=logits.shape[1],
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+    return tokens

@@ -1,0 +1,337 @@
+"""A runner without a model: its tokens show whether scheduler and block tables are right.
+
+Each position of its simulated KV cache holds the token that was computed there and its position.
+The next token is a hash over all that a row's block table leads to, so a wrong block, a wrong
+start, a missing or stale computation, anything that would spoil attention, makes another token
+than ``expected_tokens`` says. Log probabilities are made of another hash over the same. Rows are
+computed one after the other: what a row reads, an earlier one has written.
+
+Penalties, logit_bias and the filters twist the hash, each value to other tokens, and so does with
+them the boundary between prompt and output. A grammar is a ``FakeGrammar``.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.config import FakeModel
+from worker.device.device_kind import DeviceKind
+from worker.engine.limits import blocks_for
+from worker.engine.plan import UNKNOWN, Admission, Launch, Launched, Plan, Row, RowResult
+
+_ENTRY = 2  # uint32: token, position
+_ENTRY_BYTES = _ENTRY * array("I").itemsize
+_NEVER_WRITTEN = 0xFFFFFFFF
+
+
+class FakeGrammar(Protocol):
+    """What a grammar is compiled to for this runner."""
+
+    def allowed(self, output: Sequence[int]) -> Sequence[int]:
+        """The tokens that may follow ``output``, at least one."""
+        ...
+
+
+class FakeRunner:
+    """A Runner, whose steps take ``model.step_time`` seconds and ``model.token_time`` for each
+    token: that long it is in ``sleep``, where a step was launched when its results are waited for.
+    By its number a step may have a fault: that is raised when all is written, and all of it
+    wrong."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        model: FakeModel,
+        num_host_blocks: int = 0,
+        sleep: Callable[[float], None] = time.sleep,
+        faults: Mapping[int, Exception] = MappingProxyType({}),
+    ) -> None:
+        self._model = model
+        self._sleep = sleep
+        self._faults = faults
+        #: by slot, where steps are launched
+        self._last_tokens: dict[int, int] = {}
+        self._kv = _blocks(num_blocks)
+        self._host = _blocks(num_host_blocks)
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._kv)
+
+    @property
+    def num_host_blocks(self) -> int:
+        return len(self._host)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._model.max_model_len
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return DeviceKind.CPU
+
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def launch(self) -> Launch | None:
+        return self._launch if self._model.runs_ahead else None
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        self._take_time(plan)
+        self._begin(plan)
+        return [self._compute(row) for row in plan.rows]
+
+    def _launch(self, plan: Plan) -> Launched:
+        self._begin(plan)
+        return FakeStep(
+            lambda: [self._compute_launched(row) for row in plan.rows],
+            lambda: self._take_time(plan),
+        )
+
+    def _take_time(self, plan: Plan) -> None:
+        if seconds := self._model.step_time + self._model.token_time * plan.num_tokens:
+            self._sleep(seconds)
+
+    def _begin(self, plan: Plan) -> None:
+        for admission in plan.admissions:
+            self._slots[admission.slot] = _Slot.of(admission, self._model)
+        for block, place in plan.saves:
+            self._host[place][:] = self._kv[block]
+        for block, place in plan.loads:
+            self._kv[block][:] = self._host[place]
+        if (fault := self._faults.get(plan.step)) is not None:
+            self._spoil(plan)
+            raise fault
+
+    def release(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    def close(self) -> None:
+        self._kv.clear()
+
+    def _spoil(self, plan: Plan) -> None:
+        rubbish = array("I", [_NEVER_WRITTEN]) * (BLOCK_SIZE * _ENTRY)
+        for copy in plan.saves:
+            self._host[copy.place][:] = rubbish
+        for copy in plan.loads:
+            self._kv[copy.block][:] = rubbish
+        for row in plan.rows:
+            self._write(replace(row, tokens=(_NEVER_WRITTEN,) * len(row.tokens)))
+            self._slots.pop(row.slot, None)
+
+    def _compute_launched(self, row: Row) -> RowResult:
+        if row.tokens[0] == UNKNOWN:
+            row = replace(row, tokens=(self._last_tokens[row.slot],))
+        result = self._compute(row)
+        if result.tokens:
+            self._last_tokens[row.slot] = result.tokens[-1]
+        return result
+
+    def _compute(self, row: Row) -> RowResult:
+        self._write(row)
+        cache, slot = self._read(row), self._slots[row.slot]
+        scores = slot.scored(cache, row) if row.scores_prompt else ()
+        if not row.samples:
+            return RowResult(prompt_logprobs=tuple(scores))
+        tokens, logprobs = slot.draw(cache, row)
+        return RowResult(tuple(tokens), tuple(logprobs), tuple(scores))
+
+    def _write(self, row: Row) -> None:
+        for position, token in enumerate(row.tokens, row.start):
+            at = position % BLOCK_SIZE * _ENTRY
+            block = self._kv[row.block_table[position // BLOCK_SIZE]]
+            block[at : at + _ENTRY] = array("I", (token, position))
+
+    def _read(self, row: Row) -> bytes:
+        """What lies at the positions up to the row's last."""
+        end = row.start + len(row.tokens)
+        blocks = (self._kv[block].tobytes() for block in row.block_table[: blocks_for(end)])
+        return b"".join(blocks)[: end * _ENTRY_BYTES]
+
+
+class FakeStep:
+    """A Launched step, whose rows ``compute`` does when they are sampled. To ``wait`` is to let the
+    step take its time."""
+
+    def __init__(self, compute: Callable[[], list[RowResult]], wait: Callable[[], None]) -> None:
+        self._compute = compute
+        self._wait = wait
+        self._results: list[RowResult] = []
+
+    def sample(self) -> None:
+        self._results = self._compute()
+
+    def results(self) -> list[RowResult]:
+        self._wait()
+        return self._results
+
+
+def _blocks(count: int) -> list[array[int]]:
+    empty = array("I", [_NEVER_WRITTEN]) * (BLOCK_SIZE * _ENTRY)
+    return [array("I", empty) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """How the tokens of one sequence are made. ``prompt`` is told for its log probabilities."""
+
+    model: FakeModel
+    sampling: SamplingParams
+    choice: int
+    stop_token_ids: Collection[int]
+    prompt: Sequence[int]
+    twist: bytes = b""
+    grammar: FakeGrammar | None = None
+
+    @classmethod
+    def of(cls, admission: Admission, model: FakeModel) -> _Slot:
+        return cls(
+            model=model,
+            sampling=admission.sampling,
+            choice=admission.choice,
+            stop_token_ids=admission.stop_token_ids,
+            prompt=admission.tokens[: admission.num_prompt],
+            twist=_twist(admission.sampling, admission.num_prompt),
+            grammar=cast("FakeGrammar | None", admission.grammar),
+        )
+
+    def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
+        """Token after token, as long as the drafts are right."""
+        end = row.start + len(row.tokens)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for known in range(end - row.num_drafts, end + 1):
+            before = cache[: known * _ENTRY_BYTES]
+            token = self.next_token(before, known - len(self.prompt))
+            tokens.append(token)
+            if self.sampling.logprobs is not None:
+                logprobs.append(self.logprobs(before, token, self.sampling.logprobs))
+            if known == end or token != row.tokens[known - row.start]:
+                break
+        return tokens, logprobs
+
+    def scored(self, cache: bytes, row: Row) -> Iterator[TokenLogprobs]:
+        """The prompt's tokens after each of the row's."""
+        assert self.sampling.prompt_logprobs is not None, "scores that nobody asked for"
+        end = row.start + len(row.tokens) - row.num_drafts
+        for position in range(row.start + 1, min(end + 1, len(self.prompt))):
+            before = cache[: position * _ENTRY_BYTES]
+            yield self.logprobs(before, self.prompt[position], self.sampling.prompt_logprobs)
+
+    def next_token(self, cache: bytes, position: int) -> int:
+        """The output's token at ``position``."""
+        token = self._wished_token(cache, position)
+        if self.grammar is not None:
+            follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
+            return follow[token % len(follow)]
+        if position >= self.sampling.min_tokens:
+            return token
+        ids = range(token, token + self.model.vocab_size)
+        allowed = (i % self.model.vocab_size for i in ids)
+        return next((i for i in allowed if i not in self.stop_token_ids), token)
+
+    def _wished_token(self, cache: bytes, position: int) -> int:
+        model = self.model
+        digest = blake2b(cache, digest_size=24)
+        digest.update(self.twist)
+        if self.sampling.temperature > 0:
+            digest.update(array("Q", (self.sampling.seed, self.choice, position)).tobytes())
+        value, chance, surprise = array("Q", digest.digest())
+        if model.eos_one_in and chance % model.eos_one_in == 0:
+            return model.eos_token_id
+        if model.surprise_one_in and surprise % model.surprise_one_in:
+            value = model.eos_token_id + 1
+        token = value % model.vocab_size
+        if token == model.eos_token_id:
+            return (token + 1) % model.vocab_size
+        return token
+
+    def logprobs(self, cache: bytes, token: int, most: int) -> TokenLogprobs:
+        """Of ``token`` after ``cache``, beside the ``most`` best ones. The steps from rank to rank
+        are alike, and exact in float32."""
+        digest = blake2b(cache, digest_size=16, person=b"logprobs")
+        distance, place = array("Q", digest.digest())
+        vocab_size = self.model.vocab_size
+        step = -(distance % 64 + 1) / 64
+        rank = 1 + place % min(8, vocab_size)
+        ranks = range(1, min(most, vocab_size - 1) + 1)
+        top = [((token + at) % vocab_size, step * at) for at in ranks]
+        if rank in ranks:
+            top[rank - 1] = (token, step * rank)
+        return TokenLogprobs(step * rank, rank, tuple(top))
+
+
+def expected_tokens(
+    prompt: Sequence[int],
+    count: int,
+    model: FakeModel | None = None,
+    sampling: SamplingParams | None = None,
+    choice: int = 0,
+    stop_token_ids: Iterable[int] = (),
+    grammar: FakeGrammar | None = None,
+) -> list[int]:
+    """The first ``count`` tokens after ``prompt`` that a right worker makes, fewer where a stop
+    token comes. Greedy unless ``sampling`` says otherwise."""
+    sampling = sampling or SamplingParams(temperature=0.0)
+    stops = frozenset(stop_token_ids)
+    twist = _twist(sampling, len(prompt))
+    slot = _Slot(model or FakeModel(), sampling, choice, stops, prompt, twist, grammar)
+    cache = array("I", _entries(prompt, start=0))
+    output: list[int] = []
+    while len(output) < count:
+        token = slot.next_token(cache.tobytes(), len(output))
+        cache.extend(_entries([token], start=len(prompt) + len(output)))
+        output.append(token)
+        if token in stops and len(output) > sampling.min_tokens:
+            break
+    return output
+
+
+def expected_logprobs(
+    tokens: Sequence[int], first: int, most: int, model: FakeModel | None = None
+) -> list[TokenLogprobs]:
+    """What a right worker says of ``tokens`` from position ``first`` on, whether they are prompt or
+    output, with ``most`` alternatives."""
+    slot = _Slot(model or FakeModel(), SamplingParams(), 0, frozenset(), ())
+    cache = array("I", _entries(tokens, start=0)).tobytes()
+    return [
+        slot.logprobs(cache[: position * _ENTRY_BYTES], tokens[position], most)
+        for position in range(first, len(tokens))
+    ]
+
+
+def _twist(sampling: SamplingParams, num_prompt: int) -> bytes:
+    """Nothing for what draws from the plain distribution."""
+    shape = (
+        *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
+        *(sampling.top_p, sampling.top_k, sampling.min_p, sampling.logit_bias),
+    )
+    return b"" if shape == _PLAIN else repr((*shape, num_prompt)).encode()
+
+
+_PLAIN = (1.0, 0.0, 0.0, 1.0, 0, 0.0, ())
+
+
+def _tokens(cache: bytes) -> Sequence[int]:
+    entries = array("I")
+    entries.frombytes(cache)
+    return entries[::_ENTRY]
+
+
+def _entries(tokens: Sequence[int], start: int) -> Iterable[int]:
+    return (value for at, token in enumerate(tokens, start) for value in (token, at))

@@ -1,0 +1,213 @@
+"""Which tokens occurred in a sequence, and what the penalties make of their logits.
+
+    repetition   every token of prompt and output: logit / penalty, a negative logit * penalty
+    frequency    every token of the output: logit - penalty * how often it occurred there
+    presence     every token of the output: logit - penalty
+
+as transformers, vLLM and OpenAI's API define them, in this order. Each slot has a line in two
+tables on the device, and each token that occurred a place in it:
+
+    tokens  int64  [slots, places]   |-- known, in the order of occurrence --|-- drafted --|
+    counts  fp32   [slots, places]   |-- times in the output ----------------|-- zeros ----|
+
+A step uploads what it adds and touches what occurred, not the vocabulary, and the number of its
+torch calls does not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everlift.sampling import SamplingParams
+from worker.device.upload import upload
+from worker.engine.plan import Admission
+
+
+class PenalisedRow(NamedTuple):
+    """``slot``'s logits at row ``first`` and, after each of ``drafts``, at the rows behind it."""
+
+    slot: int
+    first: int
+    sampling: SamplingParams
+    drafts: tuple[int, ...] = ()
+
+
+class _Cell(NamedTuple):
+    slot: int
+    place: int
+    token: int
+
+
+class _Site(NamedTuple):
+    """One row of logits. Before it occurred the first ``length`` places of the slot's line, those
+    of ``drafted`` once more than they were counted."""
+
+    row: int
+    slot: int
+    length: int
+    drafted: list[int]
+    sampling: SamplingParams
+
+
+class Histories:
+    """Of all slots whose sampling has penalties."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[int, dict[int, int]] = {}
+        self._tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(0, 0, dtype=torch.float32, device=device)
+
+    def admit(self, admission: Admission) -> None:
+        """Its sequence takes the slot, in place of any other."""
+        slot = admission.slot
+        self.release(slot)
+        if not admission.sampling.has_penalties:
+            return
+        counts = _counts(admission)
+        self._places[slot] = {token: place for place, token in enumerate(counts)}
+        self._reserve(slot + 1, len(counts))
+        self._tokens[slot, : len(counts)] = self._upload(list(counts))
+        self._counts[slot] = 0
+        times = self._upload(list(counts.values()), torch.float32)
+        self._counts[slot, : len(counts)] = times
+
+    def release(self, slot: int) -> None:
+        self._places.pop(slot, None)
+
+    def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Takes in what penalised slots drew: pairs of a slot and its tokens."""
+        cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
+        if cells:
+            slots, places = self._write(cells)
+            once = torch.ones(len(cells), device=self._device)
+            self._counts.index_put_((slots, places), once, accumulate=True)
+
+    def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
+        """Changes ``logits`` fp32 [n, vocab] where a token occurred before; the slots of ``rows``
+        (at least one) were admitted with penalties."""
+        cells = [self._draft_cells(row) for row in rows]
+        # What is drawn has its room from here on: when it is taken in, memory must not be short.
+        longest = (len(self._places[row.slot]) + len(row.drafts) for row in rows)
+        self._reserve(0, 1 + max(longest))
+        self._write([cell for of_row in cells for cell in of_row])
+        sites = [
+            site
+            for row, of_row in zip(rows, cells, strict=True)
+            for site in self._sites(row, [cell.place for cell in of_row])
+        ]
+        self._penalise(logits, sites)
+
+    def _penalise(self, logits: Tensor, sites: Sequence[_Site]) -> None:
+        """Everything is indexed flat, occurrence after occurrence, site after site."""
+        lengths = [site.length for site in sites]
+        *starts, total = accumulate(lengths, initial=0)
+        lines = [site.slot * self._tokens.shape[1] for site in sites]
+        rows = [site.row * logits.stride(0) for site in sites]
+        counts, start, line, row = self._upload([lengths, starts, lines, rows])
+        spread = partial(torch.repeat_interleave, repeats=counts, output_size=total)
+        place = torch.arange(total, device=self._device) + spread(line - start)
+        again = [begin + p for s, begin in zip(sites, starts, strict=True) for p in s.drafted]
+        times = self._times(place, again)
+        penalties = [spread(column) for column in self._penalties(sites)]
+        at = self._tokens.flatten().index_select(0, place) + spread(row)
+        flat = _flat(logits)
+        flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
+
+    def _times(self, place: Tensor, again: list[int]) -> Tensor:
+        """How often what is at ``place`` was in the output; once more for each index of ``again``,
+        by a draft."""
+        times = self._counts.flatten().index_select(0, place)
+        return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
+
+    def _penalties(self, sites: Sequence[_Site]) -> Tensor:
+        """Repetition, frequency and presence, each of all sites."""
+        samplings = [site.sampling for site in sites]
+        columns = [
+            [sampling.repetition_penalty for sampling in samplings],
+            [sampling.frequency_penalty for sampling in samplings],
+            [sampling.presence_penalty for sampling in samplings],
+        ]
+        return self._upload(columns, torch.float32)
+
+    def _draft_cells(self, row: PenalisedRow) -> list[_Cell]:
+        """Where each draft occurred, or will if it is drawn."""
+        known, fresh = self._places[row.slot], dict[int, int]()
+        cells = []
+        for token in row.drafts:
+            place = known.get(token)
+            if place is None:
+                place = fresh.setdefault(token, len(known) + len(fresh))
+            cells.append(_Cell(row.slot, place, token))
+        return cells
+
+    def _sites(self, row: PenalisedRow, places: list[int]) -> Iterator[_Site]:
+        length = len(self._places[row.slot])
+        yield _Site(row.first, row.slot, length, [], row.sampling)
+        for i, place in enumerate(places, 1):
+            length = max(length, place + 1)
+            yield _Site(row.first + i, row.slot, length, places[:i], row.sampling)
+
+    def _append(self, slot: int, tokens: Iterable[int]) -> Iterator[_Cell]:
+        known = self._places[slot]
+        for token in tokens:
+            yield _Cell(slot, known.setdefault(token, len(known)), token)
+
+    def _write(self, cells: Sequence[_Cell]) -> tuple[Tensor, Tensor]:
+        """The cells' slots and places, at which their tokens now stand."""
+        self._reserve(0, max((cell.place + 1 for cell in cells), default=0))
+        slots, places, tokens = self._upload(cells).view(-1, 3).unbind(dim=1)
+        self._tokens[slots, places] = tokens
+        return slots, places
+
+    def _reserve(self, slots: int, places: int) -> None:
+        """Makes the tables at least so large."""
+        have_slots, have_places = self._tokens.shape
+        if slots > have_slots or places > have_places:
+            more_slots = max(_doubled(slots), have_slots) - have_slots
+            more_places = max(_doubled(places), have_places) - have_places
+            padding = (0, more_places, 0, more_slots)
+            # Both or none: there may be memory for one alone.
+            tokens = functional.pad(self._tokens, padding)
+            self._counts = functional.pad(self._counts, padding)
+            self._tokens = tokens
+
+    def _upload(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
+        return upload(values, self._device, dtype)
+
+
+def _counts(admission: Admission) -> Counter[int]:
+    """How often each token is in the output, by the order of occurrence."""
+    counts = Counter[int]()
+    if admission.sampling.repetition_penalty != 1:  # to the others the prompt means nothing
+        counts.update(dict.fromkeys(admission.tokens[: admission.num_prompt], 0))
+    counts.update(admission.tokens[admission.num_prompt :])
+    return counts
+
+
+def _doubled(size: int) -> int:
+    """The next power of two, so that growing one by one moves everything only now and then."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _flat(logits: Tensor) -> Tensor:
+    """A view in which row r, column c lies at r * stride(0) + c, though rows may be padded."""
+    rows, columns = logits.shape
+    assert logits.stride(1) == 1
+    return logits.as_strided(((rows - 1) * logits.stride(0) + columns,), (1,))
+
+
+def _penalised(
+    logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """``logits`` [n] of tokens that were ``times`` [n] in the output, by the penalties [n]."""
+    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
+    return repeated - frequency * times - presence * (times > 0)

@@ -1,0 +1,1 @@
+"""Sizing of the KV cache by what memory is left."""

@@ -1,0 +1,430 @@
+"""A plan in, tokens out: the step as torch does it, with the same tokens on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.attention.backend import AttentionBackend, StepAttention
+from worker.device.device import kind_of
+from worker.device.device_kind import DeviceKind
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel, upload
+from worker.engine.plan import (
+    NOTHING_DRAWN,
+    Admission,
+    DeviceLost,
+    Ints,
+    Launch,
+    Plan,
+    RowResult,
+    Rows,
+    TooLittleMemory,
+)
+from worker.engine.step_times import STOPPED, Part, Stopwatch
+from worker.model.layers import Placement
+from worker.parallel.agreement import from_lines, to_lines
+from worker.parallel.stand_in import Collective, StandIn, Tell
+from worker.runner.decode_graphs import DecodeGraphs
+from worker.runner.drawing import Drawing, Drawn, Hearing
+from worker.runner.host_cache import HostCache
+from worker.runner.last_tokens import LastTokens
+from worker.runner.prompt_scores import (
+    NO_SCORES,
+    PromptScores,
+    pieces_scored,
+    score_prompts,
+    with_scores,
+)
+from worker.runner.sampler import Asks, Prepared, Sampler
+
+#: As torch says it of tensors on a CPU, of CUDA and of its driver; Triton, of a kernel that is
+#: loaded; and cuBLAS. NCCL's is not among them: the group is of no more use after it.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+_T = TypeVar("_T")
+
+
+class Model(Protocol):
+    """One rank's share of a model."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of ``tokens`` [T], each at its place of ``positions`` [T]: of those at
+        ``sites`` [n], which ascend, [n, hidden], or of all."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere. The caller
+        may change them; they hold until the next call. A collective."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """What is drawn in a step: ``num_asks`` sequences' tokens, whose ``slots`` int64 [num_asks] are
+    on the device, and what the rank that draws has prepared."""
+
+    num_asks: int
+    slots: Callable[[], Tensor]
+    prepared: Prepared | None
+
+
+class TorchRunner:
+    """One rank's Runner (worker.engine.plan). It owns the model's share, the KV cache and the
+    group.
+
+    The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
+    others take its word, so that rounding does not part them. Most of it is the tokens, which go
+    from device to device as soon as they are drawn; what rank 0's host has to look at first, drafts
+    and the scores of prompts, is told when that is done.
+
+    Of several ranks, one whose memory is too short for its part of a step leaves what is left of
+    its collectives to the ``stand_in``, and all of them go without the step.
+
+    On a device that computes by itself there are ``last_tokens``, of all slots, and perhaps
+    ``graphs`` of steps that decode.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        model: Model,
+        cache: KVCache,
+        attention: AttentionBackend,
+        place: Placement,
+        host_cache: HostCache | None = None,
+        stopwatch: Stopwatch = STOPPED,
+        last_tokens: LastTokens | None = None,
+        graphs: DecodeGraphs | None = None,
+        stand_in: StandIn | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._model = model
+        self._cache = cache
+        self._host_cache = host_cache
+        self._stopwatch = stopwatch
+        self._attention = attention
+        self._group = place.group
+        self.device = place.device
+        self._last_tokens = last_tokens
+        self._graphs = graphs
+        self._stand_in = stand_in
+        self._slots: dict[int, Admission] = {}
+        self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host_cache.num_blocks if self._host_cache is not None else 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return kind_of(self.device)
+
+    def unready_slots(self) -> frozenset[int]:
+        return self._sampler.unready_slots() if self._sampler is not None else frozenset()
+
+    @property
+    def launch(self) -> Launch | None:
+        return self._launch if self._last_tokens is not None else None
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        step = self._launch(plan)
+        self._stopwatch.end(Part.MODEL)
+        step.sample()
+        results = step.results()
+        self._stopwatch.end(Part.SAMPLE)
+        return results
+
+    def release(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+            if self._sampler is not None:
+                self._sampler.release(slot)
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+        self._group.close()
+
+    def _launch(self, plan: Plan) -> TorchStep:
+        for admission in plan.admissions:
+            self._admit(admission)
+        return self._together(partial(self._begin, plan), partial(self._left_of_launch, plan.rows))
+
+    def _begin(self, plan: Plan) -> TorchStep:
+        self._copy_blocks(plan)
+        if self._sampler is not None:
+            for admission in plan.admissions:
+                self._sampler.admit(admission)
+        parcel = Parcel(self.device)
+        wanted = self._wanted(plan.rows, parcel)
+        return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
+
+    def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
+        """Lets the device draw; None where drafts or scores are heard of later. ``hidden`` are of
+        the rows' sites."""
+        if wanted is None:
+            # It is waited for all the same: else the host would launch all parts of a long prompt
+            # while the device computes the first, and whoever comes would have to wait for them.
+            return Hearing(hidden.new_empty(0, dtype=torch.int64))
+        draw = partial(self._draw, rows, wanted, hidden)
+        return self._together(draw, partial(self._left_of_draw, rows, wanted, len(hidden)))
+
+    def _draw(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> Drawn | None:
+        logits, drawing = self._model.logits(hidden), None
+        if logits is not None and self._sampler is not None and wanted.prepared is not None:
+            drawing = self._sampler.begin(logits, wanted.prepared)
+        if _is_told_late(rows):
+            return drawing
+        tokens = self._drawn_on_rank_0(drawing, wanted.num_asks)
+        if self._last_tokens is not None:
+            self._last_tokens.put(wanted.slots(), tokens)
+        return drawing or Hearing(tokens)
+
+    def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
+        """Waits for what was drawn. A result for each row, as rank 0 drew it."""
+        hear = partial(self._heard, rows, drawn, scores)
+        if not _is_told_late(rows):
+            return self._tried(hear)
+        return self._together(hear, partial(self._left_of_telling, rows))
+
+    def _heard(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
+        results = _of_all(rows, [] if drawn is None else drawn.results())
+        return self._agree(rows, with_scores(results, scores)) if _is_told_late(rows) else results
+
+    def _copy_blocks(self, plan: Plan) -> None:
+        if self._host_cache is not None:
+            self._host_cache.save(plan.saves)
+            self._host_cache.load(plan.loads)
+
+    def _admit(self, admission: Admission) -> None:
+        has_grammar = admission.grammar is not None
+        self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
+
+    def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
+        """Hidden states of the tokens after which one is drawn; what is told of prompts."""
+        if self._graphs is not None and self._graphs.bucket(rows) is not None:
+            return self._graphs.run(rows, parcel), NO_SCORES
+        sites = _sites(rows)
+        if not rows.scores_prompt.any():
+            return self._forward(rows, sites, parcel), NO_SCORES
+        sites_there = parcel.add(sites)
+        hidden = self._forward(rows, None, parcel)
+        scores = score_prompts(rows, self._slots, hidden, self._model)
+        return hidden[sites_there()], scores
+
+    def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
+        """Hidden states of the step's tokens at ``sites``, or of all; the keys and values of all go
+        to the cache."""
+        attention = self._attention.prepare(rows, parcel)
+        tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
+        are_all = sites is None or len(sites) == rows.num_tokens
+        sites_there = None if sites is None or are_all else parcel.add(sites)
+        return self._model.forward(
+            tokens(), positions(), attention, None if sites_there is None else sites_there()
+        )
+
+    def _tokens(self, rows: Rows, parcel: Parcel) -> Callable[[], Tensor]:
+        tokens, last = parcel.add(rows.tokens), self._last_tokens
+        if last is None or (rows.tokens >= 0).all():
+            return tokens
+        slots = parcel.add(rows.spread(rows.slots))
+        return lambda: last.fill_in(tokens(), slots())
+
+    # tokens
+
+    def _wanted(self, rows: Rows, parcel: Parcel) -> Wanted | None:
+        if not rows.samples.any():
+            return None
+        asks, prepared = self._asks(rows), None
+        if self._sampler is not None:
+            prepared = self._sampler.prepare(asks, parcel)
+        return Wanted(len(asks.slots), parcel.add(asks.slots), prepared)
+
+    def _asks(self, rows: Rows) -> Asks:
+        (sampling,) = rows.samples.nonzero()
+        slots = rows.slots[sampling]
+        num_prompt = [self._slots[slot].num_prompt for slot in slots.tolist()]
+        drafts = {
+            i: rows.drafts(sampling[i]) for i in rows.num_drafts[sampling].nonzero()[0].tolist()
+        }
+        return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
+
+    def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
+        """int64 [count], in the memory of this rank's device. No host waits for it where the group
+        is on the device."""
+        if drawing is not None:
+            return self._group.broadcast(drawing.tokens)
+        return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))
+
+    def _agree(self, rows: Rows, results: list[RowResult]) -> list[RowResult]:
+        """Rank 0's ``results``, as far as the other ranks have to know them there."""
+        if self._group.size == 1:
+            return results
+        told, width = _told_late(rows)
+        lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
+        if self._group.rank == 0:
+            return results
+        heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
+        return [heard.get(i, result) for i, result in enumerate(results)]
+
+    # memory
+
+    def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
+        """What ``part`` of a step returns, which makes ``collectives``. Raises TooLittleMemory on
+        all ranks where one of them has too little for it, and DeviceLost."""
+        made, cause = self._group.num_made, ""
+        try:
+            result = self._tried(part)
+        except MemoryError as error:
+            cause = str(error)
+            if self._stand_in is not None:
+                self._stand_in.attend(collectives()[self._group.num_made - made :])
+        if not self._group.agree(not cause):
+            raise TooLittleMemory(cause or "on another rank")
+        return result
+
+    def _tried(self, part: Callable[[], _T]) -> _T:
+        """Raises MemoryError where there is too little of it on this rank, and DeviceLost."""
+        try:
+            with torch.inference_mode():
+                return part()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                if _is_lost(self.device):
+                    raise DeviceLost(str(error).partition("\n")[0]) from error
+                raise
+            cause = str(error) or type(error).__name__
+        # Here the tensors are free that the error's frames held.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(cause)
+
+    def _left_of_launch(self, rows: Rows) -> list[Collective]:
+        assert self._stand_in is not None
+        bucket = self._graphs.bucket(rows) if self._graphs is not None else None
+        pieces = pieces_scored(rows, self._slots)
+        scores = [self._stand_in.logits(len(piece)) for piece in pieces]
+        return [*self._stand_in.forward(bucket or rows.num_tokens), *scores]
+
+    def _left_of_draw(self, rows: Rows, wanted: Wanted, num_sites: int) -> list[Collective]:
+        assert self._stand_in is not None
+        logits = self._stand_in.logits(num_sites)
+        if _is_told_late(rows):
+            return [logits]
+        return [logits, Tell((wanted.num_asks,), torch.int64)]
+
+    def _left_of_telling(self, rows: Rows) -> list[Collective]:
+        told, width = _told_late(rows)
+        return [Tell((len(told), width), torch.int64)]
+
+    def _upload(self, values: Sequence[object] | Ints) -> Tensor:
+        return upload(values, self.device)
+
+
+class TorchStep:
+    """A Launched step of ``rows``: ``hidden`` are those after which a token is drawn, ``scores``
+    what is told of prompts."""
+
+    def __init__(
+        self,
+        runner: TorchRunner,
+        rows: Rows,
+        wanted: Wanted | None,
+        hidden: Tensor,
+        scores: PromptScores,
+    ) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._wanted = wanted
+        self._hidden = hidden
+        self._scores = scores
+        self._drawn: Drawn | None = None
+
+    def sample(self) -> None:
+        self._drawn = self._runner.sample(self._rows, self._wanted, self._hidden)
+
+    def results(self) -> list[RowResult]:
+        return self._runner.conclude(self._rows, self._drawn, self._scores)
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Torch has a class of its own for tensors on a GPU; not for those on a CPU, nor for what else
+    CUDA takes memory for."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(says in str(error) for says in _OUT_OF_MEMORY)
+
+
+def _is_lost(device: torch.device) -> bool:
+    """After an error within a kernel CUDA answers everything with it."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_told_late(rows: Rows) -> bool:
+    """Whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
+    prompt's scores are numbers."""
+    return bool(rows.num_drafts.any() or rows.scores_prompt.any())
+
+
+def _told_late(rows: Rows) -> tuple[list[int], int]:
+    """Which rows that is told of, and integers that each takes."""
+    return np.flatnonzero(rows.samples | rows.scores_prompt).tolist(), 1 + int(
+        rows.num_drafts.max()
+    )
+
+
+def _sites(rows: Rows) -> Ints:
+    """Which of the step's tokens have the logits to draw from: of a row that samples, the last
+    known one and the drafts."""
+    if len(rows) == rows.num_tokens:
+        return rows.samples.nonzero()[0]
+    is_last = rows.positions >= rows.spread(rows.known_ends - 1)
+    return (is_last & np.repeat(rows.samples, rows.counts)).nonzero()[0]
+
+
+def _of_all(rows: Rows, drawn: list[RowResult]) -> list[RowResult]:
+    """``drawn`` are of the rows that sample, or none."""
+    if not drawn:
+        return [NOTHING_DRAWN] * len(rows)
+    if len(drawn) == len(rows):
+        return drawn
+    results = iter(drawn)
+    return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]

@@ -1,0 +1,124 @@
+"""A row that is to be drawn: whose it is, where its logits are, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch import Tensor
+
+from everlift.errors import EngineFailed, EverliftError
+from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.engine.plan import RowResult
+from worker.native.argmax import NOTHING_LEFT
+from worker.runner.token_mask import TokenMask
+
+NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSlot:
+    """One sequence. ``bias`` has token ids and what is added to them; ``stop_ids`` are those that
+    min_tokens holds back. With an ``error`` nothing can be drawn."""
+
+    number: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    bias: tuple[Tensor, Tensor] | None
+    stop_ids: Tensor | None
+    mask: TokenMask | None
+    error: EverliftError | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Without drafts nothing is to be done for it but to draw, and nothing told but the
+        token."""
+        edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
+        told = self.sampling.logprobs is not None or self.error is not None
+        return not (edited or told or self.sampling.has_penalties)
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """One ask of a step, whose logits are those from row ``first`` on. A grammar allows
+    ``num_allowed`` of its drafts."""
+
+    slot: SampledSlot
+    position: int
+    drafts: tuple[int, ...]
+    first: int
+    num_allowed: int
+    error: EverliftError | None
+
+    @property
+    def sites(self) -> range:
+        """The rows of its logits."""
+        return range(self.first, self.first + 1 + len(self.drafts))
+
+    @property
+    def banned_sites(self) -> range:
+        """Those at which no stop token may be drawn."""
+        if self.slot.stop_ids is None:
+            return range(0)
+        return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether its logits are changed before the temperature."""
+        slot = self.slot
+        edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
+        return edited or bool(self.banned_sites)
+
+    def fill_mask(self, into: Tensor, began: float) -> None:
+        """Into ``into`` int32 [sites, words] what its grammar allows. ``began`` as for a
+        TokenMask."""
+        assert self.slot.mask is not None
+        try:
+            self.num_allowed = self.slot.mask.mask(self.drafts, into, began)
+        except EverliftError as error:
+            self.error = error
+
+    def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
+        """``drawn`` has a token for each site of the step, ``logprobs`` those that are told. The
+        grammar goes on by the tokens that the row keeps."""
+        if self.error is not None:
+            return RowResult(error=self.error)
+        own = [drawn[site] for site in self.sites]
+        tokens = _kept(own, self.drafts[: self.num_allowed], self.slot.stop_token_ids)
+        if not tokens:
+            return RowResult(error=self._cause(own[0]))
+        if self.slot.mask is not None:
+            self.slot.mask.accept(tokens)
+        told = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
+        return RowResult(tuple(tokens), tuple(told))
+
+    def _cause(self, mark: int) -> EverliftError:
+        """Why nothing could be drawn at its first site."""
+        in_force = ["the grammar"] if self.slot.mask is not None else []
+        in_force += ["min_tokens"] if self.banned_sites else []
+        if mark == NOTHING_LEFT and in_force:
+            return EngineFailed(f"no token is left to draw from by {' and '.join(in_force)}")
+        return EngineFailed(NOT_FINITE_CAUSE)
+
+
+def plain_results(drawn: Sequence[int]) -> list[RowResult]:
+    """Of plain slots without drafts, for each of which a token was drawn, or a mark."""
+    results = [*map(RowResult, zip(drawn, strict=True))]
+    if min(drawn) < 0:
+        failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+        return [failed if result.tokens[0] < 0 else result for result in results]
+    return results
+
+
+def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
+    """``drawn`` up to the first token that is not the draft in its place or that is a stop, and
+    before the first site that has none: the next step will meet that again, without drafts."""
+    kept: list[int] = []
+    for token, draft in zip_longest(drawn, drafts):
+        if token < 0:
+            break
+        kept.append(token)
+        if token != draft or token in stops:
+            break
+    return kept

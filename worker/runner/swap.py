@@ -1,0 +1,120 @@
+"""Whether swap pays: copying a block to the host's memory and back, against computing it again."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from worker.config import WorkerConfig
+from worker.device.kv_cache import KVCache
+from worker.device.streams import cuda_streams
+from worker.engine.limits import blocks_for
+from worker.engine.plan import BlockCopy, Plan, Row, Rows, Runner
+from worker.parallel.group import Group
+from worker.runner.host_cache import HostCache, PlainHostCache, StreamedHostCache
+
+log = logs.get(__name__)
+
+#: Times that each piece of work is timed, beside a first one.
+_ROUNDS = 5
+#: Copied in one go, as the few blocks of one preempted sequence are.
+_BLOCKS = 8
+#: Blocks that are on their way from a GPU to the host at the same time.
+_STAGED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """Seconds that a block takes: copied out and back, or its tokens computed as part of a prompt's
+    chunk, which is how a preempted sequence is computed again."""
+
+    copy_s: float
+    compute_s: float
+
+    @property
+    def pays(self) -> bool:
+        return self.copy_s < self.compute_s
+
+
+def build_host_cache(
+    config: WorkerConfig, cache: KVCache, group: Group, runner: Runner
+) -> HostCache | None:
+    """Room for the blocks of the preempted: ``config.swap_mib``, shared out evenly over the ranks.
+
+    None where it is not wanted, holds no block, or would not pay. Rank 0 finds that out for all,
+    with a ``runner`` over ``cache`` on every rank; what the cache holds is spoilt.
+    """
+    if config.preemption == "recompute":
+        return None
+    num_blocks = (config.swap_mib << 20) // group.size // cache.tensor[0].nbytes
+    if not num_blocks:
+        log.warning("swap_mib holds not one block: recompute is used", swap_mib=config.swap_mib)
+        return None
+    host = _host_cache(cache, num_blocks)
+    room = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)
+    chunk = _prefill(min(config.batched_tokens(runner.device_kind), room))
+    cost = measure(cache, host, lambda: runner.execute(chunk), chunk.num_tokens)
+    pays = _rank_0_says(group, cost.pays, cache.tensor.device)
+    log.info(
+        "swap measured",
+        rank=group.rank,
+        copy_us_per_block=round(cost.copy_s * 1e6, 1),
+        compute_us_per_block=round(cost.compute_s * 1e6, 1),
+        preemption="swap" if pays else "recompute",
+        host_blocks=num_blocks if pays else 0,
+    )
+    return host if pays else None
+
+
+def num_staged(config: WorkerConfig) -> int:
+    """Blocks beside a GPU's KV cache that it takes to copy some of it out."""
+    return _STAGED if config.preemption == "swap" else 0
+
+
+def _host_cache(cache: KVCache, num_blocks: int) -> HostCache:
+    device = cache.tensor.device
+    if device.type != "cuda":
+        return PlainHostCache(cache, num_blocks)
+    return StreamedHostCache(cache, num_blocks, _STAGED, cuda_streams(device))
+
+
+def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
+    return bool(group.broadcast(torch.tensor([int(word)], device=device)).item())
+
+
+def measure(
+    cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
+) -> SwapCost:
+    """``forward`` computes ``num_tokens`` tokens."""
+    count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
+    copies = [BlockCopy(block, block) for block in range(count)]
+
+    def out_and_back() -> None:
+        host.save(copies)
+        host.load(copies)
+
+    copied = _seconds(out_and_back, cache) / count
+    return SwapCost(copied, _seconds(forward, cache) / num_tokens * BLOCK_SIZE)
+
+
+def _prefill(num_tokens: int) -> Plan:
+    table = tuple(range(blocks_for(num_tokens)))
+    return Plan(0, Rows.of([Row(0, (0,) * num_tokens, 0, table, samples=False)]))
+
+
+def _seconds(work: Callable[[], object], cache: KVCache) -> float:
+    """The median, after a first time that does not count."""
+    times = []
+    for _ in range(1 + _ROUNDS):
+        start = time.perf_counter()
+        work()
+        if cache.tensor.is_cuda:
+            torch.cuda.synchronize(cache.tensor.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

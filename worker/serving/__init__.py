@@ -1,0 +1,1 @@
+"""A rank as a server: sessions with routers, the engine's loop, start and end."""

@@ -1,0 +1,193 @@
+"""The worker as a Ray Serve deployment: a replica that owns a placement group and hosts no rank.
+
+Every rank is an actor in one bundle of the replica's placement group. Serve places the replica,
+asks after its health and starts a new one when a rank is gone; no token passes through Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from everlift import logs
+from worker.config import WorkerConfig
+from worker.serving.rank_actor import RankActor
+
+log = logs.get(__name__)
+
+#: Between two looks whether some router knows the worker, and two words that it starts.
+_ANNOUNCE_S = 1.0
+#: A start that is not heard again for so long is none.
+_STARTS_S = 5.0
+
+
+class Refused(RuntimeError):
+    """It does not fit those that are there."""
+
+
+@serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
+class WorkerDeployment:
+    """``router`` is the handle of the router's deployment.
+
+    Settings that change without a restart are the deployment's user_config, which Serve hands to
+    ``reconfigure`` (cluster/deployments.py).
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: WorkerConfig,
+        router: DeploymentHandle[Any],
+        rank_resources: dict[str, float],
+        rank_env: dict[str, str],
+        log_dir: Path,
+    ) -> None:
+        logs.configure("worker", path=log_dir / f"worker-{os.getpid()}.log")
+        self._config = config
+        self._router = router
+        self._rank_resources = rank_resources
+        self._rank_env = rank_env
+        self._log_dir = log_dir
+        self._ranks: list[Any] = []
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take the settings that change at run time, and with the first ones start the ranks.
+
+        Serve calls this right after ``__init__``, and again for each other user_config. Raises
+        ValueError for an unknown log level, Refused, and what ends a rank that starts.
+        """
+        level = user_config["log_level"]
+        logs.set_level(level)
+        if self._ranks:
+            await asyncio.gather(*(rank.set_log_level.remote(level) for rank in self._ranks))
+        else:
+            await self._start(level)
+
+    async def _start(self, log_level: str) -> None:
+        def launch(rank: int, rendezvous: str) -> Any:
+            actor = _rank_actor(rank, self._rank_resources, self._rank_env)
+            return actor.remote(self._config, rank, rendezvous, log_level, self._log_dir)
+
+        async with self._starting():
+            self._ranks = await _launch_all(launch, self._config.tensor_parallel)
+            await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
+            infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+            self._info: bytes = infos[0]
+            self._watching = [
+                asyncio.create_task(self._end_with(number, rank))
+                for number, rank in enumerate(self._ranks)
+            ]
+            await self._join()
+        self._announcing = asyncio.create_task(self._announce_when_alone())
+
+    async def _end_with(self, number: int, rank: Any) -> None:
+        """A replica that lost a rank is of no use, and takes its other ranks along. Its process
+        ends, which Serve sees sooner than a health check that fails three times."""
+        try:
+            await rank.wait.remote()
+            cause = "it was stopped"
+        except RayError as error:
+            cause = str(error)
+        log.error("rank has ended", rank=number, cause=cause)
+        os._exit(1)
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """Inside, routers know that this worker starts. What they do not hear changes nothing."""
+        name, began = secrets.token_hex(8), time.monotonic()
+        saying = asyncio.create_task(self._say_that_it_starts(name, began))
+        try:
+            yield
+        finally:
+            saying.cancel()
+            await asyncio.gather(saying, return_exceptions=True)
+        await self._say_start(name, 0.0, 0.0)
+
+    async def _say_that_it_starts(self, name: str, began: float) -> None:
+        while True:
+            await self._say_start(name, _STARTS_S, time.monotonic() - began)
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    async def _say_start(self, name: str, seconds: float, elapsed_s: float) -> None:
+        try:
+            await self._router.worker_starts.remote(name, seconds, elapsed_s)
+        except Exception as error:
+            log.info("start not told", cause=str(error))
+
+    async def _join(self) -> None:
+        """Until a router accepts it: what it has loaded may have taken minutes, and a ledger that
+        is away for a moment is no reason to do that again. Raises Refused."""
+        while not await self._is_announced():
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    async def _is_announced(self) -> bool:
+        try:
+            await self._announce()
+        except Refused:
+            raise
+        except Exception as error:
+            log.warning("could not announce", cause=str(error))
+            return False
+        return True
+
+    async def _announce(self) -> None:
+        refusal = await self._router.announce.remote(self._info)
+        if refusal:
+            raise Refused(f"the router refuses this worker: {refusal}")
+
+    async def _announce_when_alone(self) -> None:
+        while True:
+            await asyncio.sleep(_ANNOUNCE_S)
+            try:
+                if await self._ranks[0].is_alone.remote():
+                    await self._announce()
+            except Exception as error:
+                log.warning("could not announce", cause=str(error))
+
+    async def _stop(self) -> None:
+        for task in (self._announcing, *self._watching):
+            task.cancel()
+        await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
+
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Serve awaits this once when it stops the replica; what Python itself calls later is
+        moot."""
+        if "_announcing" not in self.__dict__ or self._announcing.cancelled():
+            return None
+        return self._stop()
+
+
+def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
+    """The actor class, bound to its bundle. Its environment is in force before torch is
+    imported."""
+    group = get_current_placement_group()
+    assert group is not None, "the worker's deployment has placement_group_bundles"
+    return ray.remote(RankActor).options(
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        runtime_env={"env_vars": env},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=rank
+        ),
+    )
+
+
+async def _launch_all(launch: Callable[[int, str], Any], size: int) -> list[Any]:
+    """Rank 0 first: it knows where the others find it."""
+    first = launch(0, "")
+    if size == 1:
+        return [first]
+    rendezvous = await first.open.remote()
+    return [first, *(launch(rank, rendezvous) for rank in range(1, size))]

@@ -1,0 +1,135 @@
+"""The part of a rank that stays in one thread from building the runner to closing it, because CUDA
+and OpenMP keep state by thread.
+
+The thread is a daemon: a step that never returns does not keep a process that wants to end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from everlift import heap, logs
+from worker.config import WorkerConfig
+from worker.engine.engine import OF_ALL_RANKS, Engine
+from worker.engine.limits import Limits
+from worker.engine.plan import Plan, Runner
+from worker.engine.step_times import Stopwatch
+from worker.parallel.rendezvous import Ties
+from worker.parallel.step_log import StepLogReader
+from worker.parallel.watchdog import Watchdog
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.inbox import Inbox
+from worker.serving.loop import FirstSteps, LeadingLoop, Report, follow
+from worker.serving.startup import Startup
+
+log = logs.get(__name__)
+
+
+class EngineThread:
+    """``meet`` brings this rank together with the others. ``report`` and ``announce`` are called
+    from the thread. ``startup`` is told how long the parts of its start take.
+
+    ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
+    both. Whoever hears of the end closes ``ties``.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        meet: Callable[[], Ties],
+        inbox: Inbox,
+        report: Callable[[Report], None],
+        announce: Callable[[FirstSteps], None],
+        startup: Startup,
+    ) -> None:
+        self.ready: Future[Engine] = Future()
+        self.ended: Future[None] = Future()
+        self.ties = Ties()
+        self.watchdog = Watchdog(config.step_timeout)
+        self._stopwatch = Stopwatch(time.perf_counter)
+        self._config = config
+        self._meet = meet
+        self._inbox = inbox
+        self._report = report
+        self._announce = announce
+        self._startup = startup
+        # From here on nobody can cancel them.
+        self.ready.set_running_or_notify_cancel()
+        self.ended.set_running_or_notify_cancel()
+        threading.Thread(target=self._live, name="engine", daemon=True).start()
+
+    def stop(self) -> None:
+        """After the step that runs; on ranks above 0 it reads as the loss of rank 0."""
+        self._inbox.stop()
+        if isinstance(self.ties.log, StepLogReader):
+            self.ties.log.interrupt()
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _run(self) -> None:
+        with self._startup.part("meet_s"):
+            self.ties = self._meet()
+        runner = _build_runner(self._config, self.ties, self._startup, self._stopwatch)
+        try:
+            self._loop(self._build_engine(runner))
+        finally:
+            _close(runner)
+
+    def _build_engine(self, runner: Runner) -> Engine:
+        """Of several ranks each goes on after an error only where all of them have it."""
+        limits = Limits.of(self._config, runner)
+        launch = runner.launch if limits.plans_ahead else None
+        survivable = (Exception,) if self._config.tensor_parallel == 1 else OF_ALL_RANKS
+        return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
+
+    @contextmanager
+    def _watched(self, plan: Plan) -> Iterator[None]:
+        self.watchdog.begin(plan.step, plan.num_tokens, time.monotonic())
+        try:
+            yield
+        finally:
+            self.watchdog.end(time.monotonic())
+
+    def _loop(self, engine: Engine) -> None:
+        self.ready.set_result(engine)
+        if isinstance(self.ties.log, StepLogReader):
+            follow(engine, self.ties.log, self.ties.log.rank)
+        else:
+            LeadingLoop(
+                engine, self._inbox, self._report, self.ties.log, announce=self._announce
+            ).run()
+
+
+def _close(runner: Runner) -> None:
+    """What ended the loop is the cause of the end: a device that is lost, or a group, fails to be
+    closed as well."""
+    try:
+        runner.close()
+    except Exception as error:
+        log.warning("the runner could not be closed", error=str(error))
+
+
+def _build_runner(
+    config: WorkerConfig, ties: Ties, startup: Startup, stopwatch: Stopwatch
+) -> Runner:
+    if config.is_fake:
+        num_blocks = config.num_blocks or config.cpu_kv_cache_mib * 1024 // config.fake.block_kib
+        swap_mib = config.swap_mib if config.preemption == "swap" else 0
+        return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
+    with startup.part("import_s"), heap.growing():
+        from worker.parallel.group import Group
+        from worker.runner.build import build_runner
+    with startup.part("load_s"):
+        return build_runner(config, ties.group or Group.single(), stopwatch)

@@ -1,0 +1,75 @@
+"""What the sessions want of the engine: handed from the event loop's thread to the engine's."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from everlift.engine_policy import EnginePolicy
+from everlift.v1 import chaos_pb2
+from worker.engine.outcome import Abort
+from worker.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Orders:
+    """All that came in since the engine's last step. Another ``policy`` is meant before starts, and
+    these before aborts; ``drain`` gives back everything that is here after them; ``stop`` is the
+    end instead of a step."""
+
+    starts: list[Sequence] = field(default_factory=list)
+    aborts: list[Abort] = field(default_factory=list)
+    faults: list[chaos_pb2.Fault] = field(default_factory=list)
+    policy: EnginePolicy | None = None
+    drain: bool = False
+    stop: bool = False
+
+    def __bool__(self) -> bool:
+        came = self.starts or self.aborts or self.faults or self.policy
+        return bool(came or self.drain or self.stop)
+
+
+class Inbox:
+    """Collects orders until the engine takes them. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._orders = Orders()
+        self._changed = threading.Condition()
+
+    def start(self, sequence: Sequence) -> None:
+        with self._changed:
+            self._orders.starts.append(sequence)
+            self._changed.notify()
+
+    def abort(self, abort: Abort) -> None:
+        with self._changed:
+            self._orders.aborts.append(abort)
+            self._changed.notify()
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        with self._changed:
+            self._orders.faults.append(fault)
+            self._changed.notify()
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        """The last one holds."""
+        with self._changed:
+            self._orders.policy = policy
+            self._changed.notify()
+
+    def drain(self) -> None:
+        with self._changed:
+            self._orders.drain = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._orders.stop = True
+            self._changed.notify()
+
+    def take(self, timeout_s: float | None) -> Orders:
+        """What has come; if nothing has, waits for the first up to ``timeout_s``, or for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._orders), timeout_s)
+            orders, self._orders = self._orders, Orders()
+            return orders

@@ -1,0 +1,259 @@
+"""The engine's loop, in a thread of its own: on rank 0 from orders, elsewhere from rank 0's log.
+
+Rank 0:       take orders, write the log entry, apply, step, report
+other ranks:  read the log entry, compare the digest of rank 0's plan before it, apply, step
+
+Where steps are launched ahead, all ranks launch and commit them in the same order: that follows
+from the log and the plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from everlift.engine_policy import EnginePolicy, policy_named
+from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.account import NO_ACCOUNT, Account
+from worker.engine.accounts import Accounts, Told
+from worker.engine.engine import Engine
+from worker.engine.load import Load, Occupant
+from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
+from worker.engine.sequence import Sequence
+from worker.engine.step_times import NO_TIME, StepTimes
+from worker.serving.fault import Slowness, strike
+from worker.serving.inbox import Inbox, Orders
+
+#: An engine without work checks its books after so long.
+_IDLE_S = 0.5
+#: Who has which slot is told so often.
+_OCCUPANTS_S = 0.2
+#: Maximum time that a step waits until routers confirm that they know of its sequences' first step.
+CONFIRM_S = 0.2
+#: Minimum time between two reports of the prefill progress of the sequences in the batch.
+_PREFILL_S = 0.1
+
+
+class RanksDisagree(Exception):
+    """This rank's plan is not rank 0's: their caches hold different things from here on."""
+
+
+class StepLog(Protocol):
+    """Where rank 0 writes what it does."""
+
+    def write(self, entry: session_pb2.StepLog) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
+    where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
+    ``step_times`` in their parts. ``accounts`` are of some of the sequences, among them all that
+    ended, and ``decoding`` of one that would have decoded all the time. ``prefilling`` is the
+    progress of the sequences in prefill; it is empty where it was told a short while ago."""
+
+    started: tuple[SequenceKey, ...]
+    outcomes: tuple[Outcome, ...]
+    load: Load
+    occupants: tuple[Occupant, ...] | None
+    busy_s: float = 0.0
+    step_times: StepTimes = NO_TIME
+    accounts: tuple[Told, ...] = ()
+    decoding: Account = NO_ACCOUNT
+    prefilling: tuple[Outcome, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """Sequences whose first step here is the step that is about to run.
+
+    ``outcomes`` carry the news of their admission and no tokens. ``to_confirm`` are the keys of
+    the sequences whose routers must confirm the news before the step runs.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    to_confirm: frozenset[SequenceKey]
+
+
+class LeadingLoop:
+    """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait.
+
+    ``announce`` is called in this thread before a step that admits sequences for the first time,
+    and delays that step until it returns.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        report: Callable[[Report], None],
+        log: StepLog | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        announce: Callable[[FirstSteps], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._announce = announce
+        if announce is not None:
+            engine.before_admission = self._before_admission
+        self._inbox = inbox
+        self._report = report
+        self._log = log
+        self._clock = clock
+        self._sleep = sleep
+        self._accounts = engine.accounts = Accounts(engine.limits.max_num_seqs, clock)
+        self._slowness = Slowness()
+        self._busy_s = 0.0
+        self._occupants_told = 0.0
+        self._prefills_told = 0.0
+
+    def run(self) -> None:
+        """Until the stop order. Raises EngineBroken, and what the log raises."""
+        while self.turn(self._next_orders()):
+            pass
+
+    def turn(self, orders: Orders) -> bool:
+        """One turn; False after the stop order. Raises as ``run`` does."""
+        digest = self._engine.digest() if self._log is not None else b""
+        settled, leaving = self._give_back(orders) if orders.drain else ([], [])
+        held, now = self._engine.unready_slots(), self._clock()
+        returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
+        accounts = [self._accounts.so_far(sequence, now) for sequence in leaving]
+        self._write(orders, digest, held, self._fault(orders), now)
+        if orders.stop:
+            return False
+        _apply(self._engine, orders.policy, orders.starts, orders.aborts)
+        outcomes, told = self._step(held, now)
+        self._tell(orders, [*settled, *returned, *outcomes], [*accounts, *told])
+        return True
+
+    def _step(self, held: Collection[int], began: float) -> tuple[list[Outcome], list[Told]]:
+        outcomes = self._engine.step(held, began)
+        now = self._clock()
+        if extra_s := self._slowness.extra_s(now - began, now):
+            self._sleep(extra_s)
+            now = self._clock()
+        self._busy_s += now - began
+        if not self._engine.is_in_flight:
+            self._accounts.end()
+        return outcomes, self._accounts.tell()
+
+    def _before_admission(self, admitted: list[Sequence]) -> None:
+        """Announce the sequences that are new here. A preempted sequence that resumes is not."""
+        assert self._announce is not None
+        new = [sequence for sequence in admitted if sequence.news.waited_s is not None]
+        if new:
+            to_confirm = frozenset(it.key for it in new if it.confirms_first_step)
+            self._announce(FirstSteps(tuple(it.outcome() for it in new), to_confirm))
+
+    def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
+        """One for another rank; a second one waits for the next turn."""
+        for_others = []
+        for fault in orders.faults:
+            if fault.kind == chaos_pb2.FAULT_KIND_SLOW:
+                self._slowness.begin(fault, self._clock())
+            else:
+                for_others.append(fault)
+        for fault in for_others[1:]:
+            self._inbox.inject(fault)
+        return for_others[0] if for_others else None
+
+    def _next_orders(self) -> Orders:
+        if self._engine.has_work:
+            return self._inbox.take(timeout_s=0)
+        if orders := self._inbox.take(timeout_s=_IDLE_S):
+            return orders
+        self._engine.check_integrity()
+        return self._inbox.take(timeout_s=None)
+
+    def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
+        """Turns the drain into aborts, which is how the other ranks see it. What the step in flight
+        brought, and who leaves by the drain."""
+        settled = self._engine.settle()
+        leaving = [
+            sequence
+            for sequence in [*self._engine.sequences(), *orders.starts]
+            if not any(sequence.key in abort for abort in orders.aborts)
+        ]
+        epochs = dict.fromkeys(sequence.key.epoch for sequence in leaving)
+        orders.aborts.extend(Abort(epoch) for epoch in epochs)
+        return settled, leaving
+
+    def _write(
+        self,
+        orders: Orders,
+        digest: bytes,
+        held: Iterable[int],
+        fault: chaos_pb2.Fault | None,
+        now: float,
+    ) -> None:
+        if self._log is not None:
+            self._log.write(
+                session_pb2.StepLog(
+                    starts=[sequence.to_start() for sequence in orders.starts],
+                    aborts=[abort.to_proto() for abort in orders.aborts],
+                    previous_digest=digest,
+                    stop=orders.stop,
+                    held_slots=held,
+                    fault=fault,
+                    now=now,
+                    settle=orders.drain,
+                    engine_policy=orders.policy or "",
+                )
+            )
+
+    def _tell(self, orders: Orders, outcomes: Iterable[Outcome], accounts: Iterable[Told]) -> None:
+        now, occupants = self._clock(), None
+        if now - self._occupants_told >= _OCCUPANTS_S:
+            self._occupants_told, occupants = now, self._engine.occupants()
+        started = tuple(sequence.key for sequence in orders.starts)
+        load, times = self._engine.load(), self._engine.step_times()
+        told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(accounts)
+        self._report(Report(started, *told, self._accounts.decoding, self._prefilling(now)))
+
+    def _prefilling(self, now: float) -> tuple[Outcome, ...]:
+        if now - self._prefills_told < _PREFILL_S:
+            return ()
+        self._prefills_told = now
+        return tuple(sequence.prefill_progress() for sequence in self._engine.prefilling())
+
+
+def follow(
+    engine: Engine,
+    log: Iterable[session_pb2.StepLog],
+    rank: int = 1,
+    strike: Callable[[chaos_pb2.Fault], None] = strike,
+) -> None:
+    """The loop of ``rank``, above 0, until the log's stop.
+
+    Raises RanksDisagree, EngineBroken, and what the log raises.
+    """
+    for entry in log:
+        if entry.stop:
+            return
+        if entry.HasField("fault") and entry.fault.rank == rank:
+            strike(entry.fault)
+        if entry.previous_digest != engine.digest():
+            raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
+        if entry.settle:
+            engine.settle()
+        starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
+        policy = policy_named(entry.engine_policy)
+        _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))
+        engine.step(frozenset(entry.held_slots), entry.now)
+
+
+def _apply(
+    engine: Engine,
+    policy: EnginePolicy | None,
+    starts: Iterable[Sequence],
+    aborts: Iterable[Abort],
+) -> None:
+    if policy is not None:
+        engine.set_policy(policy)
+    for sequence in starts:
+        engine.add(sequence)
+    for abort in aborts:
+        engine.abort(abort)

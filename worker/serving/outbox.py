@@ -1,0 +1,123 @@
+"""What a router is still to be told. Pure.
+
+Nothing is queued: a router that reads slowly finds the tokens of many steps merged into one
+Progress a sequence, where it stands by now, and the newest state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from everlift.v1 import inference_pb2, session_pb2
+from worker.engine.account import Account
+from worker.engine.accounts import Told
+from worker.engine.load import Occupant
+from worker.engine.outcome import NO_NEWS, News, Outcome, SequenceKey
+
+#: Acknowledgements kept for a router that does not read; leaders give up on them within seconds.
+_MAX_ACCEPTED = 65_536
+
+
+class Outbox:
+    """``notify`` is called whenever something is worth a frame of its own."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.notify = notify
+        self._frame = session_pb2.WorkerFrame()
+        #: those of the frame
+        self._progress: dict[SequenceKey, session_pb2.Progress] = {}
+        self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
+        self._occupants: tuple[Occupant, ...] = ()
+        self._accounts: dict[SequenceKey, Account] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._progress or self._accepted)
+
+    def push(self, outcome: Outcome) -> None:
+        """Add an outcome and ask for a frame. Outcomes of one sequence come in the order of their
+        offsets."""
+        self.note(outcome)
+        self.notify()
+
+    def note(self, outcome: Outcome) -> None:
+        """Add an outcome to the next frame, whenever that goes."""
+        epoch, choice = key = outcome.key
+        progress = self._progress.get(key)
+        if progress is None:
+            # All at once: this is most of what a step costs the event loop.
+            self._progress[key] = progress = self._frame.progress.add(
+                epoch=epoch,
+                choice=choice,
+                offset=outcome.offset,
+                token_ids=outcome.tokens,
+                num_computed=outcome.num_computed,
+            )
+        else:
+            progress.token_ids.extend(outcome.tokens)
+            progress.num_computed = outcome.num_computed or progress.num_computed
+        if outcome.logprobs or outcome.prompt_logprobs:
+            _merge_logprobs(progress, outcome)
+        if outcome.news is not NO_NEWS:
+            _merge(progress, outcome.news)
+        if outcome.stop is not None:
+            progress.stop = outcome.stop.value
+        if outcome.error is not None:
+            progress.error, progress.error_slug = str(outcome.error), outcome.error.slug
+        if outcome.prefilled_tokens:
+            progress.prefilled_tokens = outcome.prefilled_tokens
+
+    def account(self, told: Told) -> None:
+        """For the next frame, whenever it goes."""
+        self._accounts[told.key] = told.account
+
+    def accept(self, epoch: int) -> None:
+        self._accepted.append(epoch)
+        self.notify()
+
+    def show(self, occupants: tuple[Occupant, ...]) -> None:
+        """For the next frame, whenever it goes."""
+        self._occupants = occupants
+
+    def drop(self, key: SequenceKey) -> None:
+        """Nothing more is to be said of an aborted sequence."""
+        self._accounts.pop(key, None)
+        if (progress := self._progress.pop(key, None)) is not None:
+            self._frame.progress.remove(progress)
+
+    def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
+        """One frame with ``state`` and everything unsent."""
+        state.running.extend(
+            inference_pb2.RunningSequence(
+                request_id=o.request_id, slot=o.slot, prefilling=o.prefilling
+            )
+            for o in self._occupants
+        )
+        frame, self._frame = self._frame, session_pb2.WorkerFrame()
+        frame.state.CopyFrom(state)
+        frame.accepted_epochs.extend(self._accepted)
+        frame.accounts.extend(self._take_accounts())
+        self._progress.clear()
+        self._accepted.clear()
+        self._occupants = ()
+        return frame
+
+    def _take_accounts(self) -> list[session_pb2.Account]:
+        told, self._accounts = self._accounts, {}
+        return [account.to_proto(*key) for key, account in told.items()]
+
+
+def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:
+    progress.logprobs.extend(each.to_proto() for each in outcome.logprobs)
+    if outcome.prompt_logprobs:
+        progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
+        progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
+
+
+def _merge(progress: session_pb2.Progress, news: News) -> None:
+    if news.residence is not None:
+        progress.residence = news.residence.value
+    progress.preemptions += news.preemptions
+    progress.recomputed_tokens += news.recomputed_tokens
+    if news.waited_s is not None:
+        progress.waited_s, progress.cached_tokens = news.waited_s, news.cached_tokens

@@ -1,0 +1,402 @@
+"""One rank of a worker: an engine in its thread and, on rank 0, the server in the event loop's.
+
+    rank 0 of one                 start -> wait      drain -> stop
+    rank 0 of several     open -> start -> wait      drain -> stop
+    other ranks                   start -> wait               stop
+
+Whatever ends one rank ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from everlift import logs, model_files
+from everlift.blockhash import BLOCK_SIZE
+from everlift.model_name import is_commit, is_hub_id
+from everlift.progress import told
+from everlift.v1 import session_pb2
+from worker.config import WorkerConfig
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.grammar.absent import NoGrammars
+from worker.parallel.liveness import Vigil
+from worker.parallel.rendezvous import MeetingPoint, Ties, join
+from worker.serving import prefetch
+from worker.serving.engine_thread import EngineThread
+from worker.serving.fingerprint import model_fingerprint
+from worker.serving.inbox import Inbox
+from worker.serving.loop import CONFIRM_S, FirstSteps, Report
+from worker.serving.ready_file import ReadyFile
+from worker.serving.reclaim import notice_at
+from worker.serving.server import SessionServer
+from worker.serving.sessions import Sessions
+from worker.serving.startup import Startup, process_age_s
+
+if TYPE_CHECKING:
+    from worker.grammar.compiler import GrammarCompiler
+
+log = logs.get(__name__)
+
+
+class RankFailed(Exception):
+    """The rank has ended by itself; the cause says why. Its worker is lost."""
+
+
+class Server(Protocol):
+    """Where rank 0 meets those who start sequences. ``deliver`` is called after every step."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    async def start(self, info: session_pb2.WorkerInfo) -> None: ...
+
+    def deliver(self, report: Report) -> None: ...
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        """Forward the news to the routers. Call ``confirmed`` when all routers that must confirm
+        have done so, or are gone."""
+        ...
+
+    async def drain(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Rank:
+    """Rank ``rank`` of ``config.tensor_parallel``. All calls come from one event loop.
+
+    Of several ranks, 0 is opened first, which gives the ``rendezvous`` that the others need. All
+    are then started at the same time, since they wait for each other.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        rank: int = 0,
+        rendezvous: str = "",
+        serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
+        ray_cluster: str = "",
+    ) -> None:
+        """``serve`` makes rank 0's server; ``ray_cluster`` is the session name of the Ray cluster
+        that the rank is part of. Raises ValueError for a configuration that cannot run."""
+        if not config.model:
+            raise ValueError('model must be set, to a directory or "fake"')
+        if not 0 <= rank < config.tensor_parallel:
+            raise ValueError(f"rank must be below tensor_parallel {config.tensor_parallel}")
+        if rank and not rendezvous:
+            raise ValueError("a rank above 0 needs the rendezvous of rank 0")
+        self.worker_id = secrets.token_hex(8)
+        self._config = config
+        self._rank = rank
+        self._rendezvous = rendezvous
+        self._files = _files(config)
+        self._meeting_point: MeetingPoint | None = None
+        self._inbox = Inbox()
+        self._startup = Startup()
+        self._thread: EngineThread | None = None
+        self._serve_with = serve
+        self._ray_cluster = ray_cluster
+        self._grammars: GrammarCompiler | NoGrammars | None = None
+        self._server: Server | None = None
+        self._sessions: Sessions | None = None
+        self._vigil: Vigil | None = None
+        self._reclaim: asyncio.Task[None] | None = None
+        self._gpu_watch: asyncio.Task[None] | None = None
+        #: the server's end, referred to so that it is not collected before it is over
+        self._closing: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        self._thread_is_over = asyncio.Event()
+        self._error: BaseException | None = None
+        self._is_reclaimed = False
+        self._is_stopping = False
+        self._ready_file = ReadyFile(config.ready_dir)
+
+    @property
+    def is_alone(self) -> bool:
+        """No router is connected: it may be that none knows this worker."""
+        return self._server is None or self._server.is_alone
+
+    @property
+    def is_stuck(self) -> bool:
+        """After ``stop``: the engine's thread is in a step that may never end."""
+        return self._thread is not None and not self._thread_is_over.is_set()
+
+    async def open(self) -> str:
+        """Makes rank 0 of several findable: the rendezvous that the others need."""
+        self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
+        return self._meeting_point.address
+
+    async def fetch(self) -> None:
+        """Downloads what this machine lacks of a hub's model. Raises ModelUnavailable.
+
+        ``start`` does so too. But ranks on several machines wait for each other only so long: of
+        these all have fetched before any is started.
+        """
+        config = self._config
+        with told("model downloading") as progress:
+            await model_files.fetch(
+                config.model,
+                config.model_revision,
+                weights=config.reads_weights,
+                progress=progress,
+            )
+
+    async def start(self) -> session_pb2.WorkerInfo:
+        """Returns when ready to serve. On a rank above 0 the info lacks worker_id and address.
+
+        Raises ModelUnavailable, whatever keeps the runner from being built, ChannelBroken when
+        ranks are missing, OSError when the port is taken.
+        """
+        self._startup.seconds["process_s"] = process_age_s()
+        with self._startup.part("fetch_s"):
+            await self.fetch()
+        self._prefetch()
+        self._loop = asyncio.get_running_loop()
+        self._thread = thread = self._start_thread()
+        engine = await asyncio.wrap_future(thread.ready)
+        info = self._info(engine.limits)
+        if self._rank == 0:
+            with self._startup.part("serve_s"):
+                await self._serve(engine, info)
+        self._vigil = Vigil(thread.watchdog, thread.ties.log, self._fail)
+        self._vigil.begin()
+        if not (self._is_reclaimed or self._ended.is_set()):
+            self._ready_file.create()
+        log.info(
+            "rank ready",
+            worker_id=info.worker_id,
+            rank=self._rank,
+            address=info.address,
+            **self._startup.seconds,
+        )
+        return info
+
+    def _prefetch(self) -> None:
+        config = self._config
+        if not config.is_fake and config.reads_weights:
+            revision, ranks = config.model_revision, config.tensor_parallel
+            prefetch.begin(config.model, revision, self._rank, ranks)
+
+    def _start_thread(self) -> EngineThread:
+        thread = EngineThread(
+            self._config,
+            self._meeting(),
+            self._inbox,
+            self._report,
+            self._announce,
+            self._startup,
+        )
+        thread.ended.add_done_callback(
+            lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
+        )
+        return thread
+
+    async def wait(self) -> None:
+        """Returns when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise RankFailed(str(self._error)) from self._error
+
+    async def drain(self) -> None:
+        """Starts nothing more and hands everything back; returns when the routers have it, or after
+        ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
+        come in between."""
+        self._ready_file.remove()
+        if self._rank:
+            await _until(self._ended, 2 * self._config.drain_timeout)
+        elif self._server is not None and not self._ended.is_set():
+            await self._server.drain()
+
+    def reclaim(self) -> None:
+        """The machine is about to be taken away: as ``drain``, but the routers stay connected, and
+        nobody waits. Rank 0 does it for all."""
+        log.warning("reclaimed", worker_id=self.worker_id, rank=self._rank)
+        self._is_reclaimed = True
+        self._ready_file.remove()
+        if self._sessions is not None:
+            self._sessions.drain()
+
+    async def stop(self) -> None:
+        """Ends the rank, and with it the worker. May be called at any time, and again."""
+        self._is_stopping = True
+        self._ready_file.remove()
+        self._stop_watching()
+        if self._server is not None:
+            await self._server.stop()
+        if self._meeting_point is not None:
+            self._meeting_point.close()
+        if self._thread is not None:
+            self._thread.stop()
+            await _until(self._thread_is_over, self._config.drain_timeout)
+            # A thread that is not over yet ends by this; nobody will be there to close them then.
+            self._thread.ties.close()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _meeting(self) -> partial[Ties]:
+        if self._rank:
+            return partial(join, self._config, self._rank, self._rendezvous, self._files)
+        if self._config.tensor_parallel == 1:
+            return partial(Ties)
+        assert self._meeting_point is not None, "rank 0 of several was started, but not opened"
+        return partial(self._meeting_point.gather)
+
+    async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
+        self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
+        self._sessions = Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
+        self._server = self._serve_with(self._config, self._sessions)
+        if self._is_reclaimed:
+            self._sessions.drain()
+        info.worker_id = self.worker_id
+        info.address = self._server.address
+        await self._server.start(info)
+        if self._config.reclaim_url:
+            self._reclaim = self._loop.create_task(self._reclaim_at(self._config.reclaim_url))
+        if not self._config.is_fake:
+            self._gpu_watch = self._loop.create_task(self._watch_gpu(self._sessions))
+
+    async def _watch_gpu(self, sessions: Sessions) -> None:
+        from worker.device import gpu
+
+        def tell(utilization: float) -> None:
+            sessions.gpu_utilization = utilization
+
+        await gpu.watch(self._config.device, tell)
+
+    async def _reclaim_at(self, url: str) -> None:
+        await notice_at(url)
+        self.reclaim()
+
+    def _stop_watching(self) -> None:
+        if self._vigil is not None:
+            self._vigil.close()
+        if self._reclaim is not None:
+            self._reclaim.cancel()
+        if self._gpu_watch is not None:
+            self._gpu_watch.cancel()
+
+    def _report(self, report: Report) -> None:
+        """Called from the engine's thread."""
+        assert self._server is not None, "a report before there was an order"
+        self._loop.call_soon_threadsafe(self._server.deliver, report)
+
+    def _announce(self, first: FirstSteps) -> None:
+        """Called from the engine's thread, before the step that ``first`` is about.
+
+        Only sequences that lost a worker since their last new token must be confirmed. A router
+        that does not answer delays the step by ``CONFIRM_S``, and then no other one.
+        """
+        assert self._server is not None, "a step before there was an order"
+        confirmed = threading.Event()
+        self._loop.call_soon_threadsafe(self._server.announce, first, confirmed.set)
+        if first.to_confirm and not confirmed.wait(CONFIRM_S):
+            log.warning("first step not confirmed in time", sequences=len(first.to_confirm))
+
+    def _thread_ended(self, error: BaseException | None) -> None:
+        self._end(error)
+        assert self._thread is not None
+        self._thread.ties.close()
+        self._thread_is_over.set()
+
+    def _fail(self, cause: str) -> None:
+        """The rank can go on no more, though its thread may not know; nor may the others'."""
+        self._end(RankFailed(cause))
+        if self._thread is not None:
+            self._thread.ties.interrupt()
+
+    def _end(self, error: BaseException | None) -> None:
+        """The thread has ended, or must."""
+        if self._ended.is_set():
+            return
+        self._stop_watching()
+        self._ready_file.remove()
+        self._ended.set()
+        if error is None or self._is_stopping:
+            return
+        self._error = error
+        log.error("rank failed", worker_id=self.worker_id, rank=self._rank, error=str(error))
+        if self._server is not None:
+            self._closing = self._loop.create_task(self._server.stop())
+
+    def _info(self, limits: Limits) -> session_pb2.WorkerInfo:
+        config = self._config
+        shape = (self._files, _dtype(config), limits.vocab_size, limits.max_model_len)
+        return session_pb2.WorkerInfo(
+            model=config.name,
+            fingerprint=hashlib.sha256(repr(shape).encode()).hexdigest(),
+            block_size=BLOCK_SIZE,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            tensor_parallel=config.tensor_parallel,
+            pid=os.getpid(),
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            device=_device(config),
+            ray_cluster=self._ray_cluster,
+        )
+
+
+async def _until(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for it, but only so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _files(config: WorkerConfig) -> str:
+    """What names the model that a rank reads."""
+    if config.is_fake:
+        fake = config.fake
+        return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"
+    return f"{config.load_format} {_weights(config.model, config.model_revision)}"
+
+
+def _weights(model: str, revision: str) -> str:
+    """A hub's files are named by their commit, before they are here."""
+    if not is_hub_id(model, revision):
+        return model_fingerprint(model_files.locate(model, weights=False))
+    if not is_commit(revision):
+        raise ValueError(f"model_revision of {model!r} must be a commit, not {revision!r}")
+    return revision
+
+
+def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | NoGrammars:
+    if config.is_fake:
+        return NoGrammars()
+    from worker.grammar.compiler import GrammarCompiler
+    from worker.grammar.nursery import Nursery
+
+    nursery = Nursery(config, vocab_size)
+    nursery.begin()
+    return GrammarCompiler(config.grammar, nursery, config.step_timeout)
+
+
+def _dtype(config: WorkerConfig) -> str:
+    """What auto stands for on this machine."""
+    if config.is_fake:
+        return "none"
+    from worker.device.device import choose_device, choose_dtype
+
+    return str(choose_dtype(config.dtype, choose_device(config.device)))
+
+
+def _device(config: WorkerConfig) -> str:
+    """As its maker calls it."""
+    if config.is_fake:
+        return "fake"
+    from worker.device.device import choose_device, name_of
+
+    return name_of(choose_device(config.device))

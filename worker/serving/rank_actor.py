@@ -1,0 +1,62 @@
+"""A rank as a Ray actor. Ray Serve takes a second to import, and no rank needs it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ray import get_runtime_context
+from ray.util import get_node_ip_address
+
+from everlift import heap, logs
+from everlift.notice import on_signal
+from worker.config import WorkerConfig
+from worker.serving.rank import Rank
+
+log = logs.get(__name__)
+
+
+class RankActor:
+    """One rank in an actor's process, found at its node's address."""
+
+    def __init__(
+        self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path
+    ) -> None:
+        logs.configure(
+            f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
+        )
+        self._rank = Rank(
+            replace(config, host=get_node_ip_address()),
+            rank,
+            rendezvous,
+            ray_cluster=get_runtime_context().get_session_name(),
+        )
+
+    async def set_log_level(self, level: str) -> None:
+        logs.set_level(level)
+        log.info("log level set", log_level=level)
+
+    async def open(self) -> str:
+        return await self._rank.open()
+
+    async def fetch(self) -> None:
+        await self._rank.fetch()
+
+    async def start(self) -> bytes:
+        """WorkerInfo, when ready."""
+        on_signal(self._rank.reclaim)
+        info = await self._rank.start()
+        heap.settle()
+        return info.SerializeToString()
+
+    async def wait(self) -> None:
+        await self._rank.wait()
+
+    async def is_alone(self) -> bool:
+        """No router has a session open: it may not know this worker."""
+        return self._rank.is_alone
+
+    async def stop(self) -> None:
+        await self._rank.drain()
+        await self._rank.stop()

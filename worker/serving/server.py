@@ -1,0 +1,214 @@
+"""The gRPC end of the sessions: one stream a router, read and written in the event loop's thread.
+
+    engine's thread --report--> deliver --> outbox --cut, if stream is free--> frame
+
+A write that waits for a slow router holds up nothing but that router's own next frame. Frames go
+out at least every ``beat``, whatever the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from everlift import logs
+from everlift.address import joined
+from everlift.channels import MAX_MESSAGE_BYTES
+from everlift.transport import Transport, internal
+from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
+from worker.config import WorkerConfig
+from worker.serving.fault import Wire, strike
+from worker.serving.loop import FirstSteps, Report
+from worker.serving.sessions import Session, Sessions
+
+log = logs.get(__name__)
+
+_Context: TypeAlias = grpc.aio.ServicerContext[session_pb2.RouterFrame, session_pb2.WorkerFrame]
+
+#: Starts that were under way when the routers heard of the drain are answered for so long.
+_LINGER_S = 0.2
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A router that is frozen, or behind a cut wire, loses its sequences in ten seconds.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Routers ping as often as they like.
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class SessionServer(session_pb2_grpc.WorkerSessionServicer):
+    """Serves ``sessions`` at ``config.host``. Bound at birth, serving after ``start``."""
+
+    def __init__(
+        self, config: WorkerConfig, sessions: Sessions, transport: Transport | None = None
+    ) -> None:
+        """A ``transport`` takes the place of gRPC, and of its TLS. Raises SettingsError for files
+        of TLS that are of no use, OSError when the port is taken."""
+        self._config = config
+        self._sessions = sessions
+        self._info = session_pb2.WorkerInfo()
+        self._changed = asyncio.Event()
+        self._wire = Wire()
+        self._open = 0
+        self._transport = transport or internal(config.internal_tls)
+        self._server = self._transport.server(_OPTIONS)
+        session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
+        self.address = self._bind(config.host, config.port)
+
+    def _bind(self, host: str, port: int) -> str:
+        return joined(host, self._transport.listen(self._server, joined(host, port)))
+
+    @property
+    def is_alone(self) -> bool:
+        """No router has a stream open."""
+        return not self._open
+
+    async def start(self, info: session_pb2.WorkerInfo) -> None:
+        """``info`` is what every router is greeted with."""
+        self._info = info
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Breaks every stream that is still there."""
+        self._wire.mend()
+        await self._server.stop(grace=None)
+
+    def deliver(self, report: Report) -> None:
+        self._sessions.deliver(report)
+        self._changed.set()
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        self._sessions.announce(first, confirmed)
+
+    async def drain(self) -> None:
+        """Hands everything back; returns when the routers have it, or when its time is up."""
+        self._sessions.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout):
+                await self._until(lambda: self._sessions.is_idle)
+                await asyncio.sleep(_LINGER_S)
+                self._sessions.end_all()
+                await self._until(lambda: not self._open)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # The generated type wants an iterator; grpc.aio takes a coroutine that writes as well.
+    async def Connect(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[session_pb2.RouterFrame],
+        context: _Context,
+    ) -> None:
+        frames = aiter(request_iterator)
+        first = await self._hello(frames, context)
+        await self._wire.whole(first.hello.router_id)
+        wake = asyncio.Event()
+        session = self._sessions.join(first.hello.router_id, wake.set)
+        self._open += 1
+        reader = asyncio.create_task(self._read(session, first, frames, context))
+        try:
+            await self._write(session, wake, context)
+        finally:
+            await self._wire.whole(session.router_id)
+            self._sessions.leave(session)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            self._open -= 1
+            self._changed.set()
+
+    async def _hello(
+        self,
+        frames: AsyncIterator[session_pb2.RouterFrame],
+        context: _Context,
+    ) -> session_pb2.RouterFrame:
+        """The first frame, once its hello is as it must be."""
+        try:
+            first = await anext(frames, session_pb2.RouterFrame())
+        except DecodeError:
+            first = session_pb2.RouterFrame()
+        if not first.hello.router_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first frame must say hello, with a router_id"
+            )
+        wanted = self._config.cluster_id
+        if wanted and first.hello.cluster_id != wanted:
+            log.warning("router of another cluster", router_id=first.hello.router_id)
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this worker belongs to another cluster"
+            )
+        return first
+
+    async def _read(
+        self,
+        session: Session,
+        first: session_pb2.RouterFrame,
+        frames: AsyncIterator[session_pb2.RouterFrame],
+        context: _Context,
+    ) -> None:
+        """Whatever ends the reading ends the session, and never more than that."""
+        try:
+            self._receive(session, first)
+            async for frame in frames:
+                await self._wire.whole(session.router_id)
+                self._receive(session, frame)
+        except DecodeError:
+            log.warning("bytes that are no frame", router_id=session.router_id)
+            context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+            context.set_details("these bytes are no frame")
+        except Exception:
+            log.exception("session failed", router_id=session.router_id)
+            context.set_code(grpc.StatusCode.INTERNAL)
+        finally:
+            await self._wire.whole(session.router_id)
+            self._sessions.leave(session)
+
+    def _receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
+        if frame.HasField("fault"):
+            self._inject(frame.fault)
+        self._sessions.receive(session, frame, asyncio.get_running_loop().time())
+
+    def _inject(self, fault: chaos_pb2.Fault) -> None:
+        if not self._config.chaos:
+            log.warning("fault ignored: this worker was started without chaos")
+            return
+        log.warning(
+            "fault",
+            worker_id=self._info.worker_id,
+            kind=chaos_pb2.FaultKind.Name(fault.kind),
+            rank=fault.rank,
+            seconds=fault.seconds,
+        )
+        if fault.kind == chaos_pb2.FAULT_KIND_PARTITION:
+            self._wire.cut(fault.peer, fault.seconds)
+        elif fault.kind == chaos_pb2.FAULT_KIND_SLOW or fault.rank:
+            self._sessions.inject(fault)
+        else:
+            strike(fault)
+
+    async def _write(
+        self,
+        session: Session,
+        wake: asyncio.Event,
+        context: _Context,
+    ) -> None:
+        frame = self._sessions.cut(session)
+        frame.hello.CopyFrom(self._info)
+        await context.write(frame)
+        while not session.is_over or session.outbox:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.beat):
+                    await wake.wait()
+            wake.clear()
+            await self._wire.whole(session.router_id)
+            await context.write(self._sessions.cut(session))

@@ -1,0 +1,377 @@
+"""Who is connected, and whose sequence is whose: router frames become orders, outcomes find their
+router. It knows no socket and no clock; it lives in the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from everlift import logs
+from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
+from everlift.errors import EverliftError, InvalidRequest
+from everlift.sampling import Grammar
+from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.account import NO_ACCOUNT
+from worker.engine.limits import Limits
+from worker.engine.load import Load
+from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
+from worker.engine.sequence import Sequence
+from worker.engine.step_times import NO_TIME
+from worker.serving.loop import FirstSteps, Report
+from worker.serving.outbox import Outbox
+from worker.serving.pending import Pending
+
+log = logs.get(__name__)
+
+
+class Engine(Protocol):
+    """The engine as seen from here: none of this waits."""
+
+    def start(self, sequence: Sequence) -> None: ...
+
+    def abort(self, abort: Abort) -> None: ...
+
+    def inject(self, fault: chaos_pb2.Fault) -> None: ...
+
+    def set_policy(self, policy: EnginePolicy) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class Compiled(Protocol):
+    """A grammar as ``Admission.grammar`` wants it."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends the model's outputs."""
+        ...
+
+
+class Grammars(Protocol):
+    def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
+        """``done`` is called once, now or later, in this thread."""
+        ...
+
+
+class Session:
+    """One router's stream. ``is_over`` tells its writer to send what is left and go.
+
+    ``confirms_late``: the router did not confirm a first step in time. No step waits for it until
+    it confirms one: a frozen router must not slow the sequences of others.
+    """
+
+    def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
+        self.router_id = router_id
+        self.outbox = Outbox(notify)
+        self.is_over = False
+        self.confirms_late = False
+
+    def end(self) -> None:
+        self.is_over = True
+        self.outbox.notify()
+
+
+class Claim:
+    """One epoch: the session that started it, and its choices that are not at their end."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.choices: set[int] = set()
+
+
+class Sessions:
+    """All routers that are connected to this worker."""
+
+    def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
+        self._limits = limits
+        self._load = load
+        self._busy_s = 0.0
+        self._step_times = NO_TIME
+        self._decoding = NO_ACCOUNT
+        #: of rank 0's GPU, from 0 to 1; None where nobody can tell
+        self.gpu_utilization: float | None = None
+        self._engine = engine
+        #: of the engine; and as of which version of what operators set
+        self._policy, self._policy_version = limits.scheduling.policy, 0
+        self._grammars = grammars
+        self._sessions: dict[str, Session] = {}
+        self._claims: dict[int, Claim] = {}
+        self._pending = Pending()
+        #: of these, the ones whose grammar is being compiled: the engine does not know them
+        self._compiling: dict[SequenceKey, Sequence] = {}
+        #: the router that must confirm the first step, by epoch, and what to call when all have
+        self._unconfirmed: dict[int, Session] = {}
+        self._on_confirmed: Callable[[], None] = _do_nothing
+        self._frames = 0
+        self.is_draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of any router is here."""
+        return not self._claims
+
+    # routers come and go
+
+    def join(self, router_id: str, notify: Callable[[], None]) -> Session:
+        """A router has one stream: an older one of the same router ends. What others have started
+        is acknowledged to the new one too, for it may lead."""
+        if (older := self._sessions.get(router_id)) is not None:
+            self.leave(older)
+        session = self._sessions[router_id] = Session(router_id, notify)
+        for epoch in self._claims:
+            session.outbox.accept(epoch)
+        log.info("session opened", router_id=router_id)
+        return session
+
+    def leave(self, session: Session) -> None:
+        """What the router started ends at once; its blocks stay hashed for where it goes on. A
+        second time changes nothing."""
+        if self._sessions.get(session.router_id) is not session:
+            return
+        del self._sessions[session.router_id]
+        epochs = [epoch for epoch, claim in self._claims.items() if claim.session is session]
+        for epoch in epochs:
+            self._abort(session, Abort(epoch))
+        session.end()
+        log.info("session closed", router_id=session.router_id, aborted=len(epochs))
+
+    def end_all(self) -> None:
+        """Every session ends when it has sent what is left."""
+        for session in self._sessions.values():
+            session.end()
+
+    # frames in
+
+    def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
+        """``now`` is the engine's clock."""
+        if frame.HasField("engine_policy"):
+            self._set_policy(frame.engine_policy)
+        for start in frame.starts:
+            self._start(session, start, now)
+        for abort in frame.aborts:
+            self._abort(session, Abort.from_proto(abort))
+        for epoch in frame.confirmed_epochs:
+            session.confirms_late = False
+            self._confirm(epoch)
+        if frame.drain:
+            log.info("drain ordered", router_id=session.router_id)
+            self.drain()
+
+    def _set_policy(self, told: session_pb2.EnginePolicy) -> None:
+        """A router that has not read the ledger's last word yet changes nothing."""
+        if told.version <= self._policy_version:
+            return
+        self._policy_version = told.version
+        configured = self._limits.scheduling.policy
+        policy = configured if told.name == DEFAULT else policy_named(told.name)
+        if policy is None:
+            log.warning("an engine's policy is not known here", name=told.name)
+        elif policy != self._policy:
+            log.info("engine policy", policy=policy, before=self._policy)
+            self._policy = policy
+            self._engine.set_policy(policy)
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        """A fault on purpose, for the engine or for another rank."""
+        self._engine.inject(fault)
+
+    def drain(self) -> None:
+        """From now on nothing is started, and what is here goes back to its routers."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._engine.drain()
+            for sequence in tuple(self._compiling.values()):
+                self._end_unstarted(sequence, Stop.RETURNED)
+            for session in self._sessions.values():
+                session.outbox.notify()
+
+    def _start(self, session: Session, start: session_pb2.Start, now: float) -> None:
+        key = SequenceKey(start.epoch, start.choice)
+        claim = self._claims.get(key.epoch)
+        if claim is not None and claim.session is session and key.choice in claim.choices:
+            log.warning("repeated start", request_id=start.request_id)
+            return
+        self._acknowledge(key.epoch)
+        end = self._end_at_start(start, claim, session, now)
+        if end is not None:
+            session.outbox.push(end)
+
+    def _end_at_start(
+        self, start: session_pb2.Start, claim: Claim | None, session: Session, now: float
+    ) -> Outcome | None:
+        """Starts a sequence, or says how it ends right here."""
+        key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
+        if self.is_draining:
+            return Outcome(key, offset, (), Stop.RETURNED)
+        try:
+            if claim is not None and claim.session is not session:
+                raise InvalidRequest("another router runs this epoch")
+            sequence = Sequence.from_start(start, self._limits)
+        except InvalidRequest as error:
+            log.warning("start refused", request_id=start.request_id, error=error.slug)
+            return Outcome(key, offset, (), Stop.REFUSED, error)
+        if (stop := sequence.stop(self._limits)) is not None:
+            return Outcome(key, offset, (), stop)
+        sequence.came = now
+        self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
+        self._pending.add(key, sequence.num_known)
+        if (grammar := sequence.sampling.grammar) is None:
+            self._engine.start(sequence)
+        else:
+            self._compiling[key] = sequence
+            self._grammars.compile(grammar, partial(self._compiled, sequence))
+        return None
+
+    def _compiled(self, sequence: Sequence, result: Compiled | EverliftError) -> None:
+        if self._compiling.get(sequence.key) is not sequence:
+            return  # aborted or returned meanwhile
+        if isinstance(result, EverliftError):
+            log.warning("grammar not compiled", request_id=sequence.request_id, error=result.slug)
+            # What is not the request's fault may go better at another worker.
+            refused = isinstance(result, InvalidRequest)
+            self._end_unstarted(sequence, Stop.REFUSED if refused else Stop.FAILED, result)
+            return
+        sequence.grammar = result
+        # Without a stop token nothing could be drawn once the grammar is complete.
+        sequence.stop_token_ids = sequence.stop_token_ids or frozenset(result.eos_token_ids)
+        if (stop := sequence.stop(self._limits)) is not None:
+            self._end_unstarted(sequence, stop)
+            return
+        del self._compiling[sequence.key]
+        self._engine.start(sequence)
+
+    def _end_unstarted(
+        self, sequence: Sequence, stop: Stop, error: EverliftError | None = None
+    ) -> None:
+        del self._compiling[sequence.key]
+        self._pending.discard(sequence.key)
+        self._forward(sequence.outcome(stop, error))
+
+    def _acknowledge(self, epoch: int) -> None:
+        for session in self._sessions.values():
+            session.outbox.accept(epoch)
+
+    def _abort(self, session: Session, abort: Abort) -> None:
+        claim = self._claims.get(abort.epoch)
+        if claim is None or claim.session is not session:
+            return
+        for choice in abort.choices or tuple(claim.choices):
+            key = SequenceKey(abort.epoch, choice)
+            session.outbox.drop(key)
+            claim.choices.discard(choice)
+            if self._compiling.pop(key, None) is not None:
+                self._pending.discard(key)
+        if not claim.choices:
+            del self._claims[abort.epoch]
+            self._confirm(abort.epoch)
+        self._engine.abort(abort)
+
+    # results out
+
+    def deliver(self, report: Report) -> None:
+        """Puts a turn's outcomes where their routers will find them."""
+        self._load, self._busy_s = report.load, report.busy_s
+        self._step_times, self._decoding = report.step_times, report.decoding
+        for key in report.started:
+            self._pending.discard(key)
+        # While who ends now is known still.
+        accounts = [(self._outbox_of(told.key), told) for told in report.accounts]
+        ended = [self._forward(outcome) for outcome in report.outcomes]
+        for outbox, told in accounts:
+            if outbox is not None:
+                outbox.account(told)
+        for outcome in report.prefilling:
+            if (outbox := self._outbox_of(outcome.key)) is not None:
+                outbox.note(outcome)
+        for session in self._sessions.values():
+            if report.occupants is not None:
+                session.outbox.show(report.occupants)
+            # Whoever leads wants to know of the room, whosever sequence it was.
+            if any(ended):
+                session.outbox.notify()
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        """Put the news of first steps into the outboxes of their routers.
+
+        The news travels with the next frame, whenever that goes. Only news that must be confirmed
+        is worth a frame of its own. ``confirmed`` is called when the routers have confirmed it;
+        sequences that end meanwhile are not waited for.
+        """
+        for session in self._unconfirmed.values():
+            session.confirms_late = True
+        self._unconfirmed = {}
+        for outcome in first.outcomes:
+            if (outbox := self._outbox_of(outcome.key)) is None:
+                continue
+            outbox.note(outcome)
+            if outcome.key in first.to_confirm:
+                outbox.notify()
+                session = self._claims[outcome.key.epoch].session
+                if not session.confirms_late:
+                    self._unconfirmed[outcome.key.epoch] = session
+        self._on_confirmed = confirmed
+        if not self._unconfirmed:
+            confirmed()
+
+    def _confirm(self, epoch: int) -> None:
+        if epoch in self._unconfirmed:
+            del self._unconfirmed[epoch]
+            if not self._unconfirmed:
+                self._on_confirmed()
+
+    def _outbox_of(self, key: SequenceKey) -> Outbox | None:
+        """What was aborted meanwhile is nobody's."""
+        claim = self._claims.get(key.epoch)
+        return claim.session.outbox if claim is not None and key.choice in claim.choices else None
+
+    def _forward(self, outcome: Outcome) -> bool:
+        """Whether it is a sequence's end. What was aborted meanwhile is nobody's."""
+        epoch, choice = outcome.key
+        claim = self._claims.get(epoch)
+        if claim is None or choice not in claim.choices:
+            return False
+        claim.session.outbox.push(outcome)
+        if outcome.stop is None:
+            return False
+        claim.choices.remove(choice)
+        if not claim.choices:
+            del self._claims[epoch]
+        return True
+
+    def cut(self, session: Session) -> session_pb2.WorkerFrame:
+        """The session's next frame."""
+        return session.outbox.cut(self._state())
+
+    def _state(self) -> session_pb2.WorkerState:
+        load, pending = self._load, self._pending.num_tokens
+        self._frames += 1
+        return session_pb2.WorkerState(
+            sequence_number=self._frames,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + len(self._pending),
+            blocks_used=load.blocks_used,
+            blocks_total=load.blocks_total,
+            pending_prefill_tokens=load.pending_prefill_tokens + pending,
+            committed_tokens=load.committed_tokens + pending,
+            step=load.step,
+            output_tokens=load.output_tokens,
+            preemptions=load.preemptions,
+            draining=self.is_draining,
+            counters=load.counters.to_proto(),
+            computed_tokens=load.computed_tokens,
+            kv_tokens=load.kv_tokens,
+            num_pairs=load.num_pairs,
+            released_blocks=load.released_blocks,
+            busy_s=self._busy_s,
+            blocks_cached=load.blocks_cached,
+            step_times=self._step_times.to_proto(),
+            gpu_utilization=self.gpu_utilization,
+            engine_policy=self._policy,
+            decoding=self._decoding.to_proto(),
+        )
+
+
+def _do_nothing() -> None:
+    pass
