@@ -4,7 +4,7 @@ without any of it."""
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.offline import LLM
+    from cluster.llm.llm import LLM
 
 __all__ = ["LLM"]
 
@@ -12,7 +12,7 @@ __all__ = ["LLM"]
 def __getattr__(name: str) -> object:
     # The processes of a cluster import this package too, and are to know no more than they need.
     if name == "LLM":
-        from cluster.offline import LLM
+        from cluster.llm.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

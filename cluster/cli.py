@@ -17,24 +17,25 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from cluster import (
-    capacity_view,
-    chat_command,
-    generate,
-    measure_command,
-    picture_file,
-    plan_command,
-    policy_command,
-    replay_command,
-    requests_command,
-    simulate_command,
-    tokens_command,
-)
 from cluster import config as configuration
+from cluster import picture_file
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.bench import command as benching
 from cluster.chaos import command as chaos
+from cluster.commands import (
+    capacity_view,
+    chat,
+    generate,
+    measure,
+    plan,
+    policy,
+    replay,
+    requests,
+    simulate,
+    tokens,
+)
+from cluster.commands.status_view import show
 from cluster.connection import Address, connected
 from cluster.errors import (
     BatchFailed,
@@ -45,7 +46,6 @@ from cluster.errors import (
 )
 from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
-from cluster.status_view import show
 from everlift import AsyncClient, EverliftError, Stream
 from everlift.explanation import state_name
 from everlift.settings import SettingsError
@@ -157,7 +157,7 @@ def up(
     assignments: Assignments = None,
 ) -> None:
     """Serve on this machine until Ctrl-C."""
-    from cluster import serving
+    from cluster.commands import up
 
     worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
     options = _given(
@@ -168,7 +168,7 @@ def up(
         worker=worker or None,
     )
     loaded = configuration.load(config, os.environ, assignments or (), options)
-    asyncio.run(serving.serve(loaded, Console(highlight=False), with_ray=not no_ray))
+    asyncio.run(up.serve(loaded, Console(highlight=False), with_ray=not no_ray))
 
 
 @app.command(
@@ -185,7 +185,7 @@ def build(
     assignments: Assignments = None,
 ) -> None:
     """Write the settings as a file that Ray Serve deploys."""
-    from cluster.build import serve_yaml
+    from cluster.ray.build import serve_yaml
 
     # It belongs to the cluster's own environment, and must not be written down.
     environ = {name: value for name, value in os.environ.items() if name != URL_VARIABLE}
@@ -225,29 +225,27 @@ def ledger(
     assignments: Assignments = None,
 ) -> None:
     """Run the ledger's server alone, for a cluster on several machines, until Ctrl-C."""
-    from cluster import ledger_command
+    from cluster.commands import ledger
 
     loaded = configuration.load(config, os.environ, assignments or ())
-    where = ledger_command.parse(listen)
-    asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False, markup=False)))
+    where = ledger.parse(listen)
+    asyncio.run(ledger.serve(loaded, where, Console(highlight=False, markup=False)))
 
 
 app.command(epilog=generate.EXAMPLES, rich_help_panel=_ASK)(generate.generate)
-app.command(epilog=chat_command.EXAMPLES, rich_help_panel=_ASK)(chat_command.chat)
+app.command(epilog=chat.EXAMPLES, rich_help_panel=_ASK)(chat.chat)
 app.command(epilog=batching.EXAMPLES, rich_help_panel=_ASK)(batching.batch)
-app.command(epilog=requests_command.EXAMPLES, rich_help_panel=_LOOK)(requests_command.requests)
+app.command(epilog=requests.EXAMPLES, rich_help_panel=_LOOK)(requests.requests)
 app.command(epilog=explaining.EXAMPLES, rich_help_panel=_LOOK)(explaining.explain)
-app.command(epilog=policy_command.EXAMPLES, rich_help_panel=_OPERATE)(policy_command.policy)
+app.command(epilog=policy.EXAMPLES, rich_help_panel=_OPERATE)(policy.policy)
 app.command(epilog=predicting.EXAMPLES, rich_help_panel=_OPERATE)(predicting.train_predictor)
-app.command(epilog=tokens_command.MODELS_EXAMPLES, rich_help_panel=_ASK)(tokens_command.models)
-app.command(epilog=tokens_command.TOKENIZE_EXAMPLES, rich_help_panel=_ASK)(tokens_command.tokenize)
-app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES, rich_help_panel=_ASK)(
-    tokens_command.detokenize
-)
-app.command(epilog=simulate_command.EXAMPLES, rich_help_panel=_FORECAST)(simulate_command.simulate)
-app.command(epilog=measure_command.EXAMPLES, rich_help_panel=_FORECAST)(measure_command.measure)
-app.command(epilog=plan_command.EXAMPLES, rich_help_panel=_FORECAST)(plan_command.plan)
-app.command(epilog=replay_command.EXAMPLES, rich_help_panel=_FORECAST)(replay_command.replay)
+app.command(epilog=tokens.MODELS_EXAMPLES, rich_help_panel=_ASK)(tokens.models)
+app.command(epilog=tokens.TOKENIZE_EXAMPLES, rich_help_panel=_ASK)(tokens.tokenize)
+app.command(epilog=tokens.DETOKENIZE_EXAMPLES, rich_help_panel=_ASK)(tokens.detokenize)
+app.command(epilog=simulate.EXAMPLES, rich_help_panel=_FORECAST)(simulate.simulate)
+app.command(epilog=measure.EXAMPLES, rich_help_panel=_FORECAST)(measure.measure)
+app.command(epilog=plan.EXAMPLES, rich_help_panel=_FORECAST)(plan.plan)
+app.command(epilog=replay.EXAMPLES, rich_help_panel=_FORECAST)(replay.replay)
 app.add_typer(benching.app, name="bench", rich_help_panel=_BENCH)
 app.add_typer(chaos.app, name="chaos", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="key", rich_help_panel=_OPERATE)

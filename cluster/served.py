@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config import DEMO_MODEL, Config
-from cluster.gpus import visible_gpus
+from cluster.local.gpus import visible_gpus
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
 from everlift.transport import internal

@@ -45,7 +45,7 @@ class RouterDeployment:
     the node's address, clients to the addresses in ``config``.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
-    ``reconfigure`` (cluster/deployments.py).
+    ``reconfigure`` (cluster/ray/deployments.py).
     """
 
     async def __init__(  # type: ignore[misc]

@@ -21,7 +21,7 @@ from playwright.async_api import Browser, Page, expect
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
-from cluster.ray_cluster import RayCluster
+from cluster.ray.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
 from router.config import RouterConfig

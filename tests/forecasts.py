@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.forecast.forecast import Forecast, Sample
-from cluster.forecast.record import Record
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.forecast import Forecast, Sample
+from cluster.simulator.record import Record
+from cluster.simulator.workloads.arrival import Arrival
 
 
 def finished(

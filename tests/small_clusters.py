@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from cluster.forecast.scenario import Scenario, WorkerSpec
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.workloads.arrival import Arrival
 from everlift.step_time import Roofline
 from worker.config import WorkerConfig
 

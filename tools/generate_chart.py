@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from cluster.config import Config
-from cluster.deployments import RUN_TIME_SETTINGS
+from cluster.ray.deployments import RUN_TIME_SETTINGS
 from everlift import settings
 from router.config import RouterConfig
 from router.ledger.config import PROMISES
@@ -110,7 +110,7 @@ _SHAPES: dict[str, Json] = {
     "workers.min": {"type": "integer", "minimum": 0},
     "workers.tensorParallel": {"type": "integer", "minimum": 1},
 }
-_MADE_OF_DEPLOYMENTS = "# Made by make chart from cluster/deployments.py.\n"
+_MADE_OF_DEPLOYMENTS = "# Made by make chart from cluster/ray/deployments.py.\n"
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "string"}
 
 

@@ -21,7 +21,7 @@ from cluster.autoscale.decisions import Decisions
 from cluster.autoscale.exchange import LedgerExchange
 from cluster.autoscale.gauges import Gauges
 from cluster.autoscale.policy import Autoscaler, Decision
-from cluster.own_ledger import url_file
+from cluster.local.own_ledger import url_file
 from everlift import logs, settings
 from everlift.settings import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad

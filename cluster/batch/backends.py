@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from cluster.batch.lines import ChatWork, Work
-from cluster.completion import Completion, gather
 from cluster.http_api import HttpApi
+from cluster.llm.completion import Completion, gather
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.messages import OnDisconnect
@@ -19,7 +19,7 @@ from everlift.options import GenerateOptions
 from everlift.retries import RECONNECT_S, Retries
 
 if TYPE_CHECKING:
-    from cluster.offline import LLM
+    from cluster.llm.llm import LLM
 
 
 class ClusterBackend:

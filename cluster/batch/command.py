@@ -22,7 +22,7 @@ from cluster.batch.run import Backend, Batch
 from cluster.connection import Address, connected
 from cluster.errors import BatchFailed
 from cluster.http_api import connected_to_http
-from cluster.local import Assignments, Local, Model, local_config, opened
+from cluster.llm.local import Assignments, Local, Model, local_config, opened
 
 #: What two workers of default size have in their batches.
 _CONCURRENCY = 512

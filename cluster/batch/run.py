@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster import describe
 from cluster.batch.lines import BadLine, ChatWork, Line, Work
 from cluster.batch.results import Results
-from cluster.completion import Completion
+from cluster.llm import describe
+from cluster.llm.completion import Completion
 from everlift.errors import EverliftError
 
 #: Called for each result, with its output tokens.

@@ -7,7 +7,7 @@ from itertools import count, repeat
 from math import inf, isinf
 from random import Random
 
-from cluster.workloads.traffic import Traffic
+from cluster.simulator.workloads.traffic import Traffic
 
 
 def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:

@@ -19,7 +19,7 @@ from cluster.bench.load import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from cluster.bench.options import DEFAULT_PERCENTILES
 from cluster.connection import Address
 from cluster.errors import BenchFailed
-from cluster.workloads import options as workloads
+from cluster.simulator.workloads import options as workloads
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -13,12 +13,12 @@ from cluster.bench.arrivals import times
 from cluster.bench.prompts import Prompts
 from cluster.bench.request import Request
 from cluster.errors import BenchFailed
-from cluster.workloads import options
-from cluster.workloads.arrival import Arrival
-from cluster.workloads.lengths import Exactly
-from cluster.workloads.traces.trace import Trace
-from cluster.workloads.traffic import Traffic
-from cluster.workloads.workload import Workload, merged
+from cluster.simulator.workloads import options
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.lengths import Exactly
+from cluster.simulator.workloads.traces.trace import Trace
+from cluster.simulator.workloads.traffic import Traffic
+from cluster.simulator.workloads.workload import Workload, merged
 
 #: Where nothing says when it ends.
 REQUESTS = 200

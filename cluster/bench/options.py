@@ -9,7 +9,7 @@ import typer
 
 from cluster.bench.load import REQUESTS
 from cluster.config import API_KEY_VARIABLE
-from cluster.workloads.options import PANEL as _WHICH
+from cluster.simulator.workloads.options import PANEL as _WHICH
 
 _WHERE, _WHEN, _OUT = "The endpoint", "When requests come", "What comes out"
 

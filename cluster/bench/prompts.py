@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, Protocol
 
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrival import Arrival
 
 #: Each is one token behind a space in the vocabularies of most models.
 _WORDS = (

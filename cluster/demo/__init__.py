@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.commands.up import on_signal
 from cluster.config import DEMO_MODEL, Config
 from cluster.demo.load import Summary
-from cluster.processes import ProcessCluster
-from cluster.ray_cluster import RayCluster
-from cluster.serving import on_signal
+from cluster.local.processes import ProcessCluster
+from cluster.ray.ray_cluster import RayCluster
 from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from cluster import status_view
+from cluster.commands import status_view
 from cluster.demo.load import Load
 from everlift.v1 import inference_pb2 as pb
 from router.console.rates import Rates

@@ -15,7 +15,7 @@ from rich.table import Table
 from cluster.config import Config
 from cluster.doctor import certificates, ledger, machine
 from cluster.doctor.finding import Finding, Level, broken
-from cluster.ray_cluster import LOCAL
+from cluster.ray.ray_cluster import LOCAL
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 

@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cluster.forecast.pictures import save
+from cluster.simulator.pictures import save
 from everlift.explanation import LABELS, state_name
 from everlift.v1 import inference_pb2 as pb
 

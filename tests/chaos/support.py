@@ -33,8 +33,8 @@ from typing import Any
 import grpc
 
 from cluster.config import Config
-from cluster.processes import ProcessCluster
-from cluster.replica import RouterReplica, WorkerReplica
+from cluster.local.processes import ProcessCluster
+from cluster.local.replica import RouterReplica, WorkerReplica
 from everlift import wire
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError

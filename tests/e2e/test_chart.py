@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster import local_ray
 from cluster.demo import prompts
+from cluster.ray import local_ray
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded import EmbeddedLedger

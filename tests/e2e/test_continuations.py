@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import DEMO_MODEL, Config
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift.client import AsyncClient
 from everlift.sampling import TokenLogprobs
 from everlift.stream import Stream

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cluster import local_ray
 from cluster.config import Config
 from cluster.demo import prompts
-from cluster.processes import ProcessCluster
-from cluster.ray_cluster import RayCluster
+from cluster.local.processes import ProcessCluster
+from cluster.ray import local_ray
+from cluster.ray.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb

@@ -14,7 +14,7 @@ import pytest
 
 from cluster import endpoint
 from cluster.config import DEMO_MODEL, Config
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.other_clients import program

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local_ray
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
-from cluster.deployments import APPLICATION
-from cluster.ray_cluster import RayCluster
+from cluster.ray import local_ray
+from cluster.ray.deployments import APPLICATION
+from cluster.ray.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing

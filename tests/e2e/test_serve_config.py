@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster import local_ray
-from cluster.build import serve_yaml
 from cluster.config import Config, load
+from cluster.ray import local_ray
+from cluster.ray.build import serve_yaml
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
@@ -73,7 +73,7 @@ async def deploy(api: str, config: Config, routers: int) -> None:
     body = yaml.safe_load(serve_yaml(config))
     [application] = body["applications"]
     # On loopback alone.
-    hook = {"worker_process_setup_hook": "cluster.local_ray.bind_replicas"}
+    hook = {"worker_process_setup_hook": "cluster.ray.local_ray.bind_replicas"}
     application["runtime_env"] = hook
     await asyncio.to_thread(call, api, body)
 

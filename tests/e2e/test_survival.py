@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from cluster.config import Config
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb

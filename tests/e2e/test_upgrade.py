@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local_ray
+from cluster.ray import local_ray
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
@@ -115,7 +115,7 @@ class RayCluster:
         }
         arguments["state_dir"] = str(state_dir)
         arguments["worker"]["ready_dir"] = str(state_dir / "ready")
-        hook = {"worker_process_setup_hook": "cluster.local_ray.bind_replicas"}
+        hook = {"worker_process_setup_hook": "cluster.ray.local_ray.bind_replicas"}
         self._application = application | {"args": arguments, "runtime_env": hook}
         self.state_dir = state_dir
 

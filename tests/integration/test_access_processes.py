@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.config import Config, load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient, EverliftError, Unauthenticated
 from tests.commands import run
 from tests.fronts import Fronts

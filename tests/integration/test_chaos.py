@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from cluster import endpoint
 from cluster.cli import app
 from cluster.config import Config, load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.connections import Command

@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from cluster.offline.llm import LLM
+from cluster.llm.llm import LLM
 from everlift.client import AsyncClient
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2 as pb

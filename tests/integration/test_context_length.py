@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.offline import LLM
+from cluster.llm.llm import LLM
 from everlift.client import AsyncClient
 from everlift.errors import ContextLengthExceeded
 from tests.front_answers import FRONTS, Answer, chat, many

@@ -21,7 +21,7 @@ from cluster.demo.load import Load
 from cluster.demo.prompts import mixed
 from cluster.demo.run import describe
 from cluster.errors import ClusterFailed
-from cluster.ray_cluster import RayCluster
+from cluster.ray.ray_cluster import RayCluster
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.restored_logging import restored_logging

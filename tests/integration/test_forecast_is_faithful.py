@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from cluster.forecast.multi_step import MultiStepScheduler
-from cluster.forecast.sequence import TOKEN, BlockNames, NamedSequence
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.multi_step import MultiStepScheduler
+from cluster.simulator.sequence import TOKEN, BlockNames, NamedSequence
+from cluster.simulator.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import session_pb2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL, Config, load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from everlift.model_files import pin
 from tests.hub import Hub, in_use

@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from cluster.commands.ledger import parse
 from cluster.config import load
-from cluster.ledger_command import parse
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift.address import bare, joined
 from everlift.client import AsyncClient
 from tests.in_process import receive, right_tokens

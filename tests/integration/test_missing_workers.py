@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from cluster.status_view import show
+from cluster.commands.status_view import show
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import nursery_process
-from cluster.child import Child
 from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
-from cluster.launch import RankLaunch
-from cluster.nursery import Nursery
-from cluster.starter import PlainStarter
+from cluster.local import prefork_process
+from cluster.local.child import Child
+from cluster.local.launch import RankLaunch
+from cluster.local.prefork import Nursery
+from cluster.local.starter import PlainStarter
 from cluster.threads import rank_environment
 from worker.config import WorkerConfig
 
@@ -182,7 +182,7 @@ async def test_a_rank_that_cannot_be_forked_takes_no_other_along() -> None:
     with ours, theirs, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", no_fork)
         read, write = os.pipe()
-        assert nursery_process.Nursery(theirs)._fork([write]) == -1
+        assert prefork_process.Nursery(theirs)._fork([write]) == -1
         assert b"unavailable" in ours.recv(256)
         assert os.read(read, 1) == b""  # nobody holds what it was sent
         os.close(read)

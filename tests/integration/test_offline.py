@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from cluster import LLM
-from cluster.completion import Choice
 from cluster.errors import ClusterFailed
-from cluster.offline.background import Background
+from cluster.llm.background import Background
+from cluster.llm.completion import Choice
 from everlift.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from tests import chat_support
 from tests.http_client import get

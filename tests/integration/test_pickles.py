@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from cluster.config import load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2

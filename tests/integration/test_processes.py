@@ -17,9 +17,9 @@ import pytest
 
 from cluster.config import DEMO_MODEL, Config, load
 from cluster.errors import ClusterFailed
-from cluster.nursery import Nursery
-from cluster.processes import ProcessCluster
-from cluster.replica import RouterReplica
+from cluster.local.prefork import Nursery
+from cluster.local.processes import ProcessCluster
+from cluster.local.replica import RouterReplica
 from everlift import AsyncClient, OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from tests.free_port import free_port
@@ -281,9 +281,9 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from cluster.config import load
-from cluster.nursery import Nursery
-from cluster.processes import ProcessCluster
-from cluster.replica import RouterReplica
+from cluster.local.prefork import Nursery
+from cluster.local.processes import ProcessCluster
+from cluster.local.replica import RouterReplica
 
 async def main():
     async with ProcessCluster(load(None, {}, sys.argv[1:])) as cluster:

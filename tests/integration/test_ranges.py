@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.offline import LLM
+from cluster.llm.llm import LLM
 from everlift.errors import OutOfRange
 from everlift.messages import RANGES
 from everlift.options import GenerateOptions, submission_message

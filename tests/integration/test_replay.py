@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from cluster.config import Config
-from cluster.forecast import comparison
-from cluster.forecast.command import ledger_requests
-from cluster.forecast.history import finished_requests
-from cluster.forecast.scenario import Scenario
-from cluster.forecast.simulate import simulate
+from cluster.simulator import comparison
+from cluster.simulator.command import ledger_requests
+from cluster.simulator.history import finished_requests
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.simulate import simulate
 from everlift.client import AsyncClient
 from router.config import RouterConfig
 from router.ledger.base import Ledger

@@ -10,7 +10,7 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-from cluster.launch import RankLaunch, encode
+from cluster.local.launch import RankLaunch, encode
 from tests.session_support import Router, announced
 from tests.worker_support import prompt, start
 from worker.config import FakeModel, WorkerConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL, load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch comes with libgomp there")
 

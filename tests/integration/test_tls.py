@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient, Client, Tls, Unreachable
 from everlift.settings import SettingsError
 from everlift.tls import InternalTls

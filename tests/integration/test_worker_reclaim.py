@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import RankLaunch, encode
+from cluster.local.launch import RankLaunch, encode
 from tests.session_support import Router, announced
 from tests.worker_support import prompt, start
 from worker.config import FakeModel, WorkerConfig
@@ -139,7 +139,7 @@ async def test_a_process_that_is_signalled_hands_everything_back_and_stays() -> 
     async with announced() as router_address:
         launch = RankLaunch("rank", "error", CONFIG, routers=(router_address,))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cluster.process", "rank"),
+            *(sys.executable, "-m", "cluster.local.process", "rank"),
             env=environment(),
             stdin=PIPE,
             stdout=PIPE,

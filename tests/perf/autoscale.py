@@ -33,10 +33,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cluster import local_ray
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
-from cluster.ray_cluster import RayCluster
+from cluster.ray import local_ray
+from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.free_port import free_port

@@ -8,8 +8,8 @@ from itertools import count
 from random import Random
 from typing import Literal, TypeAlias
 
-from cluster.forecast.dispatcher import GATEWAY
-from cluster.forecast.frame import Frame
+from cluster.simulator.dispatcher import GATEWAY
+from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
 from router.admission.bounds import Refusal
 from router.admission.moving import Move

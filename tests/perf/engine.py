@@ -10,7 +10,7 @@ decodes alone. Each time it is a process of its own, with a thread for each core
 cache; systems take turns, figures are medians over the rounds. Only tokens that were asked for
 count.
 
-    everlift       LLM of cluster.offline, in this environment
+    everlift       LLM of cluster.llm, in this environment
     vllm           its CPU build, compiled, with what its documentation advises (peer.py)
     hf_static      transformers' generate, in batches of 8, 16 and 32, in the order of arrival,
                    sorted by prompt length, and sorted by output length, which no server knows; all

@@ -1,10 +1,10 @@
-"""Everlift's engine for bench-engine, as programs use it: cluster.offline's LLM."""
+"""Everlift's engine for bench-engine, as programs use it: cluster.llm's LLM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.offline import LLM
+from cluster.llm.llm import LLM
 from tests.perf.engine_system import Job, Request, main
 
 

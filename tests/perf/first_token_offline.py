@@ -19,7 +19,7 @@ def main() -> None:
     startup = Startup()
     startup.seconds["interpreter"] = round(time.time() - began, 3)
     with startup.part("import of LLM"):
-        from cluster.offline import LLM
+        from cluster.llm.llm import LLM
     with startup.part("LLM"):
         llm = LLM(sys.argv[1])
     with llm:

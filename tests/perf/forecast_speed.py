@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from cluster.forecast.forecast import Forecast
-from cluster.forecast.scenario import Scenario, WorkerSpec
-from cluster.forecast.simulate import simulate
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.simulate import simulate
+from cluster.simulator.workloads.arrival import Arrival
 from everlift.step_time import Roofline
 from tests.perf import report
 from worker.config import WorkerConfig

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from cluster.config import DEMO_MODEL, load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import TokenLogprobs

@@ -149,8 +149,8 @@ def _everlift_part(process: Process) -> tuple[str, str]:
     """The first thread of a rank has its event loop, except under Ray; the others compute."""
     for mark, parts in {
         "valkey-server": ("ledger", "ledger"),
-        "cluster.process router": ("router", "router"),
-        "cluster.nursery_process": ("engine", "worker's event loop"),
+        "cluster.local.process router": ("router", "router"),
+        "cluster.local.prefork_process": ("engine", "worker's event loop"),
         "ServeReplica:everlift:router": ("router", "router"),
         "ray::RankActor": ("engine and worker's event loop",) * 2,
     }.items():

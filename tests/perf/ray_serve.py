@@ -30,7 +30,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from cluster import local_ray
+from cluster.ray import local_ray
 from tests.free_port import free_port
 from tests.perf.child import Child, child
 from tests.perf.clients import Incomplete, Traffic, Window, watch

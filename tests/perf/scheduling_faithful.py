@@ -27,10 +27,10 @@ from typing import Any
 import aiohttp
 
 from cluster import endpoint
-from cluster.forecast.hardware import kind_file, learned
-from cluster.forecast.scenario import Scenario, WorkerSpec
-from cluster.forecast.simulate import simulate
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.hardware import kind_file, learned
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.simulate import simulate
+from cluster.simulator.workloads.arrival import Arrival
 from everlift import AsyncClient, settings
 from everlift.v1 import admin_pb2
 from router.config import RouterConfig

@@ -1,9 +1,9 @@
 """What decides who boards next, and where, at sizes and loads that no machine here has.
 
 Everything is in virtual time, so these figures are the same on every machine, but for the speed of
-forecasting itself. Workers are H200s with a model of 8 billion parameters (cluster/forecast). Loads
-are parts of the rate at which such workers finish requests when they always have enough, which is
-found by giving them 1.5 times what an estimate says.
+forecasting itself. Workers are H200s with a model of 8 billion parameters (cluster/simulator).
+Loads are parts of the rate at which such workers finish requests when they always have enough,
+which is found by giving them 1.5 times what an estimate says.
 
     binding     the global queue, and workers that are bound early: p99 TTFT of conversations
     orders      who leaves first, under loads up to 1.3: chats, 64 slots
@@ -25,17 +25,17 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from cluster.forecast.forecast import Forecast
-from cluster.forecast.hardware.gpu import GPUS
-from cluster.forecast.hardware.kind import on_gpus
-from cluster.forecast.hardware.model_size import MODELS
-from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import Scenario, WorkerSpec
-from cluster.forecast.simulate import simulate
-from cluster.forecast.summary import Slo, Summary
-from cluster.workloads.arrival import Arrival
-from cluster.workloads.known import WORKLOADS
-from cluster.workloads.workload import Workload
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.hardware.gpu import GPUS
+from cluster.simulator.hardware.kind import on_gpus
+from cluster.simulator.hardware.model_size import MODELS
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Slo, Summary
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.known import WORKLOADS
+from cluster.simulator.workloads.workload import Workload
 from everlift import settings
 from everlift.blockhash import BLOCK_SIZE
 from router.config import Order, RouterConfig

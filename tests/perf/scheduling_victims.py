@@ -1,6 +1,6 @@
 """Whom a full KV cache preempts, and where that request goes on, in virtual time.
 
-Exact workers (cluster/forecast) have few KV blocks, and chats come at random. In place of the
+Exact workers (cluster/simulator) have few KV blocks, and chats come at random. In place of the
 product's choice others are put here, and nowhere else; a class goes before all of them:
 
     least computed   the product's: the cheapest to repeat
@@ -23,11 +23,11 @@ from itertools import takewhile
 from statistics import fmean
 from unittest import mock
 
-from cluster.forecast.record import Record
-from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import Scenario
-from cluster.forecast.simulate import simulate
-from cluster.forecast.summary import Quantiles, Slo
+from cluster.simulator.record import Record
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Quantiles, Slo
 from everlift.blockhash import BLOCK_SIZE
 from router.config import RouterConfig
 from tests.perf.scheduling_forecast import CHATS, spec

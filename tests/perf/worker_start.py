@@ -33,8 +33,8 @@ import torch
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
-from cluster.processes import ProcessCluster
-from cluster.ray_cluster import RayCluster
+from cluster.local.processes import ProcessCluster
+from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.free_port import free_port

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.forecast.multi_step import MultiStepScheduler
+from cluster.simulator.multi_step import MultiStepScheduler
 from tests.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
 from worker.engine.limits import Limits

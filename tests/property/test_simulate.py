@@ -7,16 +7,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.forecast.forecast import Forecast
-from cluster.forecast.scenario import (
-    Event,
-    Scenario,
-    WorkerDrain,
-    WorkerLoss,
-    WorkerStart,
-)
-from cluster.forecast.simulate import simulate
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.scenario import Event, Scenario, WorkerDrain, WorkerLoss, WorkerStart
+from cluster.simulator.simulate import simulate
+from cluster.simulator.workloads.arrival import Arrival
 from router.admission.policy import ORDERS
 from router.config import RouterConfig
 from tests.small_clusters import spec

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.completion import Gathering
+from cluster.llm.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
 from everlift.errors import EverliftError
 from everlift.reception import Chunk

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.completion import Completion, gather
 from cluster.demo import tasks
+from cluster.llm.completion import Completion, gather
 from everlift import AsyncClient
 from everlift.options import GenerateOptions
 

@@ -22,8 +22,8 @@ from cluster.chaos.dice import NAMES
 from cluster.chaos.run import Happened
 from cluster.chaos.view import happened, result_table
 from cluster.config import Config, load
-from cluster.processes import ProcessCluster
-from cluster.ray_cluster import RayCluster
+from cluster.local.processes import ProcessCluster
+from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from everlift.errors import UnknownRequest
 from router.ledger.embedded import running_url

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cluster.config import load
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from tests.perf.report import machine
 from tests.soak.growth import LIMIT_KIB, Growth, Sample, resident_kib
 from tests.soak.patience import minutes

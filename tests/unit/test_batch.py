@@ -14,8 +14,8 @@ import pytest
 from cluster.batch.lines import BadLine, ChatWork, Line, Survey, Work, read
 from cluster.batch.results import Results
 from cluster.batch.run import Batch
-from cluster.completion import Choice, Completion
 from cluster.errors import BatchFailed
+from cluster.llm.completion import Choice, Completion
 from everlift.errors import EmptyPrompt, EngineFailed, EverliftError, Unreachable
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs

@@ -17,7 +17,7 @@ from cluster.bench.prompts import TokenPrompts, WordPrompts
 from cluster.bench.target import load_tokenizer
 from cluster.config import DEMO_MODEL
 from cluster.errors import BenchFailed, WorkloadFailed
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrival import Arrival
 
 PROMPTS = TokenPrompts(vocab_size=100, seed=0)
 

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.build import application, check_shown, serve_yaml
 from cluster.config import Config, load
-from cluster.deployments import RUN_TIME_SETTINGS
-from cluster.ray_cluster import _rank_resources, _strategy
+from cluster.ray.build import application, check_shown, serve_yaml
+from cluster.ray.deployments import RUN_TIME_SETTINGS
+from cluster.ray.ray_cluster import _rank_resources, _strategy
 from everlift import settings
 from everlift.settings import SettingsError
 from tests.chart import all_settings
@@ -115,7 +115,10 @@ def test_serve_takes_the_file() -> None:
     [application] = ServeDeploySchema.model_validate(
         yaml.safe_load(serve_yaml(load(None, {}, ["model=fake"])))
     ).applications
-    assert (application.import_path, application.name) == ("cluster.build:application", "everlift")
+    assert (application.import_path, application.name) == (
+        "cluster.ray.build:application",
+        "everlift",
+    )
 
 
 def test_a_password_is_not_written_down() -> None:

@@ -20,9 +20,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster import build, deployments
 from cluster.config import TLS_VARIABLES, Config
-from cluster.deployments import ROUTER_POLICY
+from cluster.ray import build, deployments
+from cluster.ray.deployments import ROUTER_POLICY
 from everlift import settings
 from everlift.tls import InternalTls, Tls
 from router.config import RouterConfig

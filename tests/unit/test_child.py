@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.child import Child
 from cluster.errors import ClusterFailed
-from cluster.launch import Launch, RankLaunch
+from cluster.local.child import Child
+from cluster.local.launch import Launch, RankLaunch
 from worker.config import WorkerConfig
 
 LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))

@@ -66,7 +66,7 @@ def test_every_command_is_in_a_group_of_the_help() -> None:
 def test_a_command_of_clients_imports_nothing_of_a_cluster_or_an_engine() -> None:
     script = """
 import sys, cluster.cli
-others = {"torch", "ray", "redis", "tokenizers", "worker.serving.rank", "cluster.offline", "yaml"}
+others = {"torch", "ray", "redis", "tokenizers", "worker.serving.rank", "cluster.llm.llm", "yaml"}
 assert not others & sys.modules.keys(), others & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.forecast.scenario import Scenario, WorkerLoss
-from cluster.forecast.simulate import simulate
-from cluster.forecast.summary import Summary
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.scenario import Scenario, WorkerLoss
+from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Summary
+from cluster.simulator.workloads.arrival import Arrival
 from tests.small_clusters import arrivals, scenario, spec
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.forecast.command.policies import routers
+from cluster.simulator.command.policies import routers
 from tests.commands import run
 
 #: Decodes 20 tokens a second and row, and computes 1,000 tokens of prompts a second.

@@ -11,10 +11,10 @@ import pytest
 
 from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed, WorkloadFailed
-from cluster.forecast.command import faults, machines
-from cluster.forecast.command.load import Requests
-from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import WorkerDrain, WorkerLoss, WorkerSpec, WorkerStart
+from cluster.simulator.command import faults, machines
+from cluster.simulator.command.load import Requests
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import WorkerDrain, WorkerLoss, WorkerSpec, WorkerStart
 from everlift.settings import SettingsError
 
 H200 = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())

@@ -11,10 +11,10 @@ from pathlib import Path
 from matplotlib import image
 from rich.console import Console
 
-from cluster.forecast import pictures, tables
-from cluster.forecast.as_json import forecast_as_json
-from cluster.forecast.forecast import Forecast, Sample
-from cluster.forecast.summary import Slo
+from cluster.simulator import pictures, tables
+from cluster.simulator.as_json import forecast_as_json
+from cluster.simulator.forecast import Forecast, Sample
+from cluster.simulator.summary import Slo
 from tests import forecasts
 
 

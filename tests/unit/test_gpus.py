@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from cluster import gpus, process
 from cluster.config import DEMO_MODEL, Config, load
-from cluster.gpus import VISIBLE, count_gpus, gpus_of_ranks, visible_gpus
-from cluster.launch import Launch, RankLaunch
-from cluster.processes import ProcessCluster
+from cluster.local import gpus, process
+from cluster.local.gpus import VISIBLE, count_gpus, gpus_of_ranks, visible_gpus
+from cluster.local.launch import Launch, RankLaunch
+from cluster.local.processes import ProcessCluster
 from worker.config import WorkerConfig
 
 
@@ -112,7 +112,7 @@ def test_a_gpu_counts_where_it_may_be_used(nvml: Nvml, expected: int) -> None:
 
 
 def test_to_count_gpus_is_not_to_import_torch() -> None:
-    program = "import cluster.processes, sys; sys.exit('torch' in sys.modules)"
+    program = "import cluster.local.processes, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed
-from cluster.forecast.hardware import kind_file
-from cluster.forecast.hardware.gpu import GPUS
-from cluster.forecast.hardware.kind import Kind, on_gpus, roofline
-from cluster.forecast.hardware.model_size import MODELS, ModelSize
+from cluster.simulator.hardware import kind_file
+from cluster.simulator.hardware.gpu import GPUS
+from cluster.simulator.hardware.kind import Kind, on_gpus, roofline
+from cluster.simulator.hardware.model_size import MODELS, ModelSize
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import Roofline, StepSize
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ForecastFailed
-from cluster.forecast.hardware import kind_file, learned
+from cluster.simulator.hardware import kind_file, learned
 from everlift import settings
 from everlift.step_time import Roofline
 from everlift.v1.admin_pb2 import StepTimeModel, WorkerKind

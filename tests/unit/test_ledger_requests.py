@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config, load
-from cluster.forecast.command import ledger_requests
-from cluster.forecast.command.load import Requests
-from cluster.forecast.record import Record
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.command import ledger_requests
+from cluster.simulator.command.load import Requests
+from cluster.simulator.record import Record
+from cluster.simulator.workloads.arrival import Arrival
 from router.access.document import Document
 from router.ledger.memory import MemoryLedger
 
@@ -34,7 +34,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> MemoryLedger:
         return [Record(i, Arrival(i, 9, 9, 9, tenant=it)) for i, it in enumerate(tenants)]
 
     monkeypatch.setattr(ledger_requests, "connected_ledger", connected_ledger)
-    monkeypatch.setattr("cluster.forecast.history.finished_requests", finished_requests)
+    monkeypatch.setattr("cluster.simulator.history.finished_requests", finished_requests)
     return ledger
 
 

@@ -73,7 +73,7 @@ def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
 
 def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
-    logs.get("cluster.process").info("child started", pid=1, event="x")
+    logs.get("cluster.local.process").info("child started", pid=1, event="x")
     (line,) = lines(tmp_path / "log")
     assert line["event"] == "child started"
     assert (line["pid"], line["pid_"], line["event_"]) == (os.getpid(), 1, "x")
@@ -81,14 +81,14 @@ def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
 
 def test_a_value_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
-    logs.get("cluster.process").info("ready", path=Path("/x"))
+    logs.get("cluster.local.process").info("ready", path=Path("/x"))
     assert lines(tmp_path / "log")[0]["path"] == "/x"
 
 
 def test_configuring_again_replaces_the_first(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "first")
     logs.configure("c", path=tmp_path / "second")
-    logs.get("cluster.process").info("ready")
+    logs.get("cluster.local.process").info("ready")
     assert lines(tmp_path / "first") == []
     assert len(lines(tmp_path / "second")) == 1
 

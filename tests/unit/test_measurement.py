@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from cluster.forecast.hardware.fit import Step, fitted
-from cluster.forecast.measurement import Measurement
+from cluster.simulator.hardware.fit import Step, fitted
+from cluster.simulator.measurement import Measurement
 from everlift.step_time import Roofline, StepSize
 from worker.config import FakeModel, WorkerConfig
 from worker.engine.engine import Engine

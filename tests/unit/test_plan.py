@@ -16,16 +16,16 @@ from matplotlib import image
 from rich.console import Console
 
 from cluster.errors import ForecastFailed
-from cluster.forecast import plan_views
-from cluster.forecast.command import machines
-from cluster.forecast.plan import Plan, Trial, fewest, is_kept
-from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import Scenario, WorkerSpec
-from cluster.forecast.simulate import simulate
-from cluster.forecast.summary import Slo
-from cluster.forecast.target import Target, slo, targets
-from cluster.workloads.arrival import Arrival
-from cluster.workloads.known import WORKLOADS
+from cluster.simulator import plan_views
+from cluster.simulator.command import machines
+from cluster.simulator.plan import Plan, Trial, fewest, is_kept
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Slo
+from cluster.simulator.target import Target, slo, targets
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.known import WORKLOADS
 from everlift.step_time import Roofline
 from tests import forecasts
 from worker.config import WorkerConfig

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import port_check
 from cluster.errors import ClusterFailed
+from cluster.local import port_check
 from router.config import RouterConfig
 from tests.free_port import free_port
 

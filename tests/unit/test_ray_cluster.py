@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config import Config, load
-from cluster.deployments import APPLICATION
 from cluster.errors import ClusterFailed
-from cluster.ray_cluster import RayCluster
+from cluster.ray.deployments import APPLICATION
+from cluster.ray.ray_cluster import RayCluster
 from everlift import logs
 from tests.restored_logging import restored_logging
 
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Config:
 def cluster(config: Config, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
     monkeypatch.setattr("ray.serve.RunTarget", lambda application, **options: application)
     monkeypatch.setattr("ray.serve.run_many", lambda targets, **options: None)
-    monkeypatch.setattr("cluster.ray_cluster._POLL_S", 0.0)
+    monkeypatch.setattr("cluster.ray.ray_cluster._POLL_S", 0.0)
     return RayCluster(config)
 
 

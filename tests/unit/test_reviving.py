@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster import own_ledger, processes
 from cluster.config import Config
 from cluster.errors import ClusterFailed
-from cluster.launch import Launch, RankLaunch
-from cluster.own_ledger import OwnLedger
-from cluster.replica import WorkerReplica
+from cluster.local import own_ledger, processes
+from cluster.local.launch import Launch, RankLaunch
+from cluster.local.own_ledger import OwnLedger
+from cluster.local.replica import WorkerReplica
 from worker.config import WorkerConfig
 
 LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config, load
-from cluster.deployments import ROUTER, ROUTER_POLICY, options
+from cluster.ray.deployments import ROUTER, ROUTER_POLICY, options
 from everlift.settings import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import Config
-from cluster.processes import ProcessCluster
-from cluster.router_ports import consecutive
+from cluster.local.processes import ProcessCluster
+from cluster.local.router_ports import consecutive
 from everlift.settings import SettingsError
 from router.config import RouterConfig
 

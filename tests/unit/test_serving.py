@@ -12,11 +12,11 @@ from rich.console import Console
 
 from cluster import endpoint
 from cluster.autoscale.config import AutoscaleConfig
+from cluster.commands.up import _check_alone, _welcome, workers
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
-from cluster.processes import ProcessCluster
+from cluster.local.processes import ProcessCluster
 from cluster.served import Served, curl, first_request
-from cluster.serving import _check_alone, _welcome, workers
 from cluster.stages import Stages
 
 SERVED = Served(context=4096, longest=4096, has_template=False)

@@ -10,18 +10,13 @@ from weakref import WeakSet
 import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.forecast import fleet
-from cluster.forecast.forecast import Forecast
-from cluster.forecast.scenario import (
-    Event,
-    WorkerDrain,
-    WorkerLoss,
-    WorkerStart,
-)
-from cluster.forecast.simulate import simulate
-from cluster.forecast.summary import Quantiles, Slo
-from cluster.forecast.worker import SimulatedWorker
-from cluster.workloads.arrival import Arrival
+from cluster.simulator import fleet
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.scenario import Event, WorkerDrain, WorkerLoss, WorkerStart
+from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Quantiles, Slo
+from cluster.simulator.worker import SimulatedWorker
+from cluster.simulator.workloads.arrival import Arrival
 from router.config import Order, RouterConfig
 from tests.perf.early_binding import Choice, EarlyBinding
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.forecast.frame import Frame
-from cluster.forecast.sequence import BlockNames, NamedSequence
-from cluster.forecast.timeline import Timeline
-from cluster.forecast.worker import SimulatedWorker
-from cluster.workloads.arrival import Arrival
+from cluster.simulator.frame import Frame
+from cluster.simulator.sequence import BlockNames, NamedSequence
+from cluster.simulator.timeline import Timeline
+from cluster.simulator.worker import SimulatedWorker
+from cluster.simulator.workloads.arrival import Arrival
 from tests.small_clusters import spec
 from worker.engine.outcome import Stop
 

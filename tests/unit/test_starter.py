@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from cluster.launch import RankLaunch
-from cluster.starter import PlainStarter
+from cluster.local.launch import RankLaunch
+from cluster.local.starter import PlainStarter
 from worker.config import WorkerConfig
 
 

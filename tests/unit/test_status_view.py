@@ -4,7 +4,7 @@ import re
 
 from rich.console import Console, RenderableType
 
-from cluster.status_view import show
+from cluster.commands.status_view import show
 from everlift.v1 import inference_pb2 as pb
 from router.console.rates import Rates
 

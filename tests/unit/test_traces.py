@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import WorkloadFailed
-from cluster.workloads.arrival import Arrival
-from cluster.workloads.traces.trace import Trace
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.traces.trace import Trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
 def test_gate_opens_with_as_many_workers_as_the_other_cluster() -> None:
-    from cluster.upgrade_gate import Progress
+    from cluster.ray.upgrade_gate import Progress
 
     progress = Progress()
     assert not progress.is_enough(0, 3, is_complete=False, now=0.0)
@@ -19,14 +19,14 @@ def test_gate_opens_with_as_many_workers_as_the_other_cluster() -> None:
 
 
 def test_gate_opens_at_once_without_another_cluster() -> None:
-    from cluster.upgrade_gate import Progress
+    from cluster.ray.upgrade_gate import Progress
 
     assert Progress().is_enough(0, 0, is_complete=True, now=0.0)
     assert Progress().is_enough(2, 2, is_complete=True, now=0.0)
 
 
 def test_gate_opens_when_a_smaller_cluster_is_complete_for_a_while() -> None:
-    from cluster.upgrade_gate import Progress
+    from cluster.ray.upgrade_gate import Progress
 
     progress = Progress()
     assert not progress.is_enough(2, 7, is_complete=True, now=0.0)

@@ -13,9 +13,9 @@ from statistics import fmean, pvariance, quantiles
 
 import pytest
 
-from cluster.workloads.arrival import Arrival
-from cluster.workloads.known import WORKLOADS
-from cluster.workloads.workload import merged
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.known import WORKLOADS
+from cluster.simulator.workloads.workload import merged
 
 REQUESTS = 20_000
 #: Of the published traces: mean, p50, p75, p90, p99 of prompts and of outputs.

@@ -43,7 +43,7 @@ class WorkerDeployment:
     """``router`` is the handle of the router's deployment.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
-    ``reconfigure`` (cluster/deployments.py).
+    ``reconfigure`` (cluster/ray/deployments.py).
     """
 
     async def __init__(  # type: ignore[misc]

@@ -1,0 +1,47 @@
+"""``everlift ledger``: the ledger's server alone, for a cluster on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from cluster.commands.up import on_signal
+from cluster.config import Config
+from cluster.local.own_ledger import OwnLedger, url_file, write_url
+from cluster.ray.ray_cluster import log_dir
+from everlift import logs
+from everlift.address import bare
+from everlift.settings import SettingsError
+from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
+
+
+def parse(listen: str) -> tuple[str, int]:
+    """Of HOST:PORT. Raises SettingsError."""
+    host, _, port = listen.rpartition(":")
+    host = bare(host)
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise SettingsError(f"--listen: must be HOST:PORT, not {listen!r}")
+    return host, int(port)
+
+
+async def serve(config: Config, listen: tuple[str, int], console: Console) -> None:
+    """Until SIGINT or SIGTERM. Raises LedgerSetupError."""
+    if config.ledger.url != EMBEDDED:
+        raise LedgerSetupError("ledger.url names another server: there is nothing to start")
+    logs.configure("ledger", config.log_level, log_dir(config) / "ledger.log")
+    ledger = OwnLedger(config, listen)
+    stopped = asyncio.Event()
+    on_signal(stopped.set)
+    try:
+        url = (await ledger.start()).url
+        write_url(config, url)
+        console.print(
+            f"the ledger listens on {listen[0]}:{listen[1]}; Ctrl-C stops it\n"
+            f"  its url, with the password: {url_file(config.state_dir)}\n"
+            f"  where Ray starts: export {URL_VARIABLE}=$(cat {url_file(config.state_dir)})",
+            soft_wrap=True,
+        )
+        await stopped.wait()
+    finally:
+        await ledger.stop()

@@ -1,0 +1,175 @@
+"""``everlift measure``: how long steps take on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.connection import Address, connected
+from cluster.errors import ForecastFailed
+from cluster.simulator import as_json
+from cluster.simulator.hardware import learned
+from cluster.threads import threads_per_rank, wait_passively
+from everlift import logs
+
+if TYPE_CHECKING:
+    from cluster.simulator.hardware.fit import Fit, Step
+    from worker.engine.engine import Engine
+
+EXAMPLES = """
+It computes steps of known sizes with a worker's engine, fits to them what the hardware allows, and
+writes it into a file for `everlift simulate` and `everlift plan`. Do nothing else on the machine
+meanwhile.
+
+**Examples**
+
+- `everlift measure --model ~/models/llama me.json`, then `everlift simulate --workers me.json=4`
+- `everlift measure here.json --set worker.max_num_batched_tokens=256`
+- `everlift measure ours.json --running`: of a cluster that runs, as it has learned from its steps,
+  with all that goes on there beside them
+"""
+
+
+def measure(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it, NAME.json.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Hugging Face directory or hub id. Default: the demo's."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of a worker."),
+    ] = None,
+    running: Annotated[
+        bool, typer.Option("--running", help="Measure nothing: ask a cluster what it has learned.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="--running: of its workers, those on this device."),
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Measure what this machine's steps take, for forecasts."""
+    if file.suffix != ".json":
+        raise ForecastFailed(f"{file}: its name must end with .json")
+    if running:
+        if model or config or assignments:
+            raise ForecastFailed("--running: the cluster has its model and settings")
+        asyncio.run(_ask(file, device, address))
+    else:
+        _measure(file, model, config, assignments or ())
+
+
+async def _ask(file: Path, device: str | None, address: str | None) -> None:
+    async with connected(address) as client:
+        kind = learned.only((await client.capacity()).kinds, device)
+    as_json.write(learned.content(kind), file)
+    step = kind.step_time
+    error = f"; off by {step.error:.1%} of late" if step.HasField("error") else ""
+    typer.echo(f"{file}: as learned from the steps of {kind.workers}{error}")
+
+
+def _measure(
+    file: Path, model: str | None, config: Path | None, assignments: Sequence[str]
+) -> None:
+    from cluster.simulator.hardware.fit import fitted
+    from cluster.simulator.measurement import Measurement
+
+    options = {} if model is None else {"model": model}
+    loaded = configuration.load(config, os.environ, assignments, options)
+    if loaded.worker.is_fake:
+        raise ForecastFailed("the fake runner takes what worker.fake says")
+    if loaded.worker.tensor_parallel > 1:
+        raise ForecastFailed("worker.tensor_parallel: one rank is all that can be measured")
+    console = Console(highlight=False, markup=False)
+    with _engine(loaded) as engine:
+        measurement, began = Measurement(engine), time.monotonic()
+        steps: list[Step] = []
+        for step in measurement.steps():
+            steps.append(step)
+            left_s = (time.monotonic() - began) * (len(measurement) / len(steps) - 1)
+            progress = f"{len(steps):3}/{len(measurement)}"
+            console.print(f"{progress}  {_line(step)}  {left_s:4.0f} s left", soft_wrap=True)
+        worker = _worker(engine)
+    fit = fitted(steps)
+    as_json.write(_as_json(loaded, worker, steps, fit), file)
+    console.print(
+        f"{file}: a fit to them that is wrong by {fit.mean_error:.1%} on the average and by "
+        f"{fit.largest_error:.0%} at most",
+        soft_wrap=True,
+    )
+
+
+@contextmanager
+def _engine(config: Config) -> Iterator[Engine]:
+    """Of a worker in this process. Raises ForecastFailed where it cannot run here."""
+    wait_passively()
+    # After that, since OpenMP reads it with torch's import.
+    from cluster.model import fetched
+    from worker.engine.engine import Engine
+    from worker.engine.limits import Limits
+    from worker.parallel.group import Group
+    from worker.runner.build import build_runner
+
+    logs.configure("measure", config.log_level, config.state_dir / "logs" / "measure.log")
+    config = asyncio.run(fetched(config))
+    threads = threads_per_rank(replace(config, num_workers=1), len(os.sched_getaffinity(0)))
+    worker = replace(config.worker, num_threads=threads)
+    try:
+        runner = build_runner(worker, Group.single())
+    except ValueError as error:
+        raise ForecastFailed(str(error)) from error
+    try:
+        yield Engine(runner, Limits.of(worker, runner))
+    finally:
+        runner.close()
+
+
+def _worker(engine: Engine) -> Mapping[str, object]:
+    """Its settings that a forecast needs."""
+    limits = engine.limits
+    return {
+        "num_blocks": limits.num_blocks,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+    }
+
+
+def _as_json(
+    config: Config, worker: Mapping[str, object], steps: Sequence[Step], fit: Fit
+) -> dict[str, object]:
+    return {
+        "step_time": asdict(fit.roofline),
+        "worker": worker,
+        "measured": {
+            "model": config.worker.name,
+            "mean_error": fit.mean_error,
+            "largest_error": fit.largest_error,
+            "steps": [{**step.size._asdict(), "seconds": step.seconds} for step in steps],
+        },
+    }
+
+
+def _line(step: Step) -> str:
+    size = step.size
+    return (
+        f"{size.num_rows:4.0f} rows {size.num_tokens:6.0f} tokens {size.kv_tokens:8.0f} in the "
+        f"cache  {step.seconds * 1e3:9.3f} ms"
+    )

@@ -1,0 +1,154 @@
+"""``everlift plan``: how many workers are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster import picture_file
+from cluster.errors import ForecastFailed
+from cluster.simulator import as_json, plan_views, target
+from cluster.simulator.command import ledger_requests, load, machines
+from cluster.simulator.command.load import Requests
+from cluster.simulator.command.progress import watched
+from cluster.simulator.hardware.kind import Kind
+from cluster.simulator.plan import Plan, Trial, fewest, is_kept
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import Scenario, WorkerSpec
+from cluster.simulator.target import Target
+from cluster.simulator.workloads import options
+
+EXAMPLES = """
+Each number of workers is tried in a simulation, as `everlift simulate` does; a request that does
+not come to its end counts as one that took for ever.
+
+**Examples**
+
+- `everlift plan --slo ttft_p99=1s,tpot_p99=50ms --rate 40 --kind h100 --kind h200`
+- `everlift plan --slo ttft_p90=2s --trace AzureLLMInferenceTrace_code.csv --to 1200 --kind l4`
+- `everlift plan --slo ttft_p99=1s --from-ledger --kind h100`
+"""
+
+Wanted = Annotated[
+    str,
+    typer.Option(
+        "--slo",
+        metavar="TARGETS",
+        help="What is to be attained: of ttft, tpot and latency any percentile, or the mean.",
+    ),
+]
+Kinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="A kind of worker, as in `everlift simulate`. Repeatable. "
+        f"Default: {machines.DEFAULT_KIND}.",
+    ),
+]
+Most = Annotated[int, typer.Option(min=1, metavar="N", help="So many workers at most.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it there.")]
+
+
+def plan(
+    slo: Wanted,
+    kind: Kinds = None,
+    most: Most = 256,
+    workload: options.Workloads = None,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
+    from_ledger: ledger_requests.FromLedger = False,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
+    rate: load.Rate = None,
+    duration: load.Duration = None,
+    steady: options.Steady = False,
+    seed: options.Seed = 0,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
+    json_file: JsonFile = None,
+    picture: Picture = None,
+) -> None:
+    """Find out how many workers are enough, of each kind."""
+    if picture is not None:
+        picture_file.check("--picture", picture)
+    targets = target.targets(slo)
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    made_up = rate, None, duration, steady, seed
+    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
+    how = {
+        "router": settings.router,
+        "fluid": fluid,
+        "foresight_sigma": foresight,
+        "seed": seed,
+        "weights": asked.weights,
+    }
+    kinds = _by_name(machines.kind_of(name, model) for name in kind or (machines.DEFAULT_KIND,))
+    specs = {name: machines.spec_of(one, config, assignments) for name, one in kinds.items()}
+    plans = {name: _plan(name, asked, spec, how, targets, most) for name, spec in specs.items()}
+    _show(plans, targets)
+    if json_file is not None:
+        as_json.write(plan_views.as_json(plans, targets), json_file)
+    if picture is not None:
+        plan_views.draw(plans, targets, picture)
+    if all(each.workers is None for each in plans.values()):
+        raise typer.Exit(1)
+
+
+def _by_name(kinds: Iterable[Kind]) -> Mapping[str, Kind]:
+    """Raises ForecastFailed."""
+    found: dict[str, Kind] = {}
+    for kind in kinds:
+        if found.setdefault(kind.name, kind) is not kind:
+            raise ForecastFailed(f"--kind: two of them are called {kind.name}")
+    return found
+
+
+def _show(plans: Mapping[str, Plan], targets: Sequence[Target]) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(plan_views.table(plans, targets))
+    for name, each in plans.items():
+        console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
+
+
+def _plan(
+    name: str,
+    asked: Requests,
+    spec: WorkerSpec,
+    how: Mapping[str, object],
+    targets: Sequence[Target],
+    most: int,
+) -> Plan:
+    from cluster.simulator.simulate import simulate
+
+    wanted = [each.most_s for each in targets]
+
+    def attempt(workers: int) -> Trial:
+        with machines.as_modelled():
+            scenario = Scenario.uniform(workers, spec, **how)
+        arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
+        answer = simulate(arrivals, scenario)
+        attained = tuple(each.attained(answer.records) for each in targets)
+        return Trial(workers, attained, is_kept(attained, wanted), answer.summary().refused)
+
+    return fewest(attempt, _guess(asked, spec), most)
+
+
+def _guess(asked: Requests, spec: WorkerSpec) -> int:
+    """As many as the requests' rate needs. Raises ForecastFailed where there is no request."""
+    arrivals = list(islice(asked.arrivals(()), load.SAMPLE))
+    if not arrivals:
+        raise ForecastFailed("there is no request to plan for")
+    return ceil(asked.average_rate() / saturation_rate(arrivals, spec))

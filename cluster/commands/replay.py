@@ -1,0 +1,98 @@
+"""``everlift replay``: what would have been under other policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+
+from cluster.errors import ForecastFailed
+from cluster.simulator import as_json, comparison
+from cluster.simulator.command import ledger_requests, machines
+from cluster.simulator.command.load import Requests
+from cluster.simulator.command.policies import alike, routers
+from cluster.simulator.command.progress import watched
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.workloads import options
+from router.config import Order, RouterConfig
+
+EXAMPLES = """
+The requests that finished come again as they came, with prompts and outputs of the same lengths
+(each choice as a request of its own), in a simulation for each policy. A policy is an order of the
+admission queue, and may have settings behind it. No prompt is shown.
+
+**Examples**
+
+- `everlift replay --from-ledger --policy fifo,hrrn,ranked --foresight 0.5 --workers h100=2`
+- `everlift replay --from-ledger --policy "fifo router.fair_share=false" --workers here.json=2`
+- `everlift replay --trace AzureLLMInferenceTrace_conv.csv --policy fifo,hrrn --workers l4=4`
+"""
+
+#: What is known of the requests by themselves.
+_WAS = "was"
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="ORDER,...",
+        help=f"{', '.join(get_args(Order))}; ltr is ranked, vtc fifo by turns of tenants. "
+        "Repeatable. Default: the configuration's.",
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
+
+
+def replay(
+    from_ledger: ledger_requests.FromLedger = False,
+    policy: Policies = None,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
+    workers: machines.Workers = None,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Forecast what recorded requests would have met under other policies."""
+    from cluster.simulator.simulate import simulate
+
+    if from_ledger == (trace is not None):
+        raise ForecastFailed("requests come --from-ledger or from a --trace")
+    specs = machines.specs_of(workers, model, config, assignments)
+    policies = _routers(policy, config, assignments)
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
+    answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
+    arrivals = list(asked.arrivals(specs))
+    with machines.as_modelled():
+        scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
+    for name, router in policies.items():
+        answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
+    console = Console(highlight=False, markup=False)
+    console.print(comparison.table(answers))
+    for names in alike(policies):
+        console.print(f"{' and '.join(names)} are the same policy, by what is set of router")
+    if json_file is not None:
+        as_json.write(comparison.as_json(answers), json_file)
+
+
+def _routers(
+    policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
+) -> Mapping[str, RouterConfig]:
+    """By the policies' names; of none, the configuration's. Raises SettingsError and
+    ForecastFailed."""
+    if policies:
+        return routers(policies, file, assignments)
+    router = machines.config_of(file, assignments).router
+    return {router.order: router}

@@ -1,0 +1,148 @@
+"""``everlift simulate``: what a cluster would do with a workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.simulator import as_json, tables, target
+from cluster.simulator.command import faults, ledger_requests, load, machines
+from cluster.simulator.command.load import Requests
+from cluster.simulator.command.progress import watched
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.summary import Slo
+from cluster.simulator.workloads import options
+
+EXAMPLES = """
+The admission queue, the placement and the workers' scheduler are those of the product; what a
+step takes is computed. GPUs are known by their data sheets, any other machine by a file that
+`everlift measure` writes there. Requests are made up, recorded in a trace, or those that a cluster
+has served, of which no prompt is shown; by default they are like azure-conversation.
+
+**Examples**
+
+- `everlift simulate --workers h200=8 --load 0.9`
+- `everlift simulate --workload chat --load 1.2 --set router.order=hrrn --foresight 0.5`
+- `everlift simulate --trace AzureLLMInferenceTrace_conv.csv --to 600 --speed 4 --workers h100=6`
+- `everlift simulate --workers l4=8 --load 0.8 --lose 3@60 --add 1@90 --pictures build/pictures`
+- `everlift simulate --from-ledger --workers h100=2 --lose 1@3600`
+"""
+
+_OUTPUT = "What comes out"
+
+SloText = Annotated[
+    str | None,
+    typer.Option(
+        "--slo",
+        metavar="ttft=1s,tpot=50ms",
+        help="Limits of a good request. Goodput is the rate of good requests: those that finish "
+        "within these limits and their own target and deadline.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Groups = Annotated[
+    bool,
+    typer.Option(
+        "--groups",
+        help="Also a row for each class, tenant and application.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write it there.", rich_help_panel=_OUTPUT),
+]
+PictureDirectory = Annotated[
+    Path | None,
+    typer.Option("--pictures", metavar="DIR", help="Draw it there.", rich_help_panel=_OUTPUT),
+]
+
+
+def simulate(
+    workload: options.Workloads = None,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
+    from_ledger: ledger_requests.FromLedger = False,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
+    rate: load.Rate = None,
+    load_part: load.Load = None,
+    duration: load.Duration = None,
+    steady: options.Steady = False,
+    seed: options.Seed = 0,
+    workers: machines.Workers = None,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
+    lose: faults.Lose = None,
+    drain: faults.Drain = None,
+    add: faults.Add = None,
+    slow: faults.Slow = None,
+    start_time: faults.StartTime = 30.0,
+    slo: SloText = None,
+    groups: Groups = False,
+    json_file: JsonFile = None,
+    picture_directory: PictureDirectory = None,
+) -> None:
+    """Forecast what a cluster would do with a workload."""
+    from cluster.simulator import simulate as simulation
+
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    made_up = rate, load_part, duration, steady, seed
+    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
+    wanted = target.slo(slo)
+    specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
+    with machines.as_modelled():
+        scenario = Scenario(
+            specs,
+            router=settings.router,
+            autoscale=settings.autoscale,
+            start_s=start_time,
+            fluid=fluid,
+            foresight_sigma=foresight,
+            events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
+            seed=seed,
+            weights=asked.weights,
+        )
+    answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
+    _show(answer, wanted, json_file, picture_directory, by_group=groups)
+    _say_what_came_too_late(answer, scenario)
+
+
+def _show(
+    answer: Forecast,
+    wanted: Slo,
+    json_file: Path | None,
+    picture_directory: Path | None,
+    *,
+    by_group: bool,
+) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(tables.requests_table(answer, wanted, by_group=by_group))
+    console.print(tables.cluster_table(answer, wanted))
+    if json_file is not None:
+        as_json.write(as_json.forecast_as_json(answer, wanted), json_file)
+    if picture_directory is not None:
+        # Seconds to import, and most answers are not drawn.
+        from cluster.simulator import pictures
+
+        for path in pictures.draw(answer, wanted, picture_directory):
+            console.print(f"drawn: {path}", soft_wrap=True)
+
+
+def _say_what_came_too_late(answer: Forecast, scenario: Scenario) -> None:
+    """Nobody is to take a loss for harmless that was none."""
+    last = answer.samples[-1].at
+    if late := sum(event.at > last + scenario.sample_s for event in scenario.events):
+        typer.echo(
+            f"{late} of what was to happen came too late: all requests were at their end by "
+            f"{last + scenario.sample_s:g} s"
+        )

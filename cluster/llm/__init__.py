@@ -1,0 +1,1 @@
+"""Generation without a cluster: a model in this process."""

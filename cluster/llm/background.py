@@ -1,0 +1,103 @@
+"""An event loop in a thread of its own, and the worker that lives there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+
+import uvloop
+
+from cluster.config import Config
+from cluster.llm.completion import Completion
+from cluster.llm.worker import LocalWorker, Show, Task
+from cluster.model import fetched
+from cluster.threads import threads_per_rank
+from router.gateway.model import ServedModel
+
+
+class Background:
+    """From birth on; ``close`` ends it. Every method may be called from any thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = _alone(config)
+        self._ready: Future[ServedModel] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._worker: LocalWorker
+        self._living: asyncio.Task[None]
+        self._has_loop = threading.Event()
+        #: whatever came through is still answered by the loop
+        self._door = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="everlift-llm", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> ServedModel:
+        """Waits for the worker. Raises whatever kept it from being built."""
+        return self._ready.result()
+
+    def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
+        """As LocalWorker.submit. Raises RuntimeError after ``close``."""
+        with self._door:
+            if self._is_closed:
+                raise RuntimeError("this LLM is closed")
+            self._loop.call_soon_threadsafe(self._worker.submit, task, done, show)
+
+    def close(self) -> None:
+        """Ends worker and thread; what still runs is cancelled. A second time changes nothing."""
+        self._has_loop.wait()
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._living.cancel)
+        # Where garbage is collected in the loop's own thread, that cannot wait for its own end.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            uvloop.run(self._live())
+
+    async def _live(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._living = task
+        self._has_loop.set()
+        try:
+            await self._serve()
+        except Exception as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        """Until it is cancelled. Raises what keeps the worker from its start."""
+        config = await fetched(self._config)
+        model = ServedModel.load(
+            config.model,
+            config.model_revision,
+            sampling_defaults=config.router.sampling_defaults,
+        )
+        model.clamps_max_tokens = config.router.clamp_max_tokens
+        self._worker = LocalWorker(config, model.tokenizer)
+        try:
+            info = await self._worker.start()
+            model.limit([info])
+            self._ready.set_result(model)
+            await asyncio.Event().wait()
+        finally:
+            with self._door:
+                self._is_closed = True
+            await self._worker.stop()
+
+
+def _alone(config: Config) -> Config:
+    """With a share of the cores for each rank of the one worker that there is. Its only caller
+    waits for all that it asks: none of its grammars is one too many."""
+    alone = replace(config, num_workers=1)
+    threads = threads_per_rank(alone, len(os.sched_getaffinity(0)))
+    grammar = replace(alone.worker.grammar, max_queued=sys.maxsize)
+    return replace(alone, worker=replace(alone.worker, num_threads=threads, grammar=grammar))

@@ -1,0 +1,121 @@
+"""One request while it runs in this process: what its worker is to start, and what came of it.
+
+It does for one process what the gateway's LiveRequest does for a cluster: there is no attempt but
+the first, no ledger, and nobody else who could read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.llm.completion import Choice, Completion
+from everlift.errors import EngineFailed, EverliftError, from_slug
+from everlift.messages import FinishReason, Request
+from everlift.reception import Chunk
+from everlift.sampling import SamplingParams, TokenLogprobs
+from everlift.text import Tokenizer
+from everlift.v1 import session_pb2
+from router.gateway.output import Output
+
+_FINISHED_BY = {
+    session_pb2.STOP_CAUSE_EOS: FinishReason.STOP,
+    session_pb2.STOP_CAUSE_LENGTH: FinishReason.LENGTH,
+}
+
+
+class Generation:
+    """A request under the epoch that names it to its worker."""
+
+    def __init__(self, epoch: int, request: Request, tokenizer: Tokenizer) -> None:
+        self.epoch = epoch
+        self.request = request
+        self.error: EverliftError | None = None
+        self._outputs = [Output.of(request, tokenizer) for _ in range(request.n)]
+        self._reasons: list[FinishReason | None] = [None] * request.n
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or None not in self._reasons
+
+    def is_finished(self, choice: int) -> bool:
+        return self._reasons[choice] is not None
+
+    def starts(self) -> list[session_pb2.Start]:
+        """One a choice."""
+        request = self.request
+        return [
+            session_pb2.Start(
+                epoch=self.epoch,
+                choice=choice,
+                request_id=request.request_id,
+                prompt_ids=request.prompt_ids,
+                max_tokens=request.max_tokens,
+                sampling=self._sampling(choice).to_proto(),
+                stop_token_ids=request.stop_token_ids,
+                salt=request.salt,
+            )
+            for choice in range(request.n)
+        ]
+
+    def _sampling(self, choice: int) -> SamplingParams:
+        """The choices share their prompt: its log probabilities are told once."""
+        sampling = self.request.sampling
+        return replace(sampling, prompt_logprobs=None) if choice else sampling
+
+    def num_tokens(self, choice: int) -> int:
+        return len(self._outputs[choice])
+
+    def take(self, progress: session_pb2.Progress) -> None:
+        """What the worker says of one choice."""
+        self._prompt_logprobs += map(TokenLogprobs.from_proto, progress.prompt_logprobs)
+        output = self._outputs[progress.choice]
+        logprobs = [TokenLogprobs.from_proto(each) for each in progress.logprobs]
+        output.extend(progress.token_ids, logprobs)
+        reason = FinishReason.STOP if output.stopped else _FINISHED_BY.get(progress.stop)
+        if reason is not None:
+            output.finish()
+            self._reasons[progress.choice] = reason
+        elif progress.stop:
+            self.error = _error(progress)
+
+    def chunk(self, choice: int, offset: int) -> Chunk | None:
+        """What there is of a choice from ``offset`` on; None where that is nothing."""
+        output = self._outputs[choice]
+        text = output.text(offset, len(output)) + output.tail
+        if offset == len(output) and not text:
+            return None
+        return Chunk(
+            choice=choice,
+            offset=offset,
+            token_ids=tuple(output.tokens[offset:]),
+            text=text,
+            epoch=self.epoch,
+            unledgered=False,
+            logprobs=tuple(output.logprobs[offset:]),
+        )
+
+    def completion(self) -> Completion:
+        return Completion(
+            request_id=self.request.request_id,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            choices=tuple(map(_choice, self._outputs, self._reasons)),
+            prompt_ids=self.request.prompt_ids,
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            error=self.error,
+        )
+
+
+def _choice(output: Output, reason: FinishReason | None) -> Choice:
+    return Choice(
+        text=output.text(0, len(output)) + output.tail,
+        token_ids=tuple(output.tokens),
+        finish_reason=reason,
+        logprobs=tuple(output.logprobs),
+    )
+
+
+def _error(progress: session_pb2.Progress) -> EverliftError:
+    if progress.error_slug:
+        return from_slug(progress.error_slug, progress.error)
+    return EngineFailed(progress.error)

@@ -1,0 +1,165 @@
+"""``LLM``: a model in this process, without router, ledger, Ray or network.
+
+    with LLM("~/models/llama") as llm:
+        for completion in llm.generate(["one,", "two,"], max_tokens=20):
+            print(completion.text)
+
+Prompts become requests, and tokens text, by the gateway's own code; the engine is a worker's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from cluster.bar import bar
+from cluster.config import Config
+from cluster.llm.background import Background
+from cluster.llm.completion import Completion
+from cluster.llm.stream import CompletionStream
+from cluster.llm.window import in_window
+from cluster.llm.worker import Task
+from cluster.threads import wait_passively
+from everlift import settings
+from everlift.messages import Submission
+from everlift.options import GenerateOptions, Prompt, submission_message
+from worker.config import WorkerConfig
+
+#: So many times the engine's batch are with the engine at once: it never lacks any, and what waits
+#: takes no memory there.
+_WINDOW = 4
+
+
+class LLM:
+    """Its methods may be called from several threads. What is not closed is closed when it is
+    garbage, or when the process ends."""
+
+    def __init__(self, model: str | Path, **overrides: object) -> None:
+        """``model`` as in ``everlift up``; ``overrides`` are settings of the worker by their names.
+
+        Raises SettingsError, UnknownModel, ModelUnavailable, and whatever keeps the engine from
+        being built.
+        """
+        worker = settings.load(WorkerConfig, overrides)
+        revision = worker.model_revision
+        self._open(Config(model=str(model), model_revision=revision, worker=worker))
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """One with the model and the worker of a whole cluster's configuration."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: Config) -> None:
+        wait_passively()
+        self._max_num_seqs = config.worker.max_num_seqs
+        self._background = Background(config)
+        self._finalizer = weakref.finalize(self, self._background.close)
+        try:
+            self._model = self._background.ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: str | Iterable[Prompt],
+        *,
+        each: Sequence[GenerateOptions] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """A completion for each prompt, in their order. ``options`` are for all of them, those of
+        ``each`` for one, by its place. ``progress`` shows a bar; None does on a terminal.
+
+        A prompt or an option that cannot be raises its EverliftError before anything runs. What
+        fails later is in ``Completion.error``, whose ``text`` raises it, and costs no other prompt.
+        Raises ClusterFailed when the engine ends. ``timeout_s`` counts from where a prompt comes
+        to the engine; ``on_disconnect`` means nothing here.
+        """
+        tasks = self._tasks(_listed(prompts), each, options)
+        completions: dict[int, Completion] = {}
+        with bar("generating", len(tasks), shown=_is_shown(progress, len(tasks))) as advance:
+            for index, completion in in_window(tasks, self._begin, _WINDOW * self._max_num_seqs):
+                completions[index] = completion
+                advance(completion.num_output_tokens)
+        return [completions[index] for index in range(len(tasks))]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompletionStream:
+        """The chunks of one prompt as they come. Raises EverliftError for what cannot be."""
+        return CompletionStream(self._task(prompt, options), self._background)
+
+    def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Future[Completion]:
+        """One prompt's completion, for programs that keep many going by themselves. Cancelling the
+        future ends it."""
+        return self._begin(self._task(prompt, options))
+
+    def close(self) -> None:
+        """Ends the engine, its threads and processes; what still runs is cancelled. A second time
+        changes nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tasks(
+        self,
+        prompts: Sequence[Prompt],
+        each: Sequence[GenerateOptions] | None,
+        options: GenerateOptions,
+    ) -> list[Task]:
+        own: Sequence[GenerateOptions] = [{}] * len(prompts) if each is None else each
+        if len(own) != len(prompts):
+            raise ValueError(f"each has options for {len(own)} prompts of {len(prompts)}")
+        return [
+            self._task(prompt, {**options, **mine})
+            for prompt, mine in zip(prompts, own, strict=True)
+        ]
+
+    def _task(self, prompt: Prompt, options: GenerateOptions) -> Task:
+        message = submission_message(prompt, options)
+        submission = Submission.from_proto(
+            message,
+            message.request_id,
+            secrets.randbits(63),
+            sampling_defaults=self._model.sampling_defaults,
+        )
+        return Task(self._model.resolve(submission), submission.timeout_s)
+
+    def _begin(self, task: Task) -> Future[Completion]:
+        done: Future[Completion] = Future()
+        try:
+            self._background.submit(task, done)
+        except BaseException:  # Ctrl-C: nobody will have the future
+            done.cancel()
+            raise
+        return done
+
+
+def _listed(prompts: str | Iterable[Prompt]) -> list[Prompt]:
+    """Raises TypeError for what is no prompt, above all one prompt's token ids without a list
+    around them."""
+    listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    for prompt in listed:
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise TypeError(f"a prompt is text or a sequence of token ids, not {prompt!r}")
+    return listed
+
+
+def _is_shown(progress: bool | None, total: int) -> bool:
+    return total > 1 and sys.stderr.isatty() if progress is None else progress

@@ -1,0 +1,77 @@
+"""What commands say about a model in their own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from everlift import logs
+from everlift.settings import SettingsError
+
+if TYPE_CHECKING:
+    from cluster.llm.llm import LLM
+
+_PANEL = "Without a cluster"
+
+Local = Annotated[
+    bool,
+    typer.Option(
+        "--local", help="Run the model in this process, then end.", rich_help_panel=_PANEL
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help='With --local: Hugging Face directory, hub id, or "fake". Default: the demo\'s.',
+        rich_help_panel=_PANEL,
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="With --local: any setting, e.g. worker.dtype=float32.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def local_config(
+    local: bool, model: str | None, assignments: Sequence[str] | None
+) -> Config | None:
+    """What is to run in this process; None where a cluster is meant. Raises SettingsError."""
+    if local:
+        options = {} if model is None else {"model": model}
+        return configuration.load(None, os.environ, assignments or (), options)
+    for name, given in (("--model", model), ("--set", assignments)):
+        if given:
+            raise SettingsError(
+                f"{name} needs --local: a cluster has its model and its settings from `everlift up`"
+            )
+    return None
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[LLM]:
+    """The model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
+    # Most commands speak to a cluster, and have nothing to do with an engine.
+    from cluster.llm.llm import LLM
+    from worker.parallel.step_log import ChannelBroken
+
+    log_dir = config.state_dir / "logs"
+    logs.configure("offline", config.log_level, log_dir / "offline.log")
+    try:
+        llm = LLM.of(config)
+    except (ValueError, ChannelBroken) as error:
+        raise ClusterFailed(str(error)) from error
+    with llm:
+        yield llm

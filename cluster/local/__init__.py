@@ -1,0 +1,1 @@
+"""A cluster of processes on one machine, without Ray."""

@@ -1,0 +1,284 @@
+"""A cluster in plain processes, without Ray: the embedded ledger, routers, workers.
+
+    this process ─┬─ valkey-server          unless the ledger has a url
+                  ├─ router-0 ...
+                  └─ worker-0, worker-0.1 ... one process a rank; out of a nursery where what
+                                              ends is started again
+
+All of them end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.local.gpus import gpus_of_ranks, visible_gpus
+from cluster.local.launch import RankLaunch, RouterLaunch
+from cluster.local.own_ledger import OwnLedger
+from cluster.local.prefork import Nursery, is_possible
+from cluster.local.replica import Replica, RouterReplica, WorkerReplica
+from cluster.local.router_ports import consecutive
+from cluster.local.starter import PlainStarter, Starter
+from cluster.model import pinned
+from cluster.stages import Stages, listening
+from cluster.threads import rank_environment, threads_per_rank
+from everlift import logs
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError
+from everlift.transport import GRPC, internal
+from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+
+log = logs.get(__name__)
+
+#: Until every router is connected with every worker, at most; and between two looks.
+_SETTLE_S, _LOOK_S = 60.0, 0.05
+#: Between two looks whether a replica runs that is to be kept alive.
+_RESTART_S = 1.0
+
+
+class ProcessCluster:
+    """``async with ProcessCluster(config) as cluster``: inside, every router knows every worker.
+
+    Routers and workers are counted from 0. A router keeps its addresses over a restart; a restarted
+    worker is another worker.
+    """
+
+    def __init__(
+        self, config: Config, *, revive: bool = False, stages: Stages | None = None
+    ) -> None:
+        """With ``revive`` whatever ends by itself is started again; ``stages`` show the start."""
+        self.config = config
+        self._stages = stages or Stages()
+        self._revive = revive
+        self._reviving: asyncio.Future[list[None]] | None = None
+        self.routers: list[RouterReplica] = []
+        self.workers: list[WorkerReplica] = []
+        self._log_dir = config.state_dir / "logs"
+        self._ledger = OwnLedger(config)
+        self._nursery: Nursery | None = None
+        self._gpus: list[str] = []
+        self._transport = GRPC
+
+    @property
+    def address(self) -> str:
+        """Of the first router."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [router.address for router in self.routers]
+
+    @property
+    def internal_address(self) -> str:
+        """Of the first router, where nobody asks for a key or for a certificate of clients."""
+        return self.routers[0].internal_address
+
+    @property
+    def http_addresses(self) -> list[str]:
+        """Empty where OpenAI's API is served nowhere."""
+        return [router.http_address for router in self.routers]
+
+    @property
+    def metrics_addresses(self) -> list[str]:
+        """Empty where metrics are read nowhere."""
+        return [router.metrics_address for router in self.routers]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of every process: the embedded ledger, the routers, the ranks of the workers."""
+        ledger = [self._ledger.pid] if self._ledger.pid else []
+        replicas = (*self.routers, *self.workers)
+        return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
+
+    async def start(self) -> None:
+        """Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError; then
+        nothing of it is left."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        if self.config.autoscale.is_on:
+            raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
+        if self.config.autoscale.max_routers is not None:
+            raise ClusterFailed("autoscale.max_routers is set: routers come and go under Ray alone")
+        self._router_configs()
+        self._transport = internal(self.config.internal_tls)
+        self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.config = await pinned(self.config)
+        self._gpus = await asyncio.to_thread(visible_gpus, self.config, os.environ)
+        self._warn_of_shared_gpus()
+        await _together(self._load_nursery(), self._start_routers())
+        for index in range(self.config.num_workers):
+            self.workers.append(self._worker(index))
+        name = self.config.worker.name
+        with self._stages.stage("workers", f"loading {name}") as stage:
+            await _together(*(worker.start() for worker in self.workers))
+            await self._settle()
+            stage.result = f"{len(self.workers)} ready with {name}"
+        if self._revive:
+            self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
+
+    def _warn_of_shared_gpus(self) -> None:
+        ranks = self.config.num_workers * self.config.worker.tensor_parallel
+        if 0 < len(self._gpus) < ranks:
+            log.warning("ranks share GPUs", ranks=ranks, gpus=len(self._gpus))
+
+    async def _load_nursery(self) -> None:
+        """What takes longest of a start, as long as Python imports torch."""
+        if self._revive and is_possible():
+            environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
+            self._nursery = Nursery(self.config.worker, environment, log_path)
+            try:
+                await self._nursery.load()
+            except ClusterFailed as error:
+                log.warning("workers start by themselves, slower", cause=str(error))
+                self._nursery.close()
+                self._nursery = None
+
+    async def _start_routers(self) -> None:
+        with self._stages.stage("ledger", "starting") as stage:
+            ledger = await self._ledger.start()
+            stage.result = self._ledger.place
+        for index in range(self.config.num_routers):
+            self.routers.append(self._router(index, ledger))
+        with self._stages.stage("routers", "starting") as stage:
+            await _together(*(router.start() for router in self.routers))
+            stage.result = listening(self.config, self.addresses, self.http_addresses)
+
+    async def stop(self) -> None:
+        """Ends everything: routers finish or hand on what they have, then workers, then ledger."""
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
+        for replicas in (self.routers, self.workers):
+            await asyncio.gather(*(replica.stop() for replica in replicas))
+        if self._nursery is not None:
+            self._nursery.close()
+        await self._ledger.stop()
+
+    # for tests and demonstrations: one replica by its number
+
+    async def kill_router(self, index: int) -> None:
+        await self.routers[index].kill()
+
+    async def restart_router(self, index: int) -> None:
+        """Kills it if it still runs."""
+        await self._restart(self.routers[index])
+
+    async def kill_worker(self, index: int) -> None:
+        """All its ranks."""
+        await self.workers[index].kill()
+
+    async def restart_worker(self, index: int) -> None:
+        """Kills it if it still runs."""
+        await self._restart(self.workers[index])
+
+    async def _restart(self, replica: Replica) -> None:
+        await replica.kill()
+        await replica.start()
+        await self._settle()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
+        router = self._router_configs()[index]
+        launch = RouterLaunch(
+            f"router-{index}", self.config.log_level, router, ledger, self.config.num_workers
+        )
+        return RouterReplica(launch, PlainStarter({}), self._log_dir)
+
+    def _router_configs(self) -> list[RouterConfig]:
+        """Raises SettingsError for ports that overlap."""
+        return consecutive(self.config.router, self.config.num_routers)
+
+    def _worker(self, index: int) -> WorkerReplica:
+        config, threads = self.config, self._threads
+        launch = RankLaunch(
+            f"worker-{index}",
+            config.log_level,
+            replace(config.worker, num_threads=threads),
+            routers=tuple(router.internal_address for router in self.routers),
+        )
+        gpus = gpus_of_ranks(config, self._gpus, index)
+        return WorkerReplica(launch, self._ranks(), self._log_dir, gpus)
+
+    @property
+    def _threads(self) -> int:
+        return threads_per_rank(self.config, len(os.sched_getaffinity(0)))
+
+    def _ranks(self) -> Starter:
+        return self._nursery or PlainStarter(rank_environment(self._threads))
+
+    async def _settle(self) -> None:
+        """Until every running router is connected with every running worker."""
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                for router in self.routers:
+                    while router.is_running and not await self._knows_all(router):
+                        await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise ClusterFailed(
+                f"{router.name} did not connect with all workers in {_SETTLE_S:g} s "
+                f"(logs: {self._log_dir})"
+            ) from None
+
+    async def _knows_all(self, router: RouterReplica) -> bool:
+        # Inside, where nobody asks for a key or for a certificate of clients.
+        async with AsyncClient(
+            router.internal_address, retry_s=0, transport=self._transport
+        ) as client:
+            try:
+                status = await client.status()
+            except EverliftError:
+                return False
+        known = {worker.worker_id for worker in status.workers if worker.alive}
+        return known >= {worker.worker_id for worker in self.workers if worker.is_running}
+
+
+async def _together(*starts: Coroutine[Any, Any, None]) -> None:
+    """At the same time. The first error is raised when all have come to an end with starting."""
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _keep_alive(replica: Replica) -> None:
+    """Until cancelled. No other replica waits while this one starts."""
+    while True:
+        await asyncio.sleep(_RESTART_S)
+        if not replica.is_running:
+            await _revive(replica)
+
+
+async def _revive(replica: Replica) -> None:
+    log.warning("starting again", replica=replica.name)
+    try:
+        await replica.kill()
+        await replica.start()
+    except ClusterFailed as error:
+        log.error("could not be started again", replica=replica.name, cause=str(error))
+    except Exception:
+        # A machine that lacks processes or descriptors for a while is tried again, too.
+        log.exception("could not be started again", replica=replica.name)

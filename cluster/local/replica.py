@@ -1,0 +1,127 @@
+"""What a cluster without Ray has several of: a router, or a worker with all its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.errors import ClusterFailed
+from cluster.local.child import Child
+from cluster.local.kept_ports import KeptPorts
+from cluster.local.launch import Launch, RankLaunch, RouterLaunch
+from cluster.local.starter import Starter
+
+#: Beyond what a process may take by its own configuration to end.
+_STOP_MARGIN_S = 5.0
+
+
+class Replica(ABC):
+    """The first of its processes is the one that others speak with."""
+
+    def __init__(self, name: str, starter: Starter, log_dir: Path) -> None:
+        self.name = name
+        self._starter = starter
+        self._log_dir = log_dir
+        self._children: list[Child] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its processes, the first one's first."""
+        return [child.pid for child in self._children]
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._children) and all(child.is_running for child in self._children)
+
+    async def start(self) -> None:
+        """Returns when it serves. Raises ClusterFailed, and then nothing of it is left."""
+        self._children = []
+        try:
+            await self._start()
+        except BaseException:
+            await self.kill()
+            raise
+
+    @abstractmethod
+    async def _start(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def _bound_s(self) -> float:
+        """The longest that its good order may take."""
+
+    async def stop(self) -> None:
+        """In good order, which the first of its processes keeps for all."""
+        for child in self._children:
+            await child.stop(self._bound_s + _STOP_MARGIN_S)
+
+    async def kill(self) -> None:
+        """SIGKILL for each of its processes; returns when they are gone."""
+        await asyncio.gather(*(child.kill() for child in self._children))
+
+    async def _spawn(self, launch: Launch) -> Child:
+        child = Child(launch, self._starter, self._log_dir / f"{launch.name}.log")
+        self._children.append(child)
+        await child.start()
+        return child
+
+
+class RouterReplica(Replica):
+    """Takes its ports at the first start and keeps them until it is stopped."""
+
+    def __init__(self, launch: RouterLaunch, starter: Starter, log_dir: Path) -> None:
+        super().__init__(launch.name, starter, log_dir)
+        self._launch = launch
+        self._ports = KeptPorts()
+        self.address = self.internal_address = self.http_address = self.metrics_address = ""
+
+    async def _start(self) -> None:
+        try:
+            router = self._ports.of(self._launch.router)
+        except OSError as error:
+            raise ClusterFailed(f"{self.name}: no port could be had: {error}") from error
+        self._launch = replace(self._launch, router=router)
+        report = await (await self._spawn(self._launch)).report()
+        self.address, self.internal_address = report["address"], report["internal_address"]
+        self.http_address = report["http_address"]
+        self.metrics_address = report["metrics_address"]
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._ports.close()
+
+    @property
+    def _bound_s(self) -> float:
+        return self._launch.router.drain
+
+
+class WorkerReplica(Replica):
+    """One process a rank. Every start makes another worker of it."""
+
+    def __init__(
+        self, launch: RankLaunch, starter: Starter, log_dir: Path, gpus: Sequence[str]
+    ) -> None:
+        """``gpus`` by rank."""
+        super().__init__(launch.name, starter, log_dir)
+        self._launch = launch
+        self._gpus = gpus
+        self.worker_id = ""
+
+    async def _start(self) -> None:
+        first_gpu, *other_gpus = self._gpus
+        first = await self._spawn(replace(self._launch, gpu=first_gpu))
+        rendezvous = (await first.report())["rendezvous"] if other_gpus else ""
+        for rank, gpu in enumerate(other_gpus, 1):
+            name = f"{self._launch.name}.{rank}"
+            await self._spawn(
+                replace(self._launch, name=name, rank=rank, rendezvous=rendezvous, gpu=gpu)
+            )
+        reports = await asyncio.gather(*(child.report() for child in self._children))
+        self.worker_id = reports[0]["worker_id"]
+
+    @property
+    def _bound_s(self) -> float:
+        return self._launch.worker.drain_timeout

@@ -1,0 +1,1 @@
+"""A cluster under Ray Serve."""

@@ -1,0 +1,317 @@
+"""A cluster under Ray Serve: the same routers and workers, placed and restarted by Ray.
+
+this process ─┬─ valkey-server    unless the ledger has a url
+              └─ Ray              its own on this machine, or one that runs at ray_address
+                   ├─ router deployment
+                   └─ worker deployment, a placement group a replica, an actor a rank
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.local.own_ledger import OwnLedger, write_url
+from cluster.model import pinned
+from cluster.ray import deployments, local_ray
+from cluster.stages import Stages, listening
+from cluster.threads import rank_environment, threads_per_rank
+from everlift import logs
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.schema import ApplicationStatusOverview
+
+log = logs.get(__name__)
+
+LOCAL = "local"
+#: Little passes through Ray, and no token.
+_OBJECT_STORE_BYTES = 100 << 20
+_POLL_S = 0.1
+
+
+class RayCluster:
+    """``async with RayCluster(config) as cluster``: inside, all of it is ready."""
+
+    def __init__(self, config: Config, *, stages: Stages | None = None) -> None:
+        """``stages`` show the start."""
+        self.config = config
+        self._stages = stages or Stages()
+        #: where clients connect: of one replica, for Serve answers for any
+        self.addresses: list[str] = []
+        #: of the same one
+        self.internal_address = ""
+        #: of the same one; empty where OpenAI's API is served nowhere
+        self.http_addresses: list[str] = []
+        #: of the same one; empty where metrics are read nowhere
+        self.metrics_addresses: list[str] = []
+        self._ledger_config = config.ledger
+        self._ledger = OwnLedger(config)
+        self._scratch: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the first router."""
+        return self.addresses[0]
+
+    async def start(self) -> None:
+        """Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left."""
+        routers = self.config.autoscale.max_routers or self.config.num_routers
+        if self.config.ray_address == LOCAL and routers > 1:
+            raise ClusterFailed(
+                f"num_routers is {routers}, but Ray places one router on a node, "
+                "and a local Ray is one node: set num_routers to 1, or start with --no-ray"
+            )
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        config = self.config = await pinned(self.config)
+        with self._stages.stage("ledger", "starting") as stage:
+            self._ledger_config = await self._ledger.start()
+            stage.result = self._ledger.place
+        with self._stages.stage("Ray", "starting") as stage:
+            stage.result = self._where_ray_is()
+            self._start_ray()
+            from ray import serve
+
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            serve.start(proxy_location="Disabled")
+        with self._stages.stage("routers", "starting") as stage:
+            self._deploy(self.application(config))
+            await self._until(_has_router)
+            await self._find_router()
+            stage.result = listening(config, self.addresses, self.http_addresses)
+        with self._stages.stage("workers", f"loading {config.worker.name}") as stage:
+            await self._until(lambda application: application.status == "RUNNING")
+            stage.result = f"ready with {config.worker.name}"
+
+    def _where_ray_is(self) -> str:
+        address = self.config.ray_address
+        return "on this machine" if address == LOCAL else f"cluster at {address}"
+
+    async def _find_router(self) -> None:
+        from ray import serve
+
+        router = serve.get_deployment_handle(deployments.ROUTER, deployments.APPLICATION)
+        found = await router.describe.remote()
+        # Else it would tell Serve of its calls for ever, also when Ray has gone.
+        await router.shutdown_async()
+        self.addresses = [found["address"]]
+        self.internal_address = found["internal_address"]
+        self.http_addresses = [found["http_address"]]
+        self.metrics_addresses = [found["metrics_address"]]
+
+    def _deploy(self, application: Application) -> None:
+        from ray import serve
+
+        target = serve.RunTarget(application, name=deployments.APPLICATION, route_prefix=None)
+        serve.run_many(
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
+        """Wait for a state of the application. Serve's own wait would let nobody hear a signal
+        meanwhile, and where a worker cannot be placed it has no end. Raises ClusterFailed."""
+        from ray import serve
+
+        while not condition(found := serve.status().applications[deployments.APPLICATION]):
+            if found.status == "DEPLOY_FAILED":
+                raise ClusterFailed(f"{_cause(found)} (logs: {log_dir(self.config)})")
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> None:
+        try:
+            self._stop_ray()
+        finally:
+            await self._ledger.stop()
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
+        import ray
+        from ray import serve
+
+        # Serve would start, or join, a Ray to be stopped in.
+        if not ray.is_initialized():
+            return
+        if self.config.ray_address == LOCAL:
+            serve.shutdown()
+        else:
+            serve.delete(deployments.APPLICATION)
+        ray.shutdown()
+
+    def application(self, config: Config) -> Application:
+        """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
+        if config.autoscale.is_on or config.autoscale.max_routers is not None:
+            # Serve's controller finds it there, and not in Serve's own records.
+            write_url(config, self._ledger_config.url)
+        return application(replace(config, ledger=self._ledger_config))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def _start_ray(self) -> None:
+        if self.config.ray_address != LOCAL:
+            import ray
+
+            ray.init(address=self.config.ray_address, log_to_driver=False)
+            return
+        local_ray.prepare()
+        import ray
+
+        local_ray.log_messages()
+        # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
+        self._scratch = Path(tempfile.mkdtemp(prefix="everlift-ray-"))
+        ray.init(
+            address=LOCAL,
+            num_cpus=max(_cores(), self._needed_cpus()),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"worker_process_setup_hook": local_ray.bind_replicas},
+            _temp_dir=str(self._scratch),
+        )
+
+    def _needed_cpus(self) -> int:
+        ranks = self.config.most_workers * self.config.worker.tensor_parallel
+        return ranks * threads_per_rank(self.config, _cores())
+
+
+def _has_router(application: ApplicationStatusOverview) -> bool:
+    from ray.serve._private.common import ReplicaState
+
+    router = application.deployments.get(deployments.ROUTER)
+    return router is not None and router.replica_states.get(ReplicaState.RUNNING, 0) > 0
+
+
+def _cause(application: ApplicationStatusOverview) -> str:
+    """Why Serve does not run it, in one line a deployment: its own message has no more than their
+    names, and what Serve says of each is a traceback, of which the log has the whole."""
+    said = {
+        name: each.message
+        for name, each in application.deployments.items()
+        if each.status == "DEPLOY_FAILED"
+    }
+    log.error("Serve runs no application", error=application.message, deployments=said)
+    causes = [f"{name}: {_last_line(message)}" for name, message in said.items()]
+    return "; ".join(causes) or _last_line(application.message)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def log_dir(config: Config) -> Path:
+    return config.state_dir / "logs"
+
+
+def application(config: Config) -> Application:
+    """The Serve application of a configuration. Routers find a ledger without a url in their
+    environment. Ray must run."""
+    return _workers(config, _routers(config))
+
+
+def upgradable_application(config: Config) -> Application:
+    """Return the application of clusters that replace each other (cluster/ray/upgrade_gate.py)."""
+    from cluster.ray.upgrade_gate import UpgradeGate
+
+    routers = _routers(config)
+    gated: Application = UpgradeGate.bind(  # type: ignore[attr-defined]
+        _workers(config, routers), routers, log_dir(config)
+    )
+    return gated
+
+
+def _routers(config: Config) -> Application:
+    from router.app import RouterDeployment
+
+    routers: Application = RouterDeployment.options(  # type: ignore[attr-defined]
+        **deployments.options(config)[deployments.ROUTER],
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
+        graceful_shutdown_timeout_s=config.router.drain + 5.0,
+    ).bind(config.router, config.ledger, log_dir(config))
+    return routers
+
+
+def _workers(config: Config, routers: Application) -> Application:
+    import ray
+
+    from worker.serving.app import WorkerDeployment
+
+    size = config.worker.tensor_parallel
+    threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = _rank_resources(config.worker.device, nodes, threads)
+    workers: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
+        **deployments.options(config)[deployments.WORKER],
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=[resources] * size,
+        # Nodes that are to come cannot be looked at.
+        placement_group_strategy="PACK"
+        if config.nodes_per_worker > 1
+        else _strategy(nodes, resources, size),
+        graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
+    ).bind(
+        replace(config.worker, num_threads=threads),
+        routers,
+        resources,
+        rank_environment(threads),
+        log_dir(config),
+    )
+    return workers
+
+
+def _router_resources(config: Config) -> dict[str, float]:
+    return {config.router_resource: 1.0} if config.router_resource else {}
+
+
+def _rank_resources(
+    device: str, nodes: Sequence[Mapping[str, float]], threads: int
+) -> dict[str, float]:
+    """What one rank takes: a core a thread, and a GPU, where the cluster has any or is to have."""
+    has_gpus = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
+    return {"CPU": float(threads)} | ({"GPU": 1.0} if has_gpus else {})
+
+
+def _strategy(
+    nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float], size: int
+) -> str:
+    """All ranks on one node where one is large enough, or where no node is there yet that could
+    have a rank."""
+
+    def fit(count: int) -> bool:
+        needed = {name: count * each for name, each in resources.items()}
+        return any(all(node.get(name, 0.0) >= n for name, n in needed.items()) for node in nodes)
+
+    return "STRICT_PACK" if fit(size) or not fit(1) else "PACK"

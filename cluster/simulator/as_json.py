@@ -1,0 +1,54 @@
+"""A forecast for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.summary import Slo, Summary
+
+
+def write(content: Mapping[str, object], path: Path) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:
+    """Summaries by the names of their fields, and the samples of the time series."""
+    return {
+        "slo": plain(asdict(slo)),
+        "all": summary_as_json(forecast.summary(slo)),
+        "by_class": _parts(forecast.by_class(slo)),
+        "by_tenant": _parts(forecast.by_tenant(slo)),
+        "by_application": _parts(forecast.by_application(slo)),
+        "worker_s": forecast.worker_s,
+        "num_steps": forecast.num_steps,
+        "num_jumped": forecast.num_jumped,
+        "samples": [asdict(sample) for sample in forecast.samples],
+    }
+
+
+def summary_as_json(summary: Summary) -> object:
+    return plain(asdict(summary))
+
+
+def plain(value: object) -> object:
+    """``value`` with null for what is infinite, since JSON has no such number."""
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case Mapping():
+            return {str(key): plain(each) for key, each in value.items()}
+        case Sequence() if not isinstance(value, str):
+            return [plain(each) for each in value]
+        case _:
+            return value
+
+
+def _parts(parts: Mapping[int, Summary] | Mapping[str, Summary]) -> dict[str, object]:
+    return {str(name): summary_as_json(part) for name, part in parts.items()}

@@ -1,0 +1,95 @@
+"""What happens to the cluster meanwhile, as it is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Annotated
+
+import typer
+
+from cluster.errors import ForecastFailed
+from cluster.simulator.scenario import Event, WorkerDrain, WorkerLoss, WorkerSpec, WorkerStart
+
+_PANEL = "What happens"
+
+
+def _events(text: str, example: str) -> object:
+    return typer.Option(metavar=example, help=f"{text} Repeatable.", rich_help_panel=_PANEL)
+
+
+Lose = Annotated[list[str] | None, _events("That worker (from 0) is lost then.", "WORKER@S")]
+Drain = Annotated[list[str] | None, _events("It hands back what it has, and leaves.", "WORKER@S")]
+Add = Annotated[
+    list[str] | None,
+    _events("So many more are started then, like the first one without its --slow.", "N@S"),
+]
+Slow = Annotated[
+    list[str] | None, _events("All its steps take so many times as long.", "WORKER=FACTOR")
+]
+StartTime = Annotated[
+    float,
+    typer.Option(min=0, metavar="S", help="What starting a worker takes.", rich_help_panel=_PANEL),
+]
+
+
+def events(
+    lose: Sequence[str] | None,
+    drain: Sequence[str] | None,
+    add: Sequence[str] | None,
+    workers: Sequence[WorkerSpec],
+    start_s: float,
+    is_scaled: bool = False,
+) -> tuple[Event, ...]:
+    """``workers`` are there at the beginning, and those that are added are like the first one, at
+    its usual speed; with ``is_scaled`` others may come. Raises ForecastFailed."""
+    lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
+    if not is_scaled:
+        comings = sorted(at + start_s for number, at in added for _ in range(number))
+        for worker, at in (*lost, *drained):
+            _check_is_there(worker, at, [-inf] * len(workers) + comings)
+    found: list[Event] = [WorkerLoss(at, worker) for worker, at in lost]
+    found += [WorkerDrain(at, worker) for worker, at in drained]
+    for number, at in added:
+        found += [WorkerStart(at, replace(workers[0], slowness=1.0), start_s)] * number
+    return tuple(sorted(found, key=lambda event: event.at))
+
+
+def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
+    """Workers have come at ``comings``, in the order of their numbers. Raises ForecastFailed."""
+    if worker >= len(comings):
+        raise ForecastFailed(f"there is no worker {worker}: they count from 0")
+    if at <= (came := comings[worker]):
+        raise ForecastFailed(f"worker {worker} cannot go at {at:g} s: it comes at {came:g} s")
+
+
+def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
+    """Raises ForecastFailed."""
+    specs = list(workers)
+    for worker, factor in _pairs("slow", slow, 0, separator="="):
+        if worker >= len(specs) or not factor > 0:
+            raise ForecastFailed(f"--slow: there is no worker {worker}, or it would take no time")
+        specs[worker] = replace(specs[worker], slowness=factor)
+    return tuple(specs)
+
+
+def _pairs(
+    option: str, texts: Sequence[str] | None, least: int, separator: str = "@"
+) -> list[tuple[int, float]]:
+    return [_pair(option, text, least, separator) for text in texts or ()]
+
+
+def _pair(option: str, text: str, least: int, separator: str) -> tuple[int, float]:
+    first, _, second = text.partition(separator)
+    number, moment = _read(int, first), _read(float, second)
+    if number is None or moment is None or number < least or not 0 <= moment < inf:
+        raise ForecastFailed(f"--{option} {text}: must be two numbers, as in 3{separator}60")
+    return int(number), moment
+
+
+def _read(kind: Callable[[str], float], text: str) -> float | None:
+    try:
+        return kind(text)
+    except ValueError:
+        return None

@@ -1,0 +1,74 @@
+"""Requests that a cluster has served, as its ledger still knows them, for a forecast."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated
+
+import typer
+
+from cluster.config import Config
+from cluster.errors import ForecastFailed
+from cluster.ledger_connection import connected_ledger
+from cluster.simulator.record import Record
+from cluster.simulator.workloads import options
+
+DEFAULT_LIMIT = 10_000
+
+FromLedger = Annotated[
+    bool,
+    typer.Option(
+        "--from-ledger",
+        help="The requests that the cluster's ledger still knows.",
+        rich_help_panel=options.PANEL,
+    ),
+]
+Limit = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="So many of the ledger, the newest.",
+        rich_help_panel=options.PANEL,
+    ),
+]
+
+
+class LedgerRequests:
+    """Of the ledger that is configured the ``limit`` newest ones that finished. It is read when it
+    is first asked for anything. Raises ForecastFailed where there is none, SettingsError where the
+    tenants' limits cannot be read, and what connecting raises."""
+
+    def __init__(self, config: Config, limit: int) -> None:
+        self._config = config
+        self._limit = limit
+
+    @property
+    def records(self) -> list[Record]:
+        return self._all[0]
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of their tenants, 1 where there is none."""
+        return self._all[1]
+
+    @cached_property
+    def _all(self) -> tuple[list[Record], Mapping[str, float]]:
+        return asyncio.run(self._read())
+
+    async def _read(self) -> tuple[list[Record], Mapping[str, float]]:
+        # What it imports takes a while, and most forecasts are of other requests.
+        from cluster.simulator.history import finished_requests, weights
+
+        async with connected_ledger(self._config) as ledger:
+            records = await finished_requests(ledger, self._limit)
+            if not records:
+                raise ForecastFailed("the ledger knows no request that finished")
+            tenants = {record.arrival.tenant for record in records}
+            return records, await weights(ledger, self._config.router, tenants)
+
+
+def asked_for(from_ledger: bool, config: Config, limit: int) -> LedgerRequests | None:
+    return LedgerRequests(config, limit) if from_ledger else None

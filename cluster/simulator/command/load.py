@@ -1,0 +1,135 @@
+"""Which requests a forecast is of, as it is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.errors import ForecastFailed
+from cluster.simulator.command.ledger_requests import LedgerRequests
+from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.scenario import WorkerSpec
+from cluster.simulator.workloads import options
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.traces.trace import Trace
+from cluster.simulator.workloads.workload import Workload, merged
+
+_DEFAULT = "azure-conversation"
+_DURATION_S = 300.0
+#: So many say what a mix is like.
+SAMPLE = 2000
+
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R",
+        help="Requests a second, instead of the workload's own.",
+        rich_help_panel=options.PANEL,
+    ),
+]
+Load = Annotated[
+    float | None,
+    typer.Option(
+        "--load",
+        metavar="PART",
+        help="The rate as a part of what the workers can do at most, by estimate.",
+        rich_help_panel=options.PANEL,
+    ),
+]
+Duration = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        help=f"So long requests come. Default: {_DURATION_S:g}, or all that is recorded.",
+        rich_help_panel=options.PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What the options above and those of ``cluster.simulator.workloads.options`` say; without any
+    workload
+    it is azure-conversation. At most one of ``trace``, ``ledger`` and the others about made-up
+    requests is given."""
+
+    workloads: Sequence[str] | None = None
+    trace: Path | None = None
+    begin_s: float = 0.0
+    end_s: float | None = None
+    speed: float = 1.0
+    rate: float | None = None
+    load: float | None = None
+    duration_s: float | None = None
+    is_steady: bool = False
+    seed: int = 0
+    ledger: LedgerRequests | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ForecastFailed."""
+        made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
+        if self.trace is not None and self.ledger is not None:
+            raise ForecastFailed("requests come --from-ledger or from a --trace, not from both")
+        if self._is_recorded and any(option is not None for option in made_up):
+            raise ForecastFailed(
+                "--workload, --rate, --load and --steady are not for recorded requests; those of a "
+                "trace come faster with --speed"
+            )
+        if self.trace is None and (self.begin_s, self.end_s, self.speed) != (0.0, None, 1.0):
+            raise ForecastFailed("--from, --to and --speed need --trace")
+        if self.rate is not None and self.load is not None:
+            raise ForecastFailed("--rate and --load say the same")
+        for name in ("rate", "load", "duration_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ForecastFailed(f"--{name.removesuffix('_s')} must be above 0, not {value:g}")
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of their tenants, 1 where there is none. Raises as ``arrivals``."""
+        return {} if self.ledger is None else self.ledger.weights
+
+    def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
+        """One after the other, of which none is held but the ledger's. Raises ForecastFailed,
+        WorkloadFailed, and what connecting to the ledger raises."""
+        duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
+        return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
+
+    def average_rate(self) -> float:
+        """Requests a second, counted. Raises as ``arrivals`` does."""
+        number, last = 0, 0.0
+        for arrival in self.arrivals(()):
+            number, last = number + 1, arrival.at
+        return number / max(last, 1.0)
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self.trace is not None or self.ledger is not None
+
+    def _all(self, workers: Sequence[WorkerSpec]) -> Iterable[Arrival]:
+        if self.ledger is not None:
+            return (record.arrival for record in self.ledger.records)
+        if self.trace is not None:
+            end_s = inf if self.end_s is None else self.end_s
+            return Trace(self.trace, self.begin_s, end_s, self.speed).arrivals()
+        return merged(self._workloads(workers), self.seed)
+
+    def _workloads(self, workers: Sequence[WorkerSpec]) -> list[Workload]:
+        """At their rates."""
+        mix = options.mix(self.workloads or (_DEFAULT,), self.is_steady)
+        if self.load is not None:
+            at_one = list(options.at_rate(mix, 1.0))
+            sample = list(islice(merged(at_one, self.seed), SAMPLE))
+            most = sum(saturation_rate(sample, worker) for worker in workers)
+            return list(options.at_rate(mix, self.load * most))
+        if self.rate is not None:
+            return list(options.at_rate(mix, self.rate))
+        if len(mix) > 1:
+            raise ForecastFailed("several workloads need --rate or --load")
+        return [workload for workload, _ in mix]

@@ -1,0 +1,149 @@
+"""Which workers a forecast is of, as it is said on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.errors import ForecastFailed
+from cluster.simulator.hardware import kind_file
+from cluster.simulator.hardware.gpu import GPUS
+from cluster.simulator.hardware.kind import Kind, on_gpus
+from cluster.simulator.hardware.model_size import MODELS, ModelSize
+from cluster.simulator.scenario import WorkerSpec
+
+_PANEL = "The cluster"
+_GPUS = re.compile(rf"({'|'.join(GPUS)})(?:x([1-9]\d?))?")
+DEFAULT_KIND = "h100"
+DEFAULT_MODEL = "llama-3.1-8b"
+
+Workers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workers",
+        metavar="[KIND=]N",
+        help=f"So many of a kind: {', '.join(GPUS)}, h100x2 for two GPUs in one worker, or a file "
+        f"that `everlift measure` wrote. Repeatable. Default: num_workers of {DEFAULT_KIND}.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help=f"What GPUs serve, in bfloat16: {', '.join(MODELS)}, or a directory with a "
+        "config.json.",
+        rich_help_panel=_PANEL,
+    ),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="Settings of the cluster in YAML.", rich_help_panel=_PANEL
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any setting, e.g. router.order=hrrn.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Fluid = Annotated[
+    bool,
+    typer.Option(
+        "--fluid",
+        help="Workers in a few numbers each: less exact, and several times as fast.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Foresight = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        # Beyond nothing is foreseen at all, and a float does not hold such lengths.
+        max=10,
+        metavar="SIGMA",
+        help="How sharply the lengths of outputs are foreseen: the standard deviation of the "
+        "error's logarithm, 0 being exact. Default: not at all.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def kind_of(name: str, model: str) -> Kind:
+    """Raises ForecastFailed."""
+    if name.endswith(".json"):
+        return kind_file.read(Path(name))
+    size = _size(model)
+    match = _GPUS.fullmatch(name)
+    if match is None:
+        raise ForecastFailed(
+            f"{name}: must be one of {', '.join(GPUS)}, with x2 behind it for two GPUs, or a .json "
+            "file"
+        )
+    return on_gpus(GPUS[match[1]], size, int(match[2] or 1))
+
+
+def _size(model: str) -> ModelSize:
+    """Raises ForecastFailed."""
+    if model in MODELS:
+        return MODELS[model]
+    directory = Path(model).expanduser()
+    if not (directory / "config.json").exists():
+        names = ", ".join(MODELS)
+        raise ForecastFailed(f"--model {model}: must be one of {names}, or have a config.json")
+    return ModelSize.of(directory)
+
+
+def config_of(
+    file: Path | None, assignments: Sequence[str] | None, kind: Kind | None = None
+) -> Config:
+    """What is set; a kind's own settings are beneath all others. Raises SettingsError."""
+    beneath = {"worker": kind.worker} if kind else {}
+    return configuration.load(file, os.environ, assignments or (), beneath=beneath)
+
+
+def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
+    """Raises ForecastFailed and SettingsError."""
+    config = config_of(file, assignments, kind).worker
+    with as_modelled():
+        return WorkerSpec(config, kind.step_time)
+
+
+@contextmanager
+def as_modelled() -> Iterator[None]:
+    """Raises ForecastFailed where a worker or a scenario that is made within is not modelled."""
+    try:
+        yield
+    except ValueError as error:
+        raise ForecastFailed(str(error)) from None
+
+
+def specs_of(
+    workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
+) -> tuple[WorkerSpec, ...]:
+    """Of all workers, in the order in which they are named. Raises as ``spec_of``."""
+    numbers = workers or (str(config_of(file, assignments).num_workers),)
+    specs: list[WorkerSpec] = []
+    for text in numbers:
+        name, number = _kind_and_number(text)
+        specs += [spec_of(kind_of(name, model), file, assignments)] * number
+    return tuple(specs)
+
+
+def _kind_and_number(text: str) -> tuple[str, int]:
+    name, _, number = text.rpartition("=")
+    if not number.isdecimal() or int(number) < 1:
+        raise ForecastFailed(f"--workers {text}: must be a number, or KIND=NUMBER")
+    return name or DEFAULT_KIND, int(number)

@@ -1,0 +1,45 @@
+"""Under which policies requests come again, as it is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster.errors import ForecastFailed
+from cluster.simulator.command import machines
+from router.config import RouterConfig
+
+#: What papers call them: learning to rank (arXiv 2408.15792), and the virtual token counter (arXiv
+#: 2401.00588).
+_IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
+
+
+def routers(
+    policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
+) -> Mapping[str, RouterConfig]:
+    """By the policies' names, of which each of ``policies`` may have several between commas. Raises
+    SettingsError and ForecastFailed."""
+    names = [name.strip() for each in policies for name in each.split(",")]
+    return {name: _router(name, file, assignments) for name in names}
+
+
+def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
+    name, *further = policy.split() or [policy]
+    order, *others = *_IN_PAPERS.get(name, (name,)), *map(_setting, further)
+    if not all(setting.startswith("router.") for setting in others):
+        raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
+    settings = [*(assignments or ()), f"router.order={order}", *others]
+    return machines.config_of(file, settings).router
+
+
+def _setting(text: str) -> str:
+    """As `everlift policy` calls it, without its section, it is a router's."""
+    return text if "." in text.partition("=")[0] else f"router.{text}"
+
+
+def alike(policies: Mapping[str, RouterConfig]) -> list[list[str]]:
+    """The names of those that come to the same settings."""
+    names: dict[RouterConfig, list[str]] = {}
+    for name, router in policies.items():
+        names.setdefault(router, []).append(name)
+    return [same for same in names.values() if len(same) > 1]

@@ -1,0 +1,28 @@
+"""How far a simulation is, for who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.simulator.workloads.arrival import Arrival
+
+#: Requests between two updates.
+_EVERY = 100
+
+
+def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
+    """``arrivals`` as they are; on a terminal's standard error it is shown how far they have
+    come."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield from arrivals
+        return
+    what = escape(what)
+    with console.status(what) as status:
+        for number, arrival in enumerate(arrivals):
+            if number % _EVERY == 0:
+                status.update(f"{what}: {number} requests, {arrival.at:.0f} s")
+            yield arrival

@@ -1,0 +1,70 @@
+"""What was, beside what would have been under other policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cluster.simulator.as_json import summary_as_json
+from cluster.simulator.forecast import Forecast
+from cluster.simulator.record import Record
+from cluster.simulator.summary import Summary
+from cluster.simulator.tables import groups, share
+
+_COLUMNS = (
+    "\nended",
+    "queued\np50 s",
+    "\np99 s",
+    "TTFT\np50 s",
+    "\np99 s",
+    "latency\np50 s",
+    "\np99 s",
+    "\nms/token",
+)
+
+
+def past(records: list[Record]) -> Forecast:
+    """What was, as if it had been forecast."""
+    return Forecast(tuple(records), (), 0, 0, 0.0)
+
+
+def table(answers: Mapping[str, Forecast]) -> Table:
+    """Of all requests, of each class and of each tenant the answers one below the other."""
+    shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
+    for column in shown.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    parts = {policy: dict(groups(answer)) for policy, answer in answers.items()}
+    for group, summary in next(iter(parts.values()), {}).items():
+        shown.add_row(f"{group}, {summary.requests}", style="bold")
+        for policy, summaries in parts.items():
+            shown.add_row(f"  {policy}", *_cells(summaries[group]))
+        shown.add_section()
+    return shown
+
+
+def as_json(answers: Mapping[str, Forecast]) -> dict[str, object]:
+    """Summaries by policy and group."""
+    return {
+        policy: {group: summary_as_json(summary) for group, summary in groups(answer)}
+        for policy, answer in answers.items()
+    }
+
+
+def _cells(summary: Summary) -> tuple[str, ...]:
+    return (
+        share(summary.finished, summary.requests),
+        _seconds(summary.queued_s.p50),
+        _seconds(summary.queued_s.p99),
+        _seconds(summary.ttft_s.p50),
+        _seconds(summary.ttft_s.p99),
+        _seconds(summary.latency_s.p50),
+        _seconds(summary.latency_s.p99),
+        f"{summary.normalised_latency_s.mean * 1e3:.1f}",
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if isfinite(value) else "-"

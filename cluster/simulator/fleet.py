@@ -1,0 +1,150 @@
+"""The simulated workers, their coming and going, and the links to them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from cluster.simulator.any_worker import AnyWorker
+from cluster.simulator.fluid_worker import FluidWorker
+from cluster.simulator.frame import Frame
+from cluster.simulator.scenario import (
+    Event,
+    Scenario,
+    WorkerDrain,
+    WorkerLoss,
+    WorkerSpec,
+    WorkerStart,
+)
+from cluster.simulator.sequence import NamedSequence
+from cluster.simulator.timeline import Timeline
+from cluster.simulator.worker import SimulatedWorker
+
+
+class Router(Protocol):
+    """Who hears of the workers."""
+
+    def worker_up(self, worker: AnyWorker) -> None: ...
+
+    def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
+        """``occupants`` are the ids of the requests that had a slot there."""
+        ...
+
+    def hear(self, frame: Frame) -> None: ...
+
+
+class Fleet:
+    """A message to a worker or from it takes ``scenario.link_s``. Workers are numbered in the order
+    of their coming."""
+
+    def __init__(
+        self, scenario: Scenario, router: Router, timeline: Timeline, one_by_one: bool
+    ) -> None:
+        self._link_s = scenario.link_s
+        self._is_fluid = scenario.fluid
+        self._router = router
+        self._timeline = timeline
+        self._one_by_one = one_by_one
+        self._num_came = 0
+        #: those that the router takes to be there, with the moment of their coming; of others only
+        #: sums are kept
+        self._up: dict[str, tuple[AnyWorker, float]] = {}
+        self._worker_s = 0.0
+        self._num_steps = self._num_jumped = 0
+        self.num_starting = 0
+
+    def __len__(self) -> int:
+        return len(self._up)
+
+    @property
+    def staying(self) -> list[AnyWorker]:
+        """The last one that came is the last one."""
+        return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
+
+    @property
+    def rooms(self) -> Iterator[int]:
+        """Tokens of the longest sequence of each that the router takes to be there."""
+        return (worker.limits.max_model_len for worker, _ in self._up.values())
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps + sum(worker.num_steps for worker, _ in self._up.values())
+
+    @property
+    def num_jumped(self) -> int:
+        return self._num_jumped + sum(worker.num_jumped for worker, _ in self._up.values())
+
+    @property
+    def worker_s(self) -> float:
+        """Seconds that workers were there."""
+        now = self._timeline.now
+        return self._worker_s + sum(now - came for _, came in self._up.values())
+
+    def occupants(self, worker_id: str) -> set[str]:
+        """Ids of the requests that have a slot there."""
+        return self._up[worker_id][0].occupants() if worker_id in self._up else set()
+
+    # links
+
+    def start(self, worker_id: str, sequence: NamedSequence) -> None:
+        self._timeline.after(self._link_s, self._up[worker_id][0].start, sequence)
+
+    def abort(self, worker_id: str, epoch: int) -> None:
+        if worker_id in self._up:
+            self._timeline.after(self._link_s, self._up[worker_id][0].abort, epoch)
+
+    def _tell(self, frame: Frame) -> None:
+        self._timeline.after(self._link_s, self._router.hear, frame)
+
+    # coming and going
+
+    def come(self, spec: WorkerSpec) -> None:
+        name = _name(self._num_came)
+        self._num_came += 1
+        worker = self._worker(name, spec)
+        self._up[name] = worker, self._timeline.now
+        self._router.worker_up(worker)
+
+    def _worker(self, name: str, spec: WorkerSpec) -> AnyWorker:
+        if self._is_fluid:
+            return FluidWorker(name, spec, self._timeline, self._tell)
+        return SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
+
+    def start_worker(self, spec: WorkerSpec, start_s: float) -> None:
+        self.num_starting += 1
+        self._timeline.after(start_s, self._has_started, spec)
+
+    def _has_started(self, spec: WorkerSpec) -> None:
+        self.num_starting -= 1
+        self.come(spec)
+
+    def gone(self, worker: AnyWorker) -> None:
+        """The router takes it for gone."""
+        if worker.worker_id in self._up:
+            _, came = self._up.pop(worker.worker_id)
+            self._worker_s += self._timeline.now - came
+            self._num_steps += worker.num_steps
+            self._num_jumped += worker.num_jumped
+            self._router.worker_lost(worker.worker_id, worker.occupants())
+
+    def drained(self, worker_id: str) -> None:
+        """It has handed back all it had."""
+        if worker_id in self._up:
+            self.gone(self._up[worker_id][0])
+
+    def happen(self, event: Event) -> None:
+        if isinstance(event, WorkerStart):
+            self.start_worker(event.spec, event.start_s)
+        elif (name := _name(event.worker)) in self._up:
+            self._end(event, self._up[name][0])
+
+    def _end(self, event: WorkerLoss | WorkerDrain, worker: AnyWorker) -> None:
+        if isinstance(event, WorkerLoss):
+            worker.lose()
+            self._timeline.after(event.detection_s, self.gone, worker)
+        else:
+            worker.drain()
+
+
+def _name(number: int) -> str:
+    return f"worker-{number}"

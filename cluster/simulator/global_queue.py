@@ -1,0 +1,118 @@
+"""The product's queue, with what ``router.leader`` has around it but for ledger and lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import count
+
+from cluster.simulator.dispatcher import GATEWAY
+from cluster.simulator.frame import Frame
+from everlift.v1 import session_pb2
+from router.admission.bounds import Refusal
+from router.admission.fair_share import FairShare
+from router.admission.foreseen_wait import ForeseenWait
+from router.admission.load import cluster_load
+from router.admission.moving import Move
+from router.admission.placement import Placement
+from router.admission.policy import Rules
+from router.admission.rhythm import DISPATCHES_AT_ONCE, MOVES_S
+from router.admission.tenure import Placed, Tenure
+from router.admission.worker_view import Capacity
+from router.config import RouterConfig
+
+_TERM = 1
+
+
+class GlobalQueue:
+    """``weights`` of tenants, 1 where there is none; None: they are not told apart."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        occupants: Callable[[str], Collection[str]],
+        weights: Mapping[str, float] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self._placement = Placement(config)
+        share = None if weights is None else _fair_share(config, weights)
+        rules = Rules.of(config)
+        self._tenure = Tenure(config, rules, self._placement, occupants, "", now, share)
+        self._tenure.recall(())
+        self._tenure.roll_call.living([GATEWAY])
+        self._tenure.connect(GATEWAY, now)
+        self._hear(session_pb2.GatewayMessage(is_complete=True), now)
+        self._wait = ForeseenWait()
+        self._epochs = count(1)
+        self._move_after = 0.0
+
+    @property
+    def queued(self) -> int:
+        return self._tenure.queued
+
+    @property
+    def has_work(self) -> bool:
+        return self._tenure.has_work
+
+    def load(self, now: float) -> session_pb2.ClusterLoad:
+        """What the autoscaler is told."""
+        return cluster_load(_TERM, self._tenure, self._placement.workers.values(), now, now)
+
+    def worker_up(self, worker_id: str, capacity: Capacity) -> None:
+        self._placement.join(worker_id, capacity)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._placement.leave(worker_id)
+
+    def hear(self, frame: Frame, now: float) -> None:
+        for epoch in frame.accepted:
+            self._placement.acknowledge(frame.worker_id, epoch)
+        self._placement.report(frame.worker_id, frame.load, now)
+
+    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
+        return self._wait.come(priority, work_tokens)
+
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
+        return self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
+
+    def running(self, running: session_pb2.Running, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(running=[running]), now)
+
+    def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(served=outputs), now)
+
+    def finished(self, tpot_ratio: float, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
+
+    def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
+        return self._tenure.hear(GATEWAY, message, now).refused
+
+    def expired(self, now: float) -> list[Refusal]:
+        return self._tenure.expire(now)
+
+    def moves(self, now: float) -> list[Move]:
+        if now < self._move_after:
+            return []
+        self._move_after = now + MOVES_S
+        return self._tenure.moves(now, now)
+
+    def place(self, now: float) -> list[Placed]:
+        placed = self._tenure.place(now, now, DISPATCHES_AT_ONCE, lambda: next(self._epochs))
+        for each in placed:
+            self._tenure.begun(each, GATEWAY)
+        return placed
+
+    def tick(self, now: float) -> None:
+        self._placement.expire(now)
+        self._tenure.look(now)
+        self._tenure.forget(now)
+        self._wait.hear(self._tenure.outlook())
+
+
+def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:
+    def weight_of(tenant: str) -> float:
+        return weights.get(tenant, 1.0)
+
+    return FairShare(config.prompt_token_weight, config.output_token_weight, weight_of)

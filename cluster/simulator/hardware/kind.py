@@ -1,0 +1,83 @@
+"""A kind of worker: how long its steps take, and what it has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.errors import ForecastFailed
+from cluster.simulator.hardware.gpu import (
+    REACHED_BANDWIDTH,
+    REACHED_FLOPS,
+    STEP_OVERHEAD_S,
+    SUM_LATENCY_S,
+    Gpu,
+)
+from cluster.simulator.hardware.model_size import ModelSize
+from everlift.blockhash import BLOCK_SIZE
+from everlift.step_time import Roofline
+
+#: Of a GPU's memory, for weights and KV cache; the rest is for what a step computes.
+_USED_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``worker`` are settings by their keys, which anybody may set otherwise."""
+
+    name: str
+    step_time: Roofline
+    worker: Mapping[str, object] = field(default_factory=dict)
+
+
+def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
+    """Each rank has its part of the weights and of the KV cache, and twice in a layer all of them
+    sum up what they have, each telling 2 (n - 1) / n of it (a ring). Raises ForecastFailed where
+    the model has no room."""
+    name = gpu.name if tensor_parallel == 1 else f"{gpu.name}x{tensor_parallel}"
+    num_blocks = _num_blocks(gpu, model, tensor_parallel)
+    if num_blocks < 1:
+        raise ForecastFailed(
+            f"{name}: {model.name} has {model.stored_bytes / 1e9:.0f} GB of weights"
+        )
+    worker = {
+        "num_blocks": num_blocks,
+        "max_model_len": min(model.max_model_len, num_blocks * BLOCK_SIZE),
+        "max_num_batched_tokens": gpu.kind.batched_tokens,
+    }
+    alone = roofline(
+        model,
+        bandwidth=gpu.bandwidth * REACHED_BANDWIDTH * tensor_parallel,
+        flops=gpu.flops * REACHED_FLOPS * tensor_parallel,
+    )
+    return Kind(name, _with_sums(alone, gpu, model, tensor_parallel), worker)
+
+
+def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
+    """Of hardware that reaches so many bytes and operations a second."""
+    return Roofline(
+        overhead_s=STEP_OVERHEAD_S,
+        weights_s=model.read_bytes / bandwidth,
+        token_s=model.token_flops / flops,
+        kv_token_s=model.kv_token_bytes / bandwidth,
+        pair_s=model.pair_flops / flops,
+        row_s=model.row_flops / flops,
+    )
+
+
+def _with_sums(alone: Roofline, gpu: Gpu, model: ModelSize, ranks: int) -> Roofline:
+    sums = 2 * model.num_layers if ranks > 1 else 0
+    told_bytes = model.hidden_size * model.element_bytes * 2 * (ranks - 1) / ranks
+    told_s = sums * told_bytes / gpu.link_bandwidth
+    return replace(
+        alone,
+        overhead_s=alone.overhead_s + sums * SUM_LATENCY_S,
+        token_s=alone.token_s + told_s,
+        # The time of a decoding row's products is within that of the weights, but this is not.
+        row_s=alone.row_s + told_s,
+    )
+
+
+def _num_blocks(gpu: Gpu, model: ModelSize, ranks: int) -> int:
+    room = gpu.memory_bytes * _USED_MEMORY * ranks - model.stored_bytes
+    return int(room / (model.kv_token_bytes * BLOCK_SIZE))

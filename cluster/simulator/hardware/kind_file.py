@@ -1,0 +1,62 @@
+"""A kind of worker as a JSON file.
+
+    {
+      "step_time": {"overhead_s": 0.0007, "weights_s": 0.0041, "token_s": 2.4e-05,
+                    "kv_token_s": 3.6e-08, "pair_s": 8.9e-10, "row_s": 1.8e-06},
+      "worker": {"num_blocks": 26000, "max_model_len": 131072}
+    }
+
+``worker`` are settings of a worker by their keys; what is not there is as the configuration says.
+Other sections, as what the figures were measured with, are for people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple
+from math import isfinite
+from pathlib import Path
+
+from cluster.errors import ForecastFailed
+from cluster.simulator.hardware.kind import Kind
+from everlift import settings
+from everlift.settings import SettingsError
+from everlift.step_time import Roofline
+
+
+def read(path: Path) -> Kind:
+    """Raises ForecastFailed."""
+    try:
+        return made(path.stem, _content(path))
+    except ValueError as error:
+        raise ForecastFailed(f"{path}: {error}") from None
+
+
+def made(name: str, content: object) -> Kind:
+    """Of what such a file has in it. Raises ValueError."""
+    sections = _object(content)
+    try:
+        step_time = settings.load(Roofline, _object(sections.get("step_time")))
+    except SettingsError as error:
+        raise ValueError(f"step_time.{error}") from None
+    if not all(isfinite(value) and value >= 0 for value in astuple(step_time)):
+        raise ValueError("step_time: no value is below 0 or without end")
+    if not step_time.overhead_s + step_time.weights_s > 0:
+        raise ValueError("step_time: a step takes some time")
+    return Kind(name, step_time, _object(sections.get("worker", {})))
+
+
+def _content(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ForecastFailed(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ForecastFailed(f"{path}: is no JSON") from None
+
+
+def _object(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError("must have a section step_time, and may have one worker")
+    return value

@@ -1,0 +1,107 @@
+"""What a ledger still knows of requests that finished, without their prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from cluster.simulator.past import records
+from cluster.simulator.record import Record
+from everlift.errors import UnknownRequest
+from router.access.access import Access, store_of
+from router.config import RouterConfig
+from router.ledger.base import MOST_LISTED, Ledger, Page, Position
+from router.ledger.entry import Entry, Event, State, Stored
+
+#: Requests that are read at the same time.
+_AT_ONCE = 64
+
+
+class Reading(Protocol):
+    """A ledger, as far as it is read here."""
+
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Sequence[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page: ...
+
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored: ...
+
+    async def events(self, request_id: str) -> tuple[Event, ...]: ...
+
+
+async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
+    """Of the ``limit`` newest ones each choice, by arrival; the first arrives at 0. The first token
+    is that of all choices, infinite where nobody told of it. Raises LedgerUnavailable."""
+    found: list[Record] = []
+    async for entries in _listed(ledger, limit):
+        found += await _read_all(ledger, entries)
+    found.sort(key=lambda record: record.arrival.at)
+    begin = found[0].arrival.at if found else 0.0
+    return [_shifted(record, begin, index) for index, record in enumerate(found)]
+
+
+def _shifted(record: Record, begin: float, index: int) -> Record:
+    return replace(
+        record,
+        index=index,
+        arrival=replace(record.arrival, at=record.arrival.at - begin),
+        dispatched=record.dispatched - begin,
+        first_token=record.first_token - begin,
+        finished=record.finished - begin,
+    )
+
+
+async def weights(
+    ledger: Ledger, config: RouterConfig, tenants: Iterable[str]
+) -> Mapping[str, float]:
+    """Return the weights of ``tenants`` that are not 1, by the cluster's access.
+
+    Raises SettingsError, LedgerUnavailable.
+    """
+    if (store := store_of(config, ledger)) is None:
+        return {}
+    access = await Access.open(store)
+    found = {tenant: access.weight_of(tenant) for tenant in tenants}
+    return {tenant: weight for tenant, weight in found.items() if weight != 1}
+
+
+async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
+    """Yield the ``limit`` newest finished requests, in pages."""
+    before: Position | None = None
+    while limit > 0:
+        page = await ledger.list_requests(
+            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=before
+        )
+        yield page.entries
+        limit, before = limit - len(page.entries), page.last
+        if before is None:
+            return
+
+
+async def _read_all(ledger: Reading, entries: Sequence[Entry]) -> list[Record]:
+    """Return the records of ``entries`` in their order, without requests forgotten meanwhile.
+
+    No output token is read.
+    """
+    found: list[Record] = []
+    for start in range(0, len(entries), _AT_ONCE):
+        part = entries[start : start + _AT_ONCE]
+        for those in await asyncio.gather(*(_read(ledger, entry) for entry in part)):
+            found += those
+    return found
+
+
+async def _read(ledger: Reading, entry: Entry) -> list[Record]:
+    try:
+        stored = await ledger.read(entry.request_id, entry.num_tokens)
+        events = await ledger.events(entry.request_id)
+    except UnknownRequest:
+        return []
+    return [*records(stored, events)]

@@ -1,0 +1,169 @@
+"""One request, from its arrival to its end, as its gateway knows it. Pure.
+
+Its states and moves are the ledger's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from cluster.simulator.foresight import Foretold
+from cluster.simulator.record import Record
+from cluster.simulator.sequence import BlockNames, NamedSequence
+from everlift.v1 import session_pb2
+from router.gateway.losses import Losses
+from router.ledger.entry import Move, State
+from worker.engine.outcome import Outcome
+
+
+@dataclass(slots=True)
+class Life:
+    record: Record
+    request_id: str
+    names: BlockNames
+    foretold: Foretold
+    #: seconds that what waited when it came will take
+    foreseen_wait_s: float = 0.0
+    #: seconds for each token after the first one, as the leader predicted it
+    predicted_tpot_s: float | None = None
+    state: State = State.QUEUED
+    worker_id: str = ""
+    epoch: int = 0
+    #: output tokens that have come, until step ``draws_since`` of its worker: from then on one in
+    #: each step, if it is not None
+    num_tokens: int = 0
+    draws_since: int | None = None
+    #: output tokens of which the leader was told as served
+    num_served: int = 0
+    #: known tokens that were ever computed
+    num_computed: int = 0
+    #: the leader has had it before
+    accepted: bool = False
+    is_preempted: bool = False
+    num_moved: int = 0
+    losses: Losses = field(default_factory=Losses)
+
+    def move(self, move: Move, state: State) -> None:
+        assert self.state in move.sources and state in move.targets, f"{self.state} {move}"
+        self.state = state
+
+    @property
+    def known_tokens(self) -> int:
+        return self.record.arrival.prompt_tokens + self.num_tokens
+
+    @property
+    def deadline(self) -> float:
+        return self.record.arrival.at + self.record.arrival.deadline_s
+
+    @property
+    def ttft_deadline(self) -> float:
+        arrival = self.record.arrival
+        return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
+
+    def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
+        """A worker is ours: what it starts."""
+        self.move(Move.DISPATCH, State.RUNNING)
+        self.worker_id, self.epoch = worker_id, epoch
+        self.accepted, self.is_preempted = True, False
+        record = self.record
+        record.dispatched = min(record.dispatched, now)
+        record.worker = worker_id
+        record.attempts += 1
+        record.migrations += bool(self.num_tokens)
+        computed = max(self.num_computed, self.known_tokens - 1 if self.num_tokens else 0)
+        return NamedSequence.begin(
+            epoch,
+            self.request_id,
+            record.arrival,
+            self.names,
+            self.predicted_output,
+            self.num_tokens,
+            computed,
+        )
+
+    def said(self, outcome: Outcome, step: int) -> None:
+        """Its worker says how far it is after this step."""
+        self.num_tokens = outcome.offset + len(outcome.tokens)
+        self.num_computed = max(self.num_computed, outcome.num_computed)
+        self.draws_since = step if outcome.tokens and outcome.stop is None else None
+
+    def drew(self, step: int) -> None:
+        """Until this step of its worker nothing else was said of it."""
+        if self.draws_since is not None:
+            self.num_tokens += step - self.draws_since
+            self.draws_since = step
+
+    def take_served(self) -> int:
+        """Tokens that came and were not told as served."""
+        number, self.num_served = self.num_tokens - self.num_served, self.num_tokens
+        return number
+
+    def release(self) -> None:
+        """Its worker is gone, or gave it back."""
+        self.move(Move.RELEASE, State.QUEUED)
+        self.worker_id, self.epoch, self.draws_since = "", 0, None
+
+    # what the leader and its worker are told
+
+    @property
+    def predicted_output(self) -> int:
+        """As foretold when it came."""
+        return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
+
+    @property
+    def predicted_work(self) -> int:
+        """Its prompt and its output."""
+        return self.record.arrival.prompt_tokens + self.predicted_output
+
+    @property
+    def predicted_total(self) -> int:
+        """``predicted_work`` where requests are ordered by that; 0 where they leave by arrival."""
+        return 0 if self.foretold.is_distrusted else self.predicted_work
+
+    def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+        arrival = self.record.arrival
+        return session_pb2.Waiting(
+            request_id=self.request_id,
+            arrived=arrival.at,
+            prompt_tokens=self.known_tokens,
+            max_tokens=max(1, arrival.max_tokens - self.num_tokens),
+            attempt=self.record.attempts,
+            accepted=self.accepted,
+            choices=1,
+            priority=arrival.priority,
+            deadline=_moment(self.deadline),
+            ttft_deadline=_moment(self.ttft_deadline),
+            moves_left=moves_left,
+            suspect=is_suspect,
+            predicted_tokens=self.foretold.length.to_come(self.num_tokens, arrival.max_tokens),
+            predicted_total=self.predicted_total,
+            predicted_rank=self.foretold.rank,
+            predicted_work_rank=self.foretold.work_rank,
+            foreseen_wait_s=self.foreseen_wait_s,
+            least_tokens=self.foretold.least_tokens,
+        )
+
+    def running(self, moves_left: int) -> session_pb2.Running:
+        arrival = self.record.arrival
+        return session_pb2.Running(
+            request_id=self.request_id,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            priority=arrival.priority,
+            known_tokens=self.known_tokens,
+            moves_left=moves_left,
+            preempted=self.is_preempted,
+            arrived=arrival.at,
+            choices=1,
+            due=_moment(min(self.deadline, self.ttft_deadline)),
+            predicted_total=self.predicted_total,
+            predicted_rank=self.foretold.rank,
+            predicted_work_rank=self.foretold.work_rank,
+            foreseen_wait_s=self.foreseen_wait_s,
+        )
+
+
+def _moment(moment: float) -> float:
+    """As it is said on the wire: 0 if there is none."""
+    return 0.0 if moment == inf else moment

@@ -1,0 +1,110 @@
+"""What a simulated engine knows of a request: a sequence of the product, of which not the tokens
+count but only how many there are, and which blocks it shares with others. Pure.
+
+Two blocks are the same if they have the same name, as in the product if they have the same hash. A
+block within the parts that a prompt shares is named by these parts up to its end and by its place,
+any other one by its request and its place. To hash the tokens of a long prompt takes longer than
+all else that a forecast does for a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from cluster.simulator.workloads.arrival import Arrival
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import PromptTooLong
+from everlift.sampling import SamplingParams
+from worker.engine.limits import Limits
+from worker.engine.outcome import Outcome, SequenceKey, Stop
+from worker.engine.sequence import Sequence
+
+#: Every token is this one: nobody looks at them.
+TOKEN = 1
+_SAMPLING = SamplingParams(temperature=0.0)
+_STEM_BYTES = 16
+
+
+class BlockNames:
+    """Of the blocks of the ``index``-th request."""
+
+    __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
+
+    def __init__(self, index: int, arrival: Arrival) -> None:
+        self._own = index.to_bytes(8)
+        self._part_tokens = arrival.prefix_part_tokens
+        self._shared_tokens = min(
+            len(arrival.prefix) * arrival.prefix_part_tokens, arrival.prompt_tokens
+        )
+        self._stems: list[bytes] = []
+        stem = arrival.tenant.encode()
+        for part in arrival.prefix:
+            stem = hashlib.blake2b(b"%b %d" % (stem, part), digest_size=_STEM_BYTES).digest()
+            self._stems.append(stem)
+
+    def __getitem__(self, block: int) -> bytes:
+        end = (block + 1) * BLOCK_SIZE
+        if end > self._shared_tokens:
+            return self._own + block.to_bytes(4)
+        return self._stems[(end - 1) // self._part_tokens] + block.to_bytes(4)
+
+
+class NamedSequence(Sequence):
+    """Its blocks have names in place of hashes, and in place of a stop token it has a ``length``,
+    which its worker's policy does not know."""
+
+    __slots__ = ("length", "names")
+    names: BlockNames
+    #: output tokens that end it
+    length: int
+
+    @classmethod
+    def begin(
+        cls,
+        epoch: int,
+        request_id: str,
+        arrival: Arrival,
+        names: BlockNames,
+        predicted_tokens: int,
+        output_tokens: int = 0,
+        num_computed: int = 0,
+    ) -> NamedSequence:
+        """With ``output_tokens`` of earlier attempts, in which so many tokens were computed.
+        ``predicted_tokens`` are of the whole output; 0: nobody knows."""
+        sequence = cls(
+            key=SequenceKey(epoch, 0),
+            request_id=request_id,
+            tokens=[TOKEN] * (arrival.prompt_tokens + output_tokens),
+            num_prompt=arrival.prompt_tokens,
+            max_tokens=max(1, arrival.max_tokens),
+            sampling=_SAMPLING,
+            stop_token_ids=frozenset(),
+            salt=b"",
+            priority=arrival.priority,
+            predicted_tokens=predicted_tokens,
+            num_computed_before=num_computed,
+        )
+        sequence.names = names
+        sequence.length = max(1, min(arrival.output_tokens, arrival.max_tokens))
+        return sequence
+
+    def block_hash(self, index: int) -> bytes:
+        return self.names[index]
+
+    def stop(self, limits: Limits) -> Stop | None:
+        if (stop := super().stop(limits)) is not None:
+            return stop
+        return Stop.EOS if self.num_output >= self.length else None
+
+    def earliest_end(self, limits: Limits) -> int:
+        return min(self.num_prompt + self.length, super().earliest_end(limits))
+
+    def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
+        """How it ends at a worker that does not begin with it, as in
+        ``worker.serving.sessions``."""
+        most = limits.max_model_len
+        if is_draining:
+            return self.outcome(Stop.RETURNED)
+        if self.num_prompt >= most or self.num_known > most:
+            return self.outcome(Stop.REFUSED, PromptTooLong())
+        return None if (stop := self.stop(limits)) is None else self.outcome(stop)

@@ -1,0 +1,178 @@
+"""A workload and a cluster in virtual time. Pure.
+
+arrivals --> Gateway --waiting--> Dispatcher --placed--> Gateway --start--> SimulatedWorker
+                ^                     ^                                           |
+                +---------------------+------------------frame--------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+from cluster.autoscale.policy import Autoscaler
+from cluster.simulator.any_worker import AnyWorker
+from cluster.simulator.dispatcher import Dispatcher
+from cluster.simulator.fleet import Fleet
+from cluster.simulator.forecast import Forecast, Sample
+from cluster.simulator.foresight import Foresight
+from cluster.simulator.frame import Frame
+from cluster.simulator.gateway import Gateway
+from cluster.simulator.global_queue import GlobalQueue
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.timeline import Timeline
+from cluster.simulator.workloads.arrival import Arrival
+from router.admission.rhythm import TICK_S
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    scenario: Scenario,
+    *,
+    one_by_one: bool = False,
+    dispatcher: Dispatcher | None = None,
+) -> Forecast:
+    """Simulate ``arrivals``, which are in order of time, until all of them have ended.
+
+    ``one_by_one`` plans every step of every engine by itself, which changes nothing but the time
+    that it takes. ``dispatcher`` takes the place of the product's queue. Raises ValueError for an
+    arrival before its predecessor, and for a dispatcher with an autoscaler, which follows the
+    product's queue.
+    """
+    simulation = _Simulation(scenario, one_by_one, dispatcher)
+    simulation.run(iter(arrivals))
+    return simulation.forecast()
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario, one_by_one: bool, dispatcher: Dispatcher | None) -> None:
+        self._scenario = scenario
+        self._timeline = Timeline()
+        self._fleet = Fleet(scenario, self, self._timeline, one_by_one)
+        self._dispatcher, self._scaler = self._parts(dispatcher)
+        self._gateway = Gateway(
+            scenario.router,
+            self._dispatcher,
+            self._fleet,
+            self._timeline,
+            Foresight(scenario.foresight_sigma, scenario.seed),
+        )
+        self._loads: dict[str, Frame] = {}
+        self._samples: list[Sample] = []
+        self._has_more = True
+
+    def _parts(self, dispatcher: Dispatcher | None) -> tuple[Dispatcher, _Scaler | None]:
+        scenario = self._scenario
+        if dispatcher is not None:
+            if scenario.autoscale.is_on:
+                raise ValueError("autoscale: it follows the product's queue, and no dispatcher")
+            return dispatcher, None
+        queue = GlobalQueue(scenario.router, self._fleet.occupants, scenario.weights)
+        return queue, _Scaler(scenario, queue, self._fleet) if scenario.autoscale.is_on else None
+
+    def run(self, arrivals: Iterator[Arrival]) -> None:
+        for spec in self._scenario.workers:
+            self._fleet.come(spec)
+        for event in self._scenario.events:
+            self._timeline.at(event.at, self._fleet.happen, event)
+        self._expect(arrivals)
+        self._tick()
+        self._sample(0)
+        while self._has_more or not self._gateway.is_idle:
+            self._timeline.step()
+
+    def forecast(self) -> Forecast:
+        return Forecast(
+            records=tuple(self._gateway.records),
+            samples=tuple(self._samples),
+            num_steps=self._fleet.num_steps,
+            num_jumped=self._fleet.num_jumped,
+            worker_s=self._fleet.worker_s,
+        )
+
+    # what happens
+
+    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is None:
+            self._has_more = False
+        elif arrival.at < self._timeline.now:
+            raise ValueError(f"an arrival at {arrival.at:g} s comes after a later one")
+        else:
+            self._timeline.at(arrival.at, self._arrive, arrival, arrivals)
+
+    def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+        self._gateway.arrive(arrival)
+        self._gateway.decide()
+        self._expect(arrivals)
+
+    def worker_up(self, worker: AnyWorker) -> None:
+        self._dispatcher.worker_up(worker.worker_id, worker.capacity)
+        self._gateway.worker_up()
+
+    def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
+        self._loads.pop(worker_id, None)
+        self._dispatcher.worker_lost(worker_id)
+        self._gateway.worker_lost(worker_id, occupants)
+        if not len(self._fleet):
+            self._gateway.last_worker_lost()
+        self._gateway.decide()
+
+    def hear(self, frame: Frame) -> None:
+        self._loads[frame.worker_id] = frame
+        self._gateway.hear(frame)
+        self._dispatcher.hear(frame, self._timeline.now)
+        load = frame.load
+        if load.draining and not load.num_running and not load.num_waiting:
+            self._fleet.drained(frame.worker_id)
+        if self._dispatcher.has_work:
+            self._gateway.decide()
+
+    def _tick(self) -> None:
+        now = self._timeline.now
+        self._gateway.tell_served()
+        self._dispatcher.tick(now)
+        if self._scaler is not None:
+            self._scaler.look(now)
+        self._gateway.decide()
+        self._timeline.after(TICK_S, self._tick)
+
+    def _sample(self, number: int) -> None:
+        staying = self._fleet.staying
+        names = (worker.worker_id for worker in staying)
+        loads = [self._loads[name].load for name in names if name in self._loads]
+        self._samples.append(
+            Sample(
+                at=self._timeline.now,
+                queued=self._dispatcher.queued,
+                running=sum(load.num_running for load in loads),
+                waiting=sum(load.num_waiting for load in loads),
+                workers=len(staying),
+                slots=sum(worker.limits.max_num_seqs for worker in staying),
+                blocks_used=sum(load.blocks_used for load in loads),
+                blocks=sum(worker.limits.num_blocks for worker in staying),
+            )
+        )
+        later = (number + 1) * self._scenario.sample_s
+        self._timeline.at(later, self._sample, number + 1)
+
+
+class _Scaler:
+    """Does what the product's autoscaler decides."""
+
+    def __init__(self, scenario: Scenario, queue: GlobalQueue, fleet: Fleet) -> None:
+        # Slow is a machine that is there, and not those that come.
+        self._spec = replace(scenario.workers[0], slowness=1.0)
+        self._start_s = scenario.start_s
+        self._queue = queue
+        self._fleet = fleet
+        self._policy = Autoscaler(scenario.autoscale)
+
+    def look(self, now: float) -> None:
+        staying = self._fleet.staying
+        workers = len(staying) + self._fleet.num_starting
+        target = self._policy.decide(self._queue.load(now), 0.0, workers, now).workers
+        for _ in range(target - workers):
+            self._fleet.start_worker(self._spec, self._start_s)
+        for worker in staying[len(staying) - max(0, workers - target) :]:
+            worker.drain()

@@ -1,0 +1,86 @@
+"""Which requests are meant, as it is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.errors import WorkloadFailed
+from cluster.simulator.workloads.known import WORKLOADS
+from cluster.simulator.workloads.workload import Workload
+
+PANEL = "The requests"
+
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        metavar="NAME[=SHARE]",
+        help=f"Made up like {', '.join(WORKLOADS)}. Repeatable, by shares.",
+        rich_help_panel=PANEL,
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Recorded requests instead: Azure's, Mooncake's or BurstGPT's format.",
+        rich_help_panel=PANEL,
+    ),
+]
+Begin = Annotated[
+    float,
+    typer.Option(
+        "--from", min=0, metavar="S", help="Begin of the trace's part.", rich_help_panel=PANEL
+    ),
+]
+End = Annotated[
+    float | None,
+    typer.Option("--to", metavar="S", help="End of the trace's part.", rich_help_panel=PANEL),
+]
+Speed = Annotated[
+    float,
+    typer.Option(
+        metavar="FACTOR",
+        help="The trace's requests come so many times as fast.",
+        rich_help_panel=PANEL,
+    ),
+]
+Steady = Annotated[
+    bool,
+    typer.Option("--steady", help="The workload's rate does not drift.", rich_help_panel=PANEL),
+]
+Seed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=PANEL)]
+
+#: Workloads with their shares.
+Mix = Sequence[tuple[Workload, float]]
+
+
+def mix(names: Sequence[str], is_steady: bool) -> Mix:
+    """Of names as ``chat`` or ``chat=3``. Raises WorkloadFailed."""
+    found = map(_share, names)
+    return [(each.without_drift() if is_steady else each, share) for each, share in found]
+
+
+def at_rate(mix: Mix, rate: float) -> Iterator[Workload]:
+    """So many requests a second together."""
+    total = sum(share for _, share in mix)
+    return (workload.at_rate(rate * share / total) for workload, share in mix)
+
+
+def _share(text: str) -> tuple[Workload, float]:
+    name, equals, share = text.partition("=")
+    if name not in WORKLOADS:
+        raise WorkloadFailed(f"--workload {name}: must be one of {', '.join(WORKLOADS)}")
+    try:
+        number = float(share) if equals else 1.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise WorkloadFailed(f"--workload {text}: its share must be a number above 0")
+    return WORKLOADS[name], number

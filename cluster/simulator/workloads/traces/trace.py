@@ -1,0 +1,98 @@
+"""A recorded workload, read line by line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
+from math import inf
+from pathlib import Path
+from typing import TextIO
+
+from cluster.errors import WorkloadFailed
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.traces.formats import CSV, Format, mooncake
+from cluster.simulator.workloads.traces.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests of ``file``, whose format is told by its first line. Those from ``begin_s`` to
+    before ``end_s`` after the file's first one are taken, and come ``speed`` times as fast as they
+    were recorded."""
+
+    file: Path
+    begin_s: float = 0.0
+    end_s: float = inf
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin_s < self.end_s:
+            raise WorkloadFailed("a trace's window must begin at 0 or later, and before its end")
+        if not 0 < self.speed < inf:
+            raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """In their order, from the window's begin on. Raises WorkloadFailed for a line that cannot
+        be, and for a window without a request."""
+        later = dropwhile(lambda each: each.at < self.begin_s, self._recorded())
+        is_empty = True
+        for arrival in takewhile(lambda each: each.at < self.end_s, later):
+            is_empty = False
+            yield replace(arrival, at=(arrival.at - self.begin_s) / self.speed)
+        if is_empty:
+            raise WorkloadFailed(f"{self.file}: has no request in that window")
+
+    def _recorded(self) -> Iterator[Arrival]:
+        """From 0 on."""
+        begin, last = None, -inf
+        for row, arrival in _read(self.file):
+            if arrival.at < last:
+                raise row.wrong(f"comes {last - arrival.at:g} s before the line above it")
+            last = arrival.at
+            begin = last if begin is None else begin
+            yield replace(arrival, at=last - begin)
+
+
+def _read(path: Path) -> Iterator[tuple[Row, Arrival]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            is_json = file.readline().lstrip().startswith("{")
+            file.seek(0)
+            yield from _json_lines(path, file) if is_json else _csv_lines(path, file)
+    except OSError as error:
+        raise WorkloadFailed(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise WorkloadFailed(f"{path}: is no text") from None
+
+
+def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
+    for line, text in enumerate(file, start=1):
+        if text.isspace():
+            continue
+        try:
+            row = Row(path, line, json.loads(text))
+        except (ValueError, RecursionError):
+            raise WorkloadFailed(f"{path}:{line}: is no JSON") from None
+        yield row, mooncake(row)
+
+
+def _csv_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
+    rows = csv.DictReader(file, strict=True)
+    try:
+        read = _format(path, rows.fieldnames or ())
+        for fields in rows:
+            row = Row(path, rows.line_num, fields)
+            if (arrival := read(row)) is not None:
+                yield row, arrival
+    except csv.Error as error:
+        raise WorkloadFailed(f"{path}:{rows.line_num}: is no CSV: {error}") from None
+
+
+def _format(path: Path, columns: Sequence[str]) -> Format:
+    for known, read in CSV.items():
+        if known <= set(columns):
+            return read
+    raise WorkloadFailed(f"{path}:1: neither Azure's columns, nor BurstGPT's, nor Mooncake's JSON")

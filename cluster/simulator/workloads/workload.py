@@ -1,0 +1,94 @@
+"""Requests without end, as statistics say. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
+from operator import attrgetter
+from random import Random
+from typing import Self, TypeVar
+from zlib import crc32
+
+from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.conversations import Conversations
+from cluster.simulator.workloads.lengths import Lengths
+from cluster.simulator.workloads.traffic import Traffic
+
+T = TypeVar("T")
+
+_PART_TOKENS = 512
+#: Assumed: a few tenants have most of the requests (Zipf's law), and one request in ten is of a
+#: class above the others, and one of a class below them.
+TENANTS = {f"t{rank}": 1 / rank for rank in range(1, 9)}
+CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``traffic`` has the rate of the trace. ``continued`` is the share of prompts that begin as an
+    earlier one did. ``tenants`` and ``classes`` (priorities) are drawn by their weights."""
+
+    name: str
+    application: str
+    prompt: Lengths
+    output: Lengths
+    max_tokens: int
+    traffic: Traffic
+    continued: float = 0.0
+    #: seconds after a request's arrival
+    ttft_target_s: float = inf
+    deadline_s: float = inf
+    tenants: Mapping[str, float] = field(default_factory=lambda: TENANTS)
+    classes: Mapping[int, float] = field(default_factory=lambda: CLASSES)
+
+    def at_rate(self, rate: float) -> Self:
+        """Requests a second; how they crowd within a few gaps stays as it is."""
+        return replace(self, traffic=replace(self.traffic, rate=rate))
+
+    def without_drift(self) -> Self:
+        return replace(self, traffic=replace(self.traffic, drift=0.0))
+
+    def arrivals(self, seed: int) -> Iterator[Arrival]:
+        """In their order, without end. Which requests come does not depend on when they come: at
+        another rate they are the same ones."""
+        times = self.traffic.times(self._random(seed, "times"))
+        lengths, who = self._random(seed, "lengths"), self._random(seed, "who")
+        conversations = self._conversations(seed)
+        for at in times:
+            tenant = _one_of(self.tenants, who)
+            prompt_tokens = self.prompt.draw(lengths)
+            yield Arrival(
+                at,
+                prompt_tokens,
+                output_tokens=self.output.draw(lengths),
+                max_tokens=self.max_tokens,
+                priority=_one_of(self.classes, who),
+                tenant=tenant,
+                application=self.application,
+                ttft_target_s=self.ttft_target_s,
+                deadline_s=self.deadline_s,
+                prefix=conversations[tenant].prompt(prompt_tokens // _PART_TOKENS)
+                if self.continued
+                else (),
+                prefix_part_tokens=_PART_TOKENS,
+            )
+
+    def _conversations(self, seed: int) -> Mapping[str, Conversations]:
+        """Of each tenant, since no tenant shares a prefix with another."""
+        names, rng = count(crc32(self.name.encode()) << 32), self._random(seed, "prefixes")
+        return {tenant: Conversations(self.continued, names, rng) for tenant in self.tenants}
+
+    def _random(self, seed: int, what: str) -> Random:
+        return Random(f"{self.name}/{seed}/{what}")
+
+
+def merged(workloads: Sequence[Workload], seed: int) -> Iterator[Arrival]:
+    """Several at once, in the order of their times."""
+    return heapq.merge(*(each.arrivals(seed) for each in workloads), key=attrgetter("at"))
+
+
+def _one_of(weights: Mapping[T, float], rng: Random) -> T:
+    return rng.choices(tuple(weights), tuple(weights.values()))[0]
