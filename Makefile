@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 # A contract of others, that customers who import everlift need not have.
-SERVER_PROTOS := $(sort $(wildcard router/gateway/kserve/v2/*.proto))
+SERVER_PROTOS := $(sort $(wildcard router/api/kserve/v2/*.proto))
 # The contract of the last release.
 CONTRACT := proto/contract.binpb
 TORCH := 2.13.0

@@ -11,10 +11,10 @@ from cluster.config import Config
 from cluster.errors import ClusterFailed
 from everlift.settings import SettingsError
 from router.ledger.config import EMBEDDED
-from router.ledger.embedded import running_url
+from router.ledger.embedded.embedded import running_url
 
 if TYPE_CHECKING:
-    from router.ledger.redis_ledger import RedisLedger
+    from router.ledger.redis.redis_ledger import RedisLedger
 
 
 def with_ledger(config: Config, url: str | None) -> Config:
@@ -32,7 +32,7 @@ async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
     """The one that is configured, or the one that runs here. Raises ClusterFailed,
     LedgerSetupError, LedgerUnavailable."""
     # The other commands, which all import this one, have no use for Redis.
-    from router.ledger.redis_ledger import connect
+    from router.ledger.redis.redis_ledger import connect
 
     url = config.ledger.url
     if url == EMBEDDED:

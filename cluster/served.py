@@ -90,7 +90,7 @@ def curl(config: Config, served: Served, url: str) -> str:
 def _of_files(config: Config) -> tuple[int, bool]:
     # Tokenizers take a moment to import, and most commands need none.
     from everlift.chat_templates import Templates
-    from router.gateway.model import ServedModel
+    from router.requests.tokenizer import ServedModel
 
     model = ServedModel.load(config.model, config.model_revision)
     directory = model.directory

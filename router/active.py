@@ -13,9 +13,9 @@ from typing import Protocol
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
-from router.clock import now
-from router.gateway.model import ServedModel
+from router.event_loop import now
 from router.ledger.base import Ledger
+from router.requests.tokenizer import ServedModel
 
 log = logs.get(__name__)
 

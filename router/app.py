@@ -21,11 +21,11 @@ from everlift.errors import InvalidRequest
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
+from router.leader.policy_store import ROUTER_SETTINGS
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
-from router.ledger.redis_ledger import connect
+from router.ledger.redis.redis_ledger import connect
 from router.placement import unplaced
 from router.router import Router
-from router.rulebook import ROUTER_SETTINGS
 
 log = logs.get(__name__)
 

@@ -11,10 +11,10 @@ import grpc
 from everlift import wire
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
-from router.chaos import Chaos
 from router.console.counting import Counting
-from router.fleet import Fleet
-from router.leader import Leader
+from router.faults.injector import Chaos
+from router.heartbeat import Fleet
+from router.leader.leader import Leader
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

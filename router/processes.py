@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from router import pause
+from router.faults import pause
 
 
 class Processes(Protocol):

@@ -20,9 +20,27 @@ from everlift.errors import LedgerUnavailable
 from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
-from router.access.access import Access, store_of
 from router.active import ActiveModel, Connections
-from router.chaos import Chaos
+from router.api.grpc.admin_server import AdminServer
+from router.api.grpc.chaos_server import ChaosServer
+from router.api.grpc.handlers import service_name
+from router.api.grpc.health_server import HealthServer
+from router.api.grpc.inference_server import InferenceServer
+from router.api.grpc.reflection_server import ReflectionServer
+from router.api.http2.limits import Limits
+from router.api.http2.server import Server
+from router.api.kserve.server import KserveServer
+from router.api.openai.answering import Answering
+from router.api.openai.api import Api
+from router.api.openai.conversation import Conversations
+from router.api.openai.explaining import Explaining
+from router.api.openai.server import HttpServer
+from router.api.openai.texts import Texts
+from router.api.service import Inference
+from router.api.status import Status
+from router.auth.access import Access, store_of
+from router.auth.authenticator import OPEN, Door
+from router.auth.quotas import unlimited
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.console.actions import Actions
@@ -33,43 +51,25 @@ from router.console.parts import Identity
 from router.console.peers import Peers
 from router.console.snapshot import Snapshot
 from router.exposure import exposures
-from router.fleet import Fleet
-from router.gateway.admin_server import AdminServer
-from router.gateway.chaos_server import ChaosServer
-from router.gateway.door import OPEN, Door
-from router.gateway.grpc_server import InferenceServer
-from router.gateway.handlers import service_name
-from router.gateway.health_server import HealthServer
-from router.gateway.http.answering import Answering
-from router.gateway.http.api import Api
-from router.gateway.http.conversation import Conversations
-from router.gateway.http.explaining import Explaining
-from router.gateway.http.server import HttpServer
-from router.gateway.http.texts import Texts
-from router.gateway.inference import Inference
-from router.gateway.kserve.server import KserveServer
-from router.gateway.model import ServedModel
-from router.gateway.quotas import unlimited
-from router.gateway.reflection_server import ReflectionServer
-from router.gateway.requests import Requests
-from router.gateway.status import Status
+from router.faults.injector import Chaos
+from router.heartbeat import Fleet
 from router.internal_server import InternalServer
-from router.leader import Leader
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.leader.policy_store import Rulebook
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
-from router.line import AdmissionLine
-from router.metrics.collector import StateCollector
-from router.metrics.http_server import MetricsServer
-from router.metrics.instruments import Instruments
-from router.metrics.timed_ledger import timed
-from router.metrics.vllm import VllmCollector
+from router.observability.metrics.collector import StateCollector
+from router.observability.metrics.http_server import MetricsServer
+from router.observability.metrics.instruments import Instruments
+from router.observability.metrics.timed_ledger import timed
+from router.observability.metrics.vllm import VllmCollector
+from router.observability.traces.exporter import otlp
+from router.observability.traces.traces import Traces
 from router.prediction.file import PredictorFile
-from router.rpc.limits import Limits
-from router.rpc.server import Server
-from router.rulebook import Rulebook
-from router.sessions import Sessions
-from router.traces.exporter import otlp
-from router.traces.traces import Traces
+from router.requests.manager import Requests
+from router.requests.tokenizer import ServedModel
+from router.worker_sessions import Sessions
 
 log = logs.get(__name__)
 

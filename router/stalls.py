@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from everlift import logs
-from router.clock import now
+from router.event_loop import now
 
 log = logs.get(__name__)
 

@@ -8,7 +8,6 @@ from itertools import count
 
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
-from router.admission.pace import Pace, Work
 from router.admission.placement import Placement
 from router.admission.policy import (
     EarliestDeadline,
@@ -20,10 +19,11 @@ from router.admission.policy import (
     Rules,
     ShortestWork,
 )
+from router.admission.request import Waiting
 from router.admission.running import Running
-from router.admission.tenure import Placed, Tenure
-from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity, Load
+from router.admission.scheduler import Placed, Tenure
+from router.admission.throughput import Pace, Work
+from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 
 #: One of each.

@@ -24,8 +24,8 @@ from cluster.config import Config
 from cluster.ray.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
+from router.auth.caller import Scope
 from router.config import RouterConfig
-from router.gateway.caller import Scope
 from tests.browser import browser, opened
 from tests.free_port import free_port
 from tests.keyring import Keyring

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.worker_view import WorkerView
+from router.admission.workers import WorkerView
 from router.console.counting import LATENCIES
 from router.console.parts import Identity
 from router.console.snapshot import Snapshot

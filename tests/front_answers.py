@@ -13,8 +13,8 @@ from everlift import error_details, wire
 from everlift.errors import BY_SLUG
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.kserve.v2 import open_inference_pb2 as kserve_pb
-from router.gateway.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
 from tests.http_client import JSON, ask
 from tests.in_process import Cluster
 

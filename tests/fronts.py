@@ -13,7 +13,7 @@ import grpc
 from everlift import wire
 from everlift.errors import BY_SLUG, EverliftError
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
 from tests.bystander import beside_a_good_stream
 from tests.grammar_support import DEMO_MODEL
 from tests.http_client import JSON, ask

@@ -13,17 +13,17 @@ from typing import TypeVar
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.access.limits import Limits
-from router.clock import now
+from router.auth.limits import Limits
+from router.auth.quotas import unlimited
 from router.config import RouterConfig
-from router.gateway.attempts import Reservation
-from router.gateway.live import LiveRequest, Phase
-from router.gateway.model import ServedModel
-from router.gateway.observer import NOBODY, Observer
-from router.gateway.quotas import unlimited
-from router.gateway.requests import Requests
+from router.event_loop import now
 from router.ledger.entry import Dispatch, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.attempts import Reservation
+from router.requests.manager import Requests
+from router.requests.observer import NOBODY, Observer
+from router.requests.request import LiveRequest, Phase
+from router.requests.tokenizer import ServedModel
 
 Ledgers = TypeVar("Ledgers", bound=MemoryLedger)
 CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_losses_total=5, max_queued=3)

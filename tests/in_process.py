@@ -13,7 +13,7 @@ from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.ledger.base import Ledger
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from router.router import Router
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everlift.v1 import session_pb2
-from router.gateway.journal import Journal
+from router.requests.timing import Journal
 
 
 @dataclass

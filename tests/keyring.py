@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.access import key as keys
-from router.access.file_store import FileStore
-from router.access.key import Key
-from router.gateway.caller import Scope
+from router.auth import key as keys
+from router.auth.caller import Scope
+from router.auth.file_store import FileStore
+from router.auth.key import Key
 
 
 class Keyring:

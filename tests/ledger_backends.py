@@ -13,14 +13,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from everlift.request_id import tenant_of
-from router.ledger import codec, scripts
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS, LedgerConfig
 from router.ledger.entry import Entry, Stored
-from router.ledger.memory import MemoryLedger
-from router.ledger.redis_ledger import connect
-from router.ledger.server import SCHEMA
-from router.ledger.shards import Call
+from router.ledger.memory.memory import MemoryLedger
+from router.ledger.redis import codec, scripts
+from router.ledger.redis.redis_ledger import connect
+from router.ledger.redis.server import SCHEMA
+from router.ledger.redis.shards import Call
 from tests.ledger_life import Life
 from tests.ledgers import lose_answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.ledger import scripts
+from router.ledger.redis import scripts
 
 _ONLY = " alone"
 

@@ -22,15 +22,16 @@ from redis.exceptions import RedisError
 
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
-from router.ledger import codec, embedded
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
-from router.ledger.connections import Command
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded import embedded
+from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Entry
-from router.ledger.memory import MemoryLedger
-from router.ledger.redis_ledger import RedisLedger, connect
-from router.ledger.shards import Call
+from router.ledger.memory.memory import MemoryLedger
+from router.ledger.redis import codec
+from router.ledger.redis.connections import Command
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from router.ledger.redis.shards import Call
 
 PATIENCE_S = 10.0
 #: Of a ledger that soon forgets what ended.

@@ -15,12 +15,12 @@ from everlift.errors import EverliftError
 from everlift.request_id import unnamed
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
-from router.admission.bounds import Refusal
-from router.admission.entrance import Entrance
-from router.admission.rhythm import TICK_S
+from router.admission.early_rejection import Entrance
+from router.admission.intervals import TICK_S
+from router.admission.load_shedding import Refusal
 from router.admission.tpot import seen_ratio
 from router.admission.wanted import Wanted
-from router.admission.worker_view import Capacity, Load
+from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 from router.prediction.output_lengths import OutputLengths
 from tests.admission_support import Cluster

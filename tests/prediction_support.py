@@ -17,9 +17,9 @@ from cluster.prediction.training import trained
 from everlift.messages import OnDisconnect, Request
 from everlift.request_id import qualified
 from everlift.sampling import SamplingParams
-from router.gateway.model import ServedModel
 from router.prediction.model import Model
 from router.prediction.predictor import Predictor
+from router.requests.tokenizer import ServedModel
 from tests.mixes import APPLICATIONS, Application, Drawn, drawn
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.clock import now
-from router.gateway.headers import IDEMPOTENCY_KEY
-from router.gateway.http.api import Api
-from router.gateway.http.writer import Writer
-from router.rpc.call import Call
+from router.api.headers import IDEMPOTENCY_KEY
+from router.api.http2.call import Call
+from router.api.openai.api import Api
+from router.api.openai.writer import Writer
+from router.event_loop import now
 
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from router.gateway.model import HuggingFaceTokenizer
+from router.requests.tokenizer import HuggingFaceTokenizer
 from tests.grammar_support import DEMO_MODEL
 from tests.in_process import ROUTER, Cluster, cluster
 from worker.config import WorkerConfig

@@ -15,7 +15,7 @@ from tokenizers import (
     trainers,
 )
 
-from router.gateway.model import HuggingFaceTokenizer
+from router.requests.tokenizer import HuggingFaceTokenizer
 
 CORPUS = [
     "count from one to ten: 你好 🙂🙃 naïve café",

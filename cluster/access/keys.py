@@ -14,10 +14,10 @@ from rich.table import Column, Table
 
 from cluster.access.opening import Assignments, SettingsFile, changed, kept
 from everlift.settings import SettingsError
-from router.access import key as keys
-from router.access.document import Document
-from router.access.key import Key
-from router.gateway.caller import Scope
+from router.auth import key as keys
+from router.auth.caller import Scope
+from router.auth.document import Document
+from router.auth.key import Key
 
 app = typer.Typer(
     no_args_is_help=True,

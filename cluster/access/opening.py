@@ -15,8 +15,8 @@ from cluster import config as configuration
 from cluster.config import Config
 from cluster.ledger_connection import connected_ledger
 from everlift.settings import SettingsError
-from router.access.document import Document
-from router.access.store import Edit, LedgerStore, Store
+from router.auth.document import Document
+from router.auth.store import Edit, LedgerStore, Store
 
 SettingsFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's settings in YAML.")
@@ -55,7 +55,7 @@ async def _opened(config: Config) -> AsyncIterator[Store]:
                 "with router.access_file, here and for `everlift up`"
             )
         case "file":
-            from router.access.file_store import FileStore
+            from router.auth.file_store import FileStore
 
             yield FileStore(Path(config.router.access_file))
         case "ledger":

@@ -15,8 +15,8 @@ from cluster.access.opening import Assignments, SettingsFile, changed, kept
 from everlift.errors import InvalidRequest
 from everlift.request_id import check_tenant
 from everlift.settings import SettingsError
-from router.access.document import EVERYBODY, Document
-from router.access.limits import Limits
+from router.auth.document import EVERYBODY, Document
+from router.auth.limits import Limits
 
 _NAMES = tuple(field.name for field in fields(Limits))
 #: In place of a number: no limit at all, or the one of EVERYBODY.

@@ -14,7 +14,7 @@ from everlift.errors import LedgerUnavailable
 from everlift.v1 import session_pb2
 from router.ledger.base import Ledger, LoadReport
 from router.ledger.config import LedgerConfig, LedgerSetupError
-from router.ledger.redis_ledger import connect
+from router.ledger.redis.redis_ledger import connect
 
 log = logs.get(__name__)
 

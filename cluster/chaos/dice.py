@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from everlift.v1 import chaos_pb2 as pb
-from router.faults import ANY_ROUTER, LEADER, LEDGER
+from router.faults.faults import ANY_ROUTER, LEADER, LEDGER
 
 #: A worker that has had its fault needs so long to be as before.
 _RECOVERY_S = 3.0

@@ -16,7 +16,7 @@ from cluster.chaos.checker import Kind
 from cluster.chaos.run import Happened
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import inference_pb2 as status_pb
-from router.faults import LEDGER
+from router.faults.faults import LEDGER
 from router.ledger.entry import State
 
 #: Of very many findings the table shows the first ones; JSON has them all.

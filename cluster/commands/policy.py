@@ -11,7 +11,7 @@ import typer
 from cluster.connection import Address, connected
 from everlift.v1 import admin_pb2 as pb
 from router.config import RouterConfig
-from router.rulebook import SETTINGS, Ruling
+from router.leader.policy_store import SETTINGS, Ruling
 
 #: In place of a value: the one that routers and workers are configured with.
 _DEFAULT = "default"

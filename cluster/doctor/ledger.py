@@ -11,8 +11,8 @@ from cluster.config import Config
 from cluster.doctor.finding import Finding, broken, doubtful, fine
 from everlift.errors import LedgerUnavailable
 from router.ledger.config import EMBEDDED, PROMISES, URL_VARIABLE, LedgerSetupError
-from router.ledger.embedded import find_binary, running_url
-from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.embedded.embedded import find_binary, running_url
+from router.ledger.redis.redis_ledger import RedisLedger, connect
 
 _ASKED = 21
 #: Each step of a stream waits for one call: what is more than this is felt.

@@ -183,7 +183,7 @@ def _weights_mib(config: Config) -> int:
 
 
 def _model(config: Config) -> Finding:
-    from router.gateway.model import ServedModel
+    from router.requests.tokenizer import ServedModel
     from worker.model.spec import UnsupportedModel
 
     mend = "set model to a directory with all files of a model"

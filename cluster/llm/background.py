@@ -17,7 +17,7 @@ from cluster.llm.completion import Completion
 from cluster.llm.worker import LocalWorker, Show, Task
 from cluster.model import fetched
 from cluster.threads import threads_per_rank
-from router.gateway.model import ServedModel
+from router.requests.tokenizer import ServedModel
 
 
 class Background:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.config import Config
 from everlift import logs
 from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 
 log = logs.get(__name__)
 

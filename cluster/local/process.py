@@ -81,7 +81,7 @@ async def _run(launch: Launch, tell: Tell) -> None:
 async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> None:
     # Imported here so that a router knows nothing of torch, and a rank nothing of Redis.
     with heap.growing():
-        from router.ledger.redis_ledger import connect
+        from router.ledger.redis.redis_ledger import connect
         from router.router import Router
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop.set)

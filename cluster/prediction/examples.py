@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from everlift.errors import EverliftError, UnknownRequest
 from everlift.settings import SettingsError
-from router.gateway.model import ServedModel
 from router.ledger.base import MOST_LISTED, Page, Position
 from router.ledger.entry import State, Stored
 from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of
+from router.requests.tokenizer import ServedModel
 
 #: Requests whose records are asked for at once.
 _AT_ONCE = 64

@@ -14,7 +14,7 @@ from cluster.prediction.report import Report
 from cluster.prediction.training import trained
 from everlift import model_files
 from everlift.settings import SettingsError
-from router.gateway.model import ServedModel
+from router.requests.tokenizer import ServedModel
 
 
 async def train(

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.config import Config
 from everlift import settings
-from router.rulebook import ROUTER_SETTINGS
+from router.leader.policy_store import ROUTER_SETTINGS
 
 #: The Serve application.
 APPLICATION = "everlift"

@@ -10,7 +10,7 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.sequence import NamedSequence
 from cluster.simulator.timeline import Timeline
-from router.admission.worker_view import Capacity, Load
+from router.admission.workers import Capacity, Load
 from worker.engine.outcome import Outcome
 
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
-from router.admission.bounds import Refusal
+from router.admission.load_shedding import Refusal
 from router.admission.moving import Move
-from router.admission.tenure import Placed
-from router.admission.worker_view import Capacity
+from router.admission.scheduler import Placed
+from router.admission.workers import Capacity
 
 #: The only gateway there is.
 GATEWAY = "gateway"

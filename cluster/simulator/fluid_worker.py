@@ -25,8 +25,8 @@ from cluster.simulator.sequence import TOKEN, NamedSequence
 from cluster.simulator.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
-from router.admission.pace import Work
-from router.admission.worker_view import Load
+from router.admission.throughput import Work
+from router.admission.workers import Load
 from worker.engine.limits import blocks_for
 from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
 

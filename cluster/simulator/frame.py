@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.admission.worker_view import Load
+from router.admission.workers import Load
 from worker.engine.outcome import Outcome
 
 

@@ -1,4 +1,4 @@
-"""All requests that are not at their end: what ``router.gateway.attempts`` does with them, without
+"""All requests that are not at their end: what ``router.requests.attempts`` does with them, without
 clients and ledger. Pure.
 
     queued   --dispatched-->  running  --last token-->  finished
@@ -32,9 +32,9 @@ from everlift.errors import (
     PromptTooLong,
 )
 from everlift.request_id import qualified
-from router.admission.bounds import Refusal
+from router.admission.load_shedding import Refusal
+from router.admission.scheduler import Placed
 from router.admission.served import ServedOutputs
-from router.admission.tenure import Placed
 from router.admission.tpot import seen_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
@@ -270,7 +270,7 @@ class Gateway:
         """Where there is no worker all stays as it was."""
         self._max_model_len = min(self._workers.rooms, default=self._max_model_len)
 
-    # no worker at all, as router.gateway.worker_wait has it
+    # no worker at all, as router.requests.worker_wait has it
 
     def worker_up(self) -> None:
         self._limit()

@@ -1,4 +1,5 @@
-"""The product's queue, with what ``router.leader`` has around it but for ledger and lines. Pure."""
+"""The product's queue, with what ``router.leader.leader`` has around it but for ledger and lines.
+Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from itertools import count
 from cluster.simulator.dispatcher import GATEWAY
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
-from router.admission.bounds import Refusal
 from router.admission.fair_share import FairShare
 from router.admission.foreseen_wait import ForeseenWait
+from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S
 from router.admission.load import cluster_load
+from router.admission.load_shedding import Refusal
 from router.admission.moving import Move
 from router.admission.placement import Placement
 from router.admission.policy import Rules
-from router.admission.rhythm import DISPATCHES_AT_ONCE, MOVES_S
-from router.admission.tenure import Placed, Tenure
-from router.admission.worker_view import Capacity
+from router.admission.scheduler import Placed, Tenure
+from router.admission.workers import Capacity
 from router.config import RouterConfig
 
 _TERM = 1

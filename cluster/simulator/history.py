@@ -10,7 +10,7 @@ from typing import Protocol
 from cluster.simulator.past import records
 from cluster.simulator.record import Record
 from everlift.errors import UnknownRequest
-from router.access.access import Access, store_of
+from router.auth.access import Access, store_of
 from router.config import RouterConfig
 from router.ledger.base import MOST_LISTED, Ledger, Page, Position
 from router.ledger.entry import Entry, Event, State, Stored

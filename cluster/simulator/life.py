@@ -12,8 +12,8 @@ from cluster.simulator.foresight import Foretold
 from cluster.simulator.record import Record
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from everlift.v1 import session_pb2
-from router.gateway.losses import Losses
 from router.ledger.entry import Move, State
+from router.requests.losses import Losses
 from worker.engine.outcome import Outcome
 
 

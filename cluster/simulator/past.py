@@ -10,8 +10,8 @@ from cluster.simulator.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE, block_hashes
 from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.explanation import ACCEPTING, kept
 from router.ledger.entry import Event, Stored
+from router.requests.explanation import ACCEPTING, kept
 
 
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:

@@ -22,7 +22,7 @@ from cluster.simulator.global_queue import GlobalQueue
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.timeline import Timeline
 from cluster.simulator.workloads.arrival import Arrival
-from router.admission.rhythm import TICK_S
+from router.admission.intervals import TICK_S
 
 
 def simulate(

@@ -22,8 +22,8 @@ from cluster.simulator.stretch import NOTHING, Stretch
 from cluster.simulator.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
-from router.admission.pace import Work, spared_tokens
-from router.admission.worker_view import Load
+from router.admission.throughput import Work, spared_tokens
+from router.admission.workers import Load
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.plan import Plan, Rows
 from worker.engine.sequence import NO_SLOT

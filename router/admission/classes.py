@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane, Queued
 from router.admission.policy import Policy
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 _NOBODY = (0, None)
 

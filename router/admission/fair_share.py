@@ -16,8 +16,8 @@ from heapq import nlargest
 
 from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
+from router.admission.request import Ordered, Waiting
 from router.admission.token_counters import TokenCounters
-from router.admission.waiting import Ordered, Waiting
 
 #: Counters of a class that the next leader is told.
 _MOST_TOLD = 512

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.admission.running import Running, RunningTable
-from router.admission.worker_view import WorkerView, blocks_for
+from router.admission.workers import WorkerView, blocks_for
 
 #: Who is on the way for longer is not waited for.
 _ON_THE_WAY_S = 2.0

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from everlift.v1 import session_pb2
-from router.admission.tenure import Tenure
-from router.admission.worker_view import WorkerView
+from router.admission.scheduler import Tenure
+from router.admission.workers import WorkerView
 
 
 def cluster_load(

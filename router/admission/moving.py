@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
+from router.admission.request import Key, Ordered, Waiting
 from router.admission.running import Running
-from router.admission.waiting import Key, Ordered, Waiting
-from router.admission.worker_view import WorkerView, blocks_for
+from router.admission.workers import WorkerView, blocks_for
 
 #: It moves where so many times its blocks are free. In tests/perf/preemption.py the 99th percentile
 #: with both workers overfull was 0.80 of that without moves, and with 3 times 0.96 of it.

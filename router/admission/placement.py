@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from everlift.step_fit import FittedStepTime
 from router.admission.batch_size import largest_batch
-from router.admission.pace import slow
+from router.admission.request import Waiting
 from router.admission.roster import Roster
-from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity, Claim, Load, Need, WorkerView, blocks_of
+from router.admission.throughput import slow
+from router.admission.workers import Capacity, Claim, Load, Need, WorkerView, blocks_of
 from router.config import RouterConfig
 
 #: Room that is kept for a request which comes back from another worker is kept for so long.

@@ -12,7 +12,7 @@ from math import inf, log1p
 from typing import Protocol, Self, get_args
 
 from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
-from router.admission.waiting import Key, Ordered, Place
+from router.admission.request import Key, Ordered, Place
 from router.config import Order, RouterConfig
 
 

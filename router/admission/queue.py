@@ -14,8 +14,8 @@ from router.admission.classes import Classes
 from router.admission.fair_share import FairShare
 from router.admission.lanes import Queued
 from router.admission.policy import Policy
-from router.admission.stays import Stays
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
+from router.admission.wait_stats import Stays
 
 #: Requests whose place in another order is found at once, in some milliseconds.
 _AT_ONCE = 1024

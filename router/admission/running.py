@@ -13,7 +13,7 @@ from math import inf
 from typing import Self, TypeAlias
 
 from everlift.v1 import session_pb2
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 #: Priority, known tokens, request id: of those on one worker the smallest gives up its place first.
 _Rank: TypeAlias = tuple[int, int, str]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy, key_of
-from router.admission.waiting import Key, Waiting
+from router.admission.request import Key, Waiting
 
 #: Entries of a message: the first ones come soon, and none keeps either end for long.
 _FIRST, _MOST = 32, 256

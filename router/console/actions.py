@@ -14,10 +14,10 @@ from starlette.responses import Response
 from everlift.errors import Forbidden, InvalidRequest, UnsupportedMediaType
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
+from router.api.openai.body import Json
+from router.api.openai.endpoint import Call, JsonResponse
+from router.auth.caller import Caller, Scope
 from router.console.page import SECURITY_HEADERS
-from router.gateway.caller import Caller, Scope
-from router.gateway.http.body import Json
-from router.gateway.http.endpoint import Call, JsonResponse
 
 M = TypeVar("M", bound=Message)
 

@@ -12,7 +12,11 @@ from starlette.types import ASGIApp
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
-from router.clock import now
+from router.api.openai.api import Path
+from router.api.openai.encoding import encode
+from router.api.openai.endpoint import Call
+from router.auth.authenticator import Door
+from router.auth.caller import Scope
 from router.console.actions import Actions
 from router.console.feed import FRAME_S, Audience, Feed
 from router.console.lanes import MOST_LANES, Lanes
@@ -21,11 +25,7 @@ from router.console.peers import Peers
 from router.console.scaling import described
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
-from router.gateway.caller import Scope
-from router.gateway.door import Door
-from router.gateway.http.api import Path
-from router.gateway.http.encoding import encode
-from router.gateway.http.endpoint import Call
+from router.event_loop import now
 from router.ledger.base import Ledger, LoadReport, ScalingReport
 
 log = logs.get(__name__)

@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from everlift import logs
 from everlift.errors import EverliftError, TooManyConnections
-from router.gateway.http import errors
-from router.gateway.http.encoding import encode
-from router.gateway.http.endpoint import Gone, unless_gone
+from router.api.openai import errors
+from router.api.openai.encoding import encode
+from router.api.openai.endpoint import Gone, unless_gone
 
 log = logs.get(__name__)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from prometheus_client.samples import Sample
 
-from router.metrics.catalogue import CATALOGUE, OK
+from router.observability.metrics.catalogue import CATALOGUE, OK
 
 _REQUESTS = "everlift_requests_total"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.worker_view import WorkerView
+from router.admission.workers import WorkerView
 from router.console.workers import Link
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from everlift.explanation import LABELS, kind_name
 from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
-from router.console.census import Census
+from router.console.aggregates import Census
 from router.console.counting import LATENCIES, Counting
-from router.console.happenings import Happenings, View
+from router.console.events import Happenings, View
 from router.console.history import History
 from router.console.parts import (
     Fleet,

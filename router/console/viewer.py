@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from everlift.request_id import tenant_of
+from router.api.openai.encoding import encode
+from router.auth.caller import Caller, Scope
 from router.console import workers
 from router.console.lanes import Lanes
-from router.console.seating import LOST, News, Seating, Transfer
+from router.console.slot_grid import LOST, News, Seating, Transfer
 from router.console.snapshot import Snapshot
-from router.gateway.caller import Caller, Scope
-from router.gateway.http.encoding import encode
 
 
 class Viewer:

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.worker_view import WorkerView
-from router.console.seating import LOST, Occupancy, Phase, Sitter
+from router.admission.workers import WorkerView
+from router.console.slot_grid import LOST, Occupancy, Phase, Sitter
 
 Json = dict[str, Any]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from everlift.tls import check_pair, make_absolute
-from router.ledger import address
+from router.ledger.redis import address
 
 #: Where a ledger's url stands if it is in no configuration.
 URL_VARIABLE = "EVERLIFT_LEDGER__URL"

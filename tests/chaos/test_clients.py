@@ -16,7 +16,7 @@ from everlift.errors import RequestConflict
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.model import ByteTokenizer
+from router.requests.tokenizer import ByteTokenizer
 from tests.chaos.support import Cluster, Load, config, paused, resident, running, until
 from tests.http_client import JSON, streamed
 from tests.session_support import OPTIONS

@@ -22,7 +22,7 @@ from everlift.client import AsyncClient
 from everlift.errors import DataLoss, EverliftError, LedgerFull
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.config import LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from tests import patient
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.ledgers import redis_server

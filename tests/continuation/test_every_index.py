@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from everlift.v1 import session_pb2
-from router.gateway import told
-from router.gateway.choice import Choice
-from router.gateway.live import LiveRequest
+from router.requests import messages
+from router.requests.choice import Choice
+from router.requests.request import LiveRequest
 from tests.continuation_support import BREAKS, Bench, Break, kill, kinds
 from tests.simulated_cluster.asked import Asked, undisturbed
 from tests.simulated_cluster.judgement import listening
@@ -43,14 +43,14 @@ def check(bench: Bench, asked: Asked, index: int, break_it: Break) -> None:
 
 def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
     """``see`` sees, and may change, all that workers are told to start."""
-    start_of = told.start
+    start_of = messages.start
 
     def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         message = start_of(live, choice)
         see(message)
         return message
 
-    monkeypatch.setattr(told, "start", start)
+    monkeypatch.setattr(messages, "start", start)
 
 
 def test_the_salt_goes_along(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.ledger_servers import cluster, cluster_url, tls_ledger
 from tests.ledgers import (
     RETENTION_S,

@@ -12,8 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from everlift.v1 import session_pb2
-from router.ledger import redis_ledger
-from router.ledger.redis_ledger import RedisLedger
+from router.ledger.redis import redis_ledger
+from router.ledger.redis.redis_ledger import RedisLedger
 from tests.ledger_servers import cluster, cluster_url
 from tests.ledgers import connected, valkey_server
 

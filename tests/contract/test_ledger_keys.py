@@ -11,12 +11,12 @@ from redis.asyncio import Redis
 from everlift.errors import RateLimited
 from everlift.messages import FinishReason
 from everlift.v1.session_pb2 import WorkerInfo
-from router.ledger import scripts
 from router.ledger.base import Ledger, StaleTerm
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Reasserted, State
 from router.ledger.quota import Charge, Settlement
-from router.ledger.redis_ledger import RedisLedger
+from router.ledger.redis import scripts
+from router.ledger.redis.redis_ledger import RedisLedger
 from tests.ledgers import connected, eventually, make_request, scored, unbury, valkey_server
 
 TERM = 1

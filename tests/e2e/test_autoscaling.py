@@ -17,8 +17,8 @@ from everlift.v1.inference_pb2 import SPAN_KIND_WORKER_STARTS
 from everlift.v1.session_pb2 import Scaling
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
-from router.ledger.embedded import running_url
-from router.ledger.redis_ledger import connect
+from router.ledger.embedded.embedded import running_url
+from router.ledger.redis.redis_ledger import connect
 from tests.free_port import free_port
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens

@@ -14,7 +14,7 @@ from cluster.demo import prompts
 from cluster.ray import local_ray
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.chart import Rendered, running_helm
 from tests.conftest import leaving_nothing
 from tests.free_port import free_port

@@ -24,7 +24,7 @@ from everlift.client import AsyncClient
 from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
-from router.metrics.catalogue import STEP_PARTS
+from router.observability.metrics.catalogue import STEP_PARTS
 from tests.conftest import leaving_nothing
 from tests.free_port import free_port
 from tests.scrape import scraped

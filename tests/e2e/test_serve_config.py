@@ -16,8 +16,8 @@ from cluster.ray import local_ray
 from cluster.ray.build import serve_yaml
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
-from router.ledger.redis_ledger import connect
+from router.ledger.embedded.embedded import EmbeddedLedger
+from router.ledger.redis.redis_ledger import connect
 from tests.conftest import leaving_nothing
 from tests.free_port import free_port
 from tests.serve_api import call

@@ -12,14 +12,14 @@ from everlift.errors import EverliftError, InvalidGrammar, QueueFull
 from everlift.sampling import Grammar, GrammarKind
 from everlift.settings import SettingsError
 from everlift.text import Stops, TextState
-from router.access import document, file_store, key
+from router.api.openai import body, fields, submissions
+from router.api.openai.conversation import Conversations
+from router.auth import document, file_store, key
 from router.chat.formats import HERMES, LLAMA3
 from router.chat.tools import ToolUse
-from router.clock import now
-from router.gateway.http import body, fields, submissions
-from router.gateway.http.conversation import Conversations
-from router.gateway.journal import Journal
-from router.gateway.model import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
+from router.event_loop import now
+from router.requests.timing import Journal
+from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
 from tests import chat_support
 from tests.fuzz import web
 from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn

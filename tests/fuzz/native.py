@@ -17,13 +17,13 @@ from grpc_reflection.v1alpha import reflection_pb2
 from everlift.errors import EverliftError
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.kserve.v2 import open_inference_pb2 as kserve
-from router.rpc import heads
-from router.rpc.connection import Connection
-from router.rpc.framing import ENCODINGS, MessageReader
-from router.rpc.heads import NotGrpc
-from router.rpc.limits import Limits
-from router.rpc.server import Server
+from router.api.http2 import heads
+from router.api.http2.connection import Connection
+from router.api.http2.framing import ENCODINGS, MessageReader
+from router.api.http2.heads import NotGrpc
+from router.api.http2.limits import Limits
+from router.api.http2.server import Server
+from router.api.kserve.v2 import open_inference_pb2 as kserve
 from tests.fuzz.mutation import message_reshaped, parts_reshaped, torn
 from tests.fuzz.served import (
     MAX_MESSAGE_BYTES,

@@ -27,29 +27,29 @@ from everlift.messages import Request
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.chaos import Chaos
+from router.api.grpc.admin_server import AdminServer
+from router.api.grpc.chaos_server import ChaosServer
+from router.api.grpc.inference_server import InferenceServer
+from router.api.grpc.reflection_server import ReflectionServer
+from router.api.kserve.server import KserveServer
+from router.api.openai.answering import Answering
+from router.api.openai.api import Api
+from router.api.openai.conversation import Conversations
+from router.api.openai.explaining import Explaining
+from router.api.openai.texts import Texts
+from router.api.service import Inference
+from router.auth.authenticator import OPEN
+from router.auth.caller import Caller
 from router.chat import frames
 from router.chat.process import RendererProcess
 from router.chat.renderer import _answer
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
-from router.gateway.admin_server import AdminServer
-from router.gateway.caller import Caller
-from router.gateway.chaos_server import ChaosServer
-from router.gateway.door import OPEN
-from router.gateway.grpc_server import InferenceServer
-from router.gateway.http.answering import Answering
-from router.gateway.http.api import Api
-from router.gateway.http.conversation import Conversations
-from router.gateway.http.explaining import Explaining
-from router.gateway.http.texts import Texts
-from router.gateway.inference import Inference
-from router.gateway.kserve.server import KserveServer
-from router.gateway.reflection_server import ReflectionServer
-from router.ledger.memory import MemoryLedger
-from router.metrics.http_server import MetricsServer
-from router.rulebook import Rulebook
-from router.traces.traces import Traces
+from router.faults.injector import Chaos
+from router.leader.policy_store import Rulebook
+from router.ledger.memory.memory import MemoryLedger
+from router.observability.metrics.http_server import MetricsServer
+from router.observability.traces.traces import Traces
 from tests import chat_support
 from tests.fuzz.target import Finding, event_loop, is_named
 from tests.gateway_support import CONFIG, Gateway, gateway_ledger

@@ -18,16 +18,16 @@ from everlift.request_id import check_qualified
 from everlift.trace_context import TraceContext
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.access.document import Document
-from router.access.key import Key, hash_of, whole
-from router.access.table import Table
+from router.api import headers, page_token
+from router.api.openai import body, fields, submissions
+from router.api.openai.connection import Connection
+from router.api.openai.event_id import EventId
+from router.auth.caller import Scope
+from router.auth.document import Document
+from router.auth.key import Key, hash_of, whole
+from router.auth.table import Table
 from router.console.actions import check_own_page, message_of
-from router.gateway import headers, page_token
-from router.gateway.caller import Scope
-from router.gateway.http import body, fields, submissions
-from router.gateway.http.connection import Connection
-from router.gateway.http.event_id import EventId
-from router.metrics.http_server import MAX_HEAD_BYTES, MetricsServer, encoder
+from router.observability.metrics.http_server import MAX_HEAD_BYTES, MetricsServer, encoder
 from tests.fuzz.mutation import json_reshaped, parts_reshaped
 from tests.fuzz.served import Served, Transport, ended, served
 from tests.fuzz.target import CASE_S, Finding, Run, Target, event_loop

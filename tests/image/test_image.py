@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from router.ledger.config import URL_VARIABLE, LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.chart import Rendered, running_helm
 from tests.free_port import free_port
 from tests.image import containers

@@ -15,8 +15,8 @@ from everlift.blockhash import BLOCK_SIZE, block_hashes
 from everlift.client import AsyncClient
 from everlift.errors import Unauthenticated
 from everlift.v1 import inference_pb2 as pb
-from router.access.key import Key, hash_of
-from router.gateway.caller import Scope
+from router.auth.caller import Scope
+from router.auth.key import Key, hash_of
 from tests.bystander import beside_a_good_stream
 from tests.fronts import NO_HEADERS, Fronts, Headers, Refusal
 from tests.in_process import ROUTER, cluster

@@ -11,7 +11,7 @@ from cluster.autoscale.exchange import LedgerExchange
 from everlift.errors import LedgerUnavailable
 from everlift.v1.session_pb2 import ClusterLoad, Scaling
 from router.ledger.config import LedgerConfig
-from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.ledgers import PATIENCE_S, valkey_server
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from cluster.cli import app
 from everlift.errors import QueueFull
 from everlift.testing import FakeRouter, Refuse
-from router.gateway.model import ByteTokenizer
+from router.requests.tokenizer import ByteTokenizer
 from tests.chat_support import HERMES
 from tests.in_process import WORKER, Cluster, cluster, until
 from tests.restored_logging import restored_logging

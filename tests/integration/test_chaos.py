@@ -19,9 +19,9 @@ from cluster.config import Config, load
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from everlift.v1 import inference_pb2 as pb
-from router.ledger.connections import Command
-from router.ledger.embedded import running_url
-from router.ledger.redis_ledger import connect
+from router.ledger.embedded.embedded import running_url
+from router.ledger.redis.connections import Command
+from router.ledger.redis.redis_ledger import connect
 from tests.restored_logging import restored_logging
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens

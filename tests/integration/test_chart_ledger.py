@@ -17,8 +17,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 
 from router.ledger.config import LedgerConfig
-from router.ledger.embedded import find_binary
-from router.ledger.redis_ledger import connect
+from router.ledger.embedded.embedded import find_binary
+from router.ledger.redis.redis_ledger import connect
 from tests.chart import Rendered, running_helm
 from tests.free_port import free_port
 

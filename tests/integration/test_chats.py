@@ -16,8 +16,8 @@ from cluster.llm.llm import LLM
 from everlift.client import AsyncClient
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.kserve.v2 import open_inference_pb2 as kserve_pb
-from router.gateway.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
 from tests.chat_support import HERMES
 from tests.grammar_support import DEMO_MODEL
 from tests.http_client import JSON, ask, get

@@ -14,9 +14,9 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.errors import UnknownModel
-from router.access import key as keys
+from router.auth import key as keys
+from router.auth.caller import Scope
 from router.console import console, feed
-from router.gateway.caller import Scope
 from tests.http_client import JSON, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, until
 from tests.keyring import Keyring

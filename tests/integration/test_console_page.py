@@ -17,8 +17,8 @@ from playwright.async_api import Browser, Page, Route, expect
 
 from everlift.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
+from router.auth.caller import Scope
 from router.console import console
-from router.gateway.caller import Scope
 from tests.browser import browser, opened, violations
 from tests.chat_support import HERMES
 from tests.conftest import leaving_nothing

@@ -17,7 +17,7 @@ import yaml
 
 from everlift.client import AsyncClient
 from everlift.errors import BY_SLUG, InvalidRequest, PromptTooLong
-from router.metrics.catalogue import CATALOGUE
+from router.observability.metrics.catalogue import CATALOGUE
 from tests.in_process import WORKER, Cluster, cluster, receive
 from tests.ledgers import found
 from tests.prometheus import Prometheus, prometheus

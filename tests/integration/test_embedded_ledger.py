@@ -22,9 +22,9 @@ from redis.retry import Retry
 
 from everlift.messages import FinishReason
 from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State
-from router.ledger.redis_ledger import connect
+from router.ledger.redis.redis_ledger import connect
 from tests.ledgers import eventually, make_request, written
 
 TERM = 1
@@ -100,7 +100,7 @@ async def test_a_server_that_was_killed_has_its_data_again(
 PARENT = """
 import sys, time
 from pathlib import Path
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 server = EmbeddedLedger()
 server.start(Path(sys.argv[1]))
 print(server.pid, flush=True)

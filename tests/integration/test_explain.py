@@ -14,9 +14,9 @@ from everlift.client import AsyncClient
 from everlift.errors import Cancelled, DeadlineExceeded, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.clock import now
-from router.gateway.caller import ANYONE
-from router.gateway.journal import Journal
+from router.auth.caller import ANYONE
+from router.event_loop import now
+from router.requests.timing import Journal
 from router.router import Router
 from tests.grammar_support import DEMO_MODEL
 from tests.http_client import JSON, ask, get, streamed

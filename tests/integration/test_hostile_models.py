@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.chat.templates import ChatTemplate
-from router.gateway.model import ServedModel
+from router.requests.tokenizer import ServedModel
 from tests.grammar_support import DEMO_MODEL
 from tests.pickles import saved
 from worker.config import WorkerConfig

@@ -13,9 +13,9 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
-from router.gateway.caller import Caller, Scope
-from router.gateway.http import connection
-from router.gateway.http.event_id import BEGIN, EventId
+from router.api.openai import connection
+from router.api.openai.event_id import BEGIN, EventId
+from router.auth.caller import Caller, Scope
 from tests.http_client import JSON, Event, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
 from worker.config import FakeModel

@@ -17,11 +17,11 @@ from everlift.client import AsyncClient
 from everlift.errors import DataLoss, ForgottenRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.api.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
+from router.api.openai.conversation import Conversations
+from router.api.openai.event_id import BEGIN, EventId
+from router.api.openai.fields import ChatFields
 from router.chat.tools import ToolUse
-from router.gateway.http.conversation import Conversations
-from router.gateway.http.event_id import BEGIN, EventId
-from router.gateway.http.fields import ChatFields
-from router.gateway.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
 from router.router import Router
 from tests.http_client import JSON, Event, Stream, ask, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until

@@ -14,12 +14,12 @@ import pytest
 from everlift import error_details, wire
 from everlift.errors import Unauthenticated
 from everlift.transport import GRPC
-from router.gateway.caller import Caller, Scope
-from router.gateway.door import Door
-from router.gateway.inference import Inference
-from router.gateway.kserve.server import SLUG, KserveServer
-from router.gateway.kserve.v2 import open_inference_pb2 as pb
-from router.gateway.kserve.v2 import open_inference_pb2_grpc as pb_grpc
+from router.api.kserve.server import SLUG, KserveServer
+from router.api.kserve.v2 import open_inference_pb2 as pb
+from router.api.kserve.v2 import open_inference_pb2_grpc as pb_grpc
+from router.api.service import Inference
+from router.auth.authenticator import Door
+from router.auth.caller import Caller, Scope
 from router.ledger.entry import State
 from tests.gateway_support import started_gateway
 from tests.in_process import Cluster, cluster, right_tokens, until

@@ -11,9 +11,9 @@ from cluster.chaos.checker import Finding, Kind
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.audit import Audited, Claim, Item
-from router.ledger.connections import Command
 from router.ledger.entry import Append, Event, State
-from router.ledger.redis_ledger import RedisLedger
+from router.ledger.redis.connections import Command
+from router.ledger.redis.redis_ledger import RedisLedger
 from tests.ledgers import connected, make_request, scored, valkey_server
 
 TERM = 7

@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, TimeoutError
 
-from router.ledger.channel import Channel
+from router.ledger.redis.channel import Channel
 
 #: what a server does with what it reads
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -17,14 +17,14 @@ from redis import Redis
 from everlift.errors import LedgerFull, LedgerUnavailable, UnknownRequest
 from everlift.messages import FinishReason
 from everlift.v1.session_pb2 import ClusterLoad, WorkerInfo
-from router.ledger import scripts
 from router.ledger.base import StaleTerm
 from router.ledger.config import LedgerConfig, LedgerSetupError
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, Reasserted, State
-from router.ledger.redis_ledger import RedisLedger, connect
-from router.ledger.server import SCHEMA
-from router.ledger.shards import Shards
+from router.ledger.redis import scripts
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from router.ledger.redis.server import SCHEMA
+from router.ledger.redis.shards import Shards
 from tests.ledgers import (
     connected,
     make_request,

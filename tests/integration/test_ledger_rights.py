@@ -14,8 +14,9 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from everlift.v1 import inference_pb2 as pb
-from router.ledger import embedded, scripts
-from router.ledger.scripts import Script
+from router.ledger.embedded import embedded
+from router.ledger.redis import scripts
+from router.ledger.redis.scripts import Script
 from tests.fronts import Fronts
 from tests.in_process import ROUTER, Cluster
 from tests.ledger_servers import DURABLE, USER, readme_rule, server

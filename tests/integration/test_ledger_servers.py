@@ -17,10 +17,10 @@ from redis.exceptions import ResponseError
 from everlift.errors import LedgerUnavailable
 from everlift.messages import FinishReason
 from router.ledger.config import LedgerConfig, LedgerSetupError
-from router.ledger.embedded import find_binary
+from router.ledger.embedded.embedded import find_binary
 from router.ledger.entry import Append, Appended, State
-from router.ledger.redis_ledger import RedisLedger, connect
-from router.ledger.server import SCHEMA
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from router.ledger.redis.server import SCHEMA
 from tests.ledger_servers import (
     DURABLE,
     PASSWORD,

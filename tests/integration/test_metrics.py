@@ -12,7 +12,7 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
-from router.metrics.catalogue import (
+from router.observability.metrics.catalogue import (
     CATALOGUE,
     LEDGER_OPERATIONS,
     OUTCOMES,
@@ -262,7 +262,7 @@ def test_names_say_units() -> None:
 
 
 def test_the_readme_lists_the_catalogue() -> None:
-    readme = (Path(__file__).parents[2] / "router/metrics/README.md").read_text()
+    readme = (Path(__file__).parents[2] / "router/observability/metrics/README.md").read_text()
     listed = re.findall(r"^\| `everlift_[a-z_]+` .*$", readme, re.MULTILINE)
     assert listed == list(rows(CATALOGUE.values()))
 

@@ -33,7 +33,7 @@ from everlift.messages import FinishReason
 from everlift.model_files import ModelUnavailable
 from everlift.sampling import SamplingParams
 from everlift.settings import SettingsError
-from router.gateway.model import ByteTokenizer
+from router.requests.tokenizer import ByteTokenizer
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan, RowResult
 from worker.runner.fake_runner import FakeRunner, expected_tokens

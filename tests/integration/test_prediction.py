@@ -11,8 +11,8 @@ import pytest
 from cluster.prediction.examples import from_ledger, from_lines
 from cluster.prediction.training import trained
 from everlift.client import AsyncClient
-from router.gateway.model import ServedModel
 from router.ledger.base import Ledger
+from router.requests.tokenizer import ServedModel
 from tests.in_process import ROUTER, cluster, receive, until
 from tests.prediction_support import lines, mixed
 from tests.scrape import Samples, scraped

@@ -10,7 +10,7 @@ from cluster.llm.llm import LLM
 from everlift.errors import OutOfRange
 from everlift.messages import RANGES
 from everlift.options import GenerateOptions, submission_message
-from router.gateway.http.fields import ChatFields, parse
+from router.api.openai.fields import ChatFields, parse
 from tests.front_answers import FRONTS, Answer
 from tests.in_process import cluster
 

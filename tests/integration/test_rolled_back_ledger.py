@@ -15,7 +15,7 @@ from everlift.errors import DataLoss, UnknownRequest
 from everlift.messages import OnDisconnect
 from router.ledger.base import Membership
 from router.ledger.entry import State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.gateway_support import roll_back, saved
 from tests.in_process import ROUTER, Cluster, KeptLedger, receive, right_tokens, until
 

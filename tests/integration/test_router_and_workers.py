@@ -17,7 +17,7 @@ from everlift.messages import OnDisconnect
 from everlift.options import submission_message
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.sessions import WorkerLink
+from router.worker_sessions import WorkerLink
 from tests.in_process import (
     ROUTER,
     WORKER,

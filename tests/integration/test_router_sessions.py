@@ -15,10 +15,10 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import UnknownWorker
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
-from router import sessions as module
+from router import worker_sessions as module
 from router.config import RouterConfig
-from router.sessions import Sessions
 from router.stalls import FREEZE_S
+from router.worker_sessions import Sessions
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", worker_silence=0.5)

@@ -22,12 +22,12 @@ from hyperframe.frame import GoAwayFrame, SettingsFrame, WindowUpdateFrame
 
 from everlift import wire
 from everlift.errors import MessageTooLarge
-from router.rpc.call import Call
-from router.rpc.connection import Connection
-from router.rpc.framing import framed
-from router.rpc.http2 import Http2
-from router.rpc.limits import Limits
-from router.rpc.server import Server
+from router.api.http2.call import Call
+from router.api.http2.connection import Connection
+from router.api.http2.framing import framed
+from router.api.http2.h2_connection import Http2
+from router.api.http2.limits import Limits
+from router.api.http2.server import Server
 from tests.in_process import cluster, until
 
 SERVICE = "test.Service"

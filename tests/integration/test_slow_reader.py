@@ -12,14 +12,14 @@ import grpc
 from everlift.transport import GRPC
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc, session_pb2
-from router.gateway.door import OPEN
-from router.gateway.grpc_server import InferenceServer
-from router.gateway.inference import Inference
-from router.gateway.live import LiveRequest
-from router.gateway.pieces import Pieces
-from router.gateway.requests import Requests
-from router.gateway.source import Carried
-from router.gateway.status import Status
+from router.api.grpc.inference_server import InferenceServer
+from router.api.service import Inference
+from router.api.status import Status
+from router.auth.authenticator import OPEN
+from router.requests.manager import Requests
+from router.requests.request import LiveRequest
+from router.requests.source import Carried
+from router.requests.stream import Pieces
 from tests.gateway_support import Gateway, started_gateway, until
 from tests.ledgers import scored
 from tests.session_support import OPTIONS

@@ -23,8 +23,8 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.caller import Scope
-from router.gateway.http.event_id import BEGIN, EventId
+from router.api.openai.event_id import BEGIN, EventId
+from router.auth.caller import Scope
 from tests.http_client import JSON
 from tests.http_client import ask as ask_http
 from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until

@@ -18,7 +18,7 @@ from everlift.client import AsyncClient
 from everlift.errors import EverliftError, OutOfRange, PromptTooLong, UnknownModel
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.model import ByteTokenizer, ServedModel
+from router.requests.tokenizer import ByteTokenizer, ServedModel
 from tests.in_process import ROUTER, cluster, receive, right_tokens, until
 
 TEXTS = ["", " ", "count from 17 to 30:", "héllo 👩🏽‍🚀\n", "</s>", "x" * 10_000]

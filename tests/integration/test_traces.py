@@ -22,8 +22,8 @@ from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.ledger.entry import Event
+from router.observability.traces.exporter import CLOSE_S
 from router.router import Router
-from router.traces.exporter import CLOSE_S
 from tests.free_port import free_port
 from tests.in_process import (
     ROUTER,

@@ -37,6 +37,11 @@ from everlift.request_id import qualified
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
 from router.admission.load import cluster_load
+from router.api.openai.encoding import encode
+from router.api.openai.endpoint import Endpoint
+from router.api.openai.server import HttpServer
+from router.auth.authenticator import OPEN
+from router.auth.caller import ANYONE
 from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import Console
@@ -45,11 +50,6 @@ from router.console.lanes import MOST_LANES, Lanes
 from router.console.peers import Peers
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
-from router.gateway.caller import ANYONE
-from router.gateway.door import OPEN
-from router.gateway.http.encoding import encode
-from router.gateway.http.endpoint import Endpoint
-from router.gateway.http.server import HttpServer
 from router.ledger.base import LoadReport
 from tests.admission_support import Cluster
 from tests.browser import browser

@@ -34,7 +34,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc, session_pb2, session_pb2_grpc
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
-from router.ledger.redis_ledger import connect
+from router.ledger.redis.redis_ledger import connect
 from router.router import Router
 from tests.ledgers import valkey_server
 from tests.perf import report

@@ -11,12 +11,12 @@ from typing import Literal, TypeAlias
 from cluster.simulator.dispatcher import GATEWAY
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
-from router.admission.bounds import Refusal
+from router.admission.load_shedding import Refusal
 from router.admission.moving import Move
 from router.admission.placement import Placement
-from router.admission.tenure import Placed
-from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity
+from router.admission.request import Waiting
+from router.admission.scheduler import Placed
+from router.admission.workers import Capacity
 from router.config import RouterConfig
 
 Choice: TypeAlias = Literal["random", "round_robin", "jsq", "p2c"]

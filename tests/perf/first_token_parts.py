@@ -23,7 +23,7 @@ def main() -> None:
         from everlift import heap
         from everlift.sampling import SamplingParams
         from everlift.v1 import session_pb2
-        from router.gateway.model import ServedModel
+        from router.requests.tokenizer import ServedModel
         from worker.config import WorkerConfig
         from worker.engine.engine import Engine
         from worker.engine.limits import Limits

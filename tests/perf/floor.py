@@ -24,7 +24,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.ledger.config import LedgerConfig
 from router.ledger.entry import Append
-from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.ledgers import make_request
 from tests.perf.child import child
 

@@ -24,10 +24,10 @@ from typing import Any
 import redis.asyncio
 
 from router.ledger.config import LedgerConfig
-from router.ledger.embedded import find_binary
+from router.ledger.embedded.embedded import find_binary
 from router.ledger.entry import Append, Appended, Entry, State, Stored, StoredChoice
-from router.ledger.redis_ledger import RedisLedger, connect
-from router.ledger.server import SCHEMA
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from router.ledger.redis.server import SCHEMA
 from tests.ledger_servers import pair
 from tests.ledgers import make_request, valkey_server
 from tests.perf import report

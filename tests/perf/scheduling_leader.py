@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.tenure import Placed
-from router.admission.worker_view import Capacity, Load
+from router.admission.scheduler import Placed
+from router.admission.workers import Capacity, Load
 from router.config import Order, RouterConfig
 from tests.admission_support import Cluster
 from tests.perf.scheduling_queue import AT_ONCE, GATEWAYS, Requests

@@ -18,7 +18,7 @@ from everlift.request_id import qualified
 from router.admission.fair_share import FairShare
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 from router.config import Order, RouterConfig
 
 WAITING = (100, 10_000, 100_000)

@@ -21,7 +21,7 @@ from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.policy import ORDERS, policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 from router.config import Order, RouterConfig
 from tests.perf.scheduling_queue import QueueBench
 

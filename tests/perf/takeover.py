@@ -29,15 +29,15 @@ from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Policy
 from router.config import RouterConfig
-from router.fleet import Fleet
+from router.heartbeat import Fleet
 from router.internal_server import InternalServer
-from router.leader import Leader
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.leader.policy_store import Rulebook
 from router.ledger.base import Membership
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Entry, State
-from router.ledger.redis_ledger import RedisLedger, connect
-from router.line import AdmissionLine
-from router.rulebook import Rulebook
+from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.perf import report
 
 GATEWAYS = 20

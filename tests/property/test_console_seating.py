@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.console.seating import LOST, Cause, Occupancy, Phase, Seating, Sitter
+from router.console.slot_grid import LOST, Cause, Occupancy, Phase, Seating, Sitter
 
 REQUESTS = st.sampled_from(["p", "q", "r", "s"])
 SITTERS = st.builds(Sitter, REQUESTS, st.sampled_from([Phase.PREFILL, Phase.DECODE]))

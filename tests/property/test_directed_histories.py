@@ -14,13 +14,13 @@ import pytest
 from everlift.errors import AttemptsExhausted, DeadlineExceeded, EverliftError
 from everlift.messages import OnDisconnect
 from everlift.v1 import session_pb2
-from router.gateway import told
-from router.gateway.attempts import Attempts
-from router.gateway.choice import Choice
-from router.gateway.live import LiveRequest
-from router.gateway.reassertion import Reassertion
 from router.ledger.entry import Append, Appended, Entry, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests import messages
+from router.requests.attempts import Attempts
+from router.requests.choice import Choice
+from router.requests.reassertion import Reassertion
+from router.requests.request import LiveRequest
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.clock import VirtualLoop
@@ -521,7 +521,7 @@ def a_worker_keeps_what_a_dead_gateway_started(patch: pytest.MonkeyPatch) -> Non
 
 
 def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
-    whole = told.start
+    whole = messages.start
 
     def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         message = whole(live, choice)
@@ -529,7 +529,7 @@ def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
             message.output_ids[-1] += 1
         return message
 
-    patch.setattr(told, "start", start)
+    patch.setattr(messages, "start", start)
 
 
 def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:

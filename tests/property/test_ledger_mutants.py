@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from router.ledger import scripts
-from router.ledger.scripts import Script
+from router.ledger.redis import scripts
+from router.ledger.redis.scripts import Script
 from tests.contract import test_ledger, test_ledger_keys, test_ledger_tenants
 from tests.ledger_backends import OnServer
 from tests.ledger_machine import check

@@ -22,8 +22,8 @@ from router.admission.policy import (
     ShortestWork,
 )
 from router.admission.queue import AdmissionQueue
-from router.admission.stays import overtaken
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
+from router.admission.wait_stats import overtaken
 from tests.admission_support import POLICIES
 
 LONGEST, CLASSES = 60, (-1, 0, 1)

@@ -7,7 +7,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.pace import Pace, Work, slow
+from router.admission.throughput import Pace, Work, slow
 
 FACTOR = 2.0
 NOW = 1.0

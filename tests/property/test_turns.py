@@ -17,7 +17,7 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
 from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 PROMPT, OUTPUT = 1.0, 2.0
 #: Tokens of all that may run at once, and what they cost at most.

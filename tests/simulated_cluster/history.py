@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import count
 
 from router.config import RouterConfig
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.cluster import SimCluster

@@ -20,9 +20,9 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.explanation import ACCEPTING
 from router.ledger.audit import Audited
 from router.ledger.entry import Entry
+from router.requests.explanation import ACCEPTING
 from tests.simulated_cluster.asked import ROUTERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners, Transcript
 from tests.simulated_cluster.cluster import SimCluster

@@ -18,12 +18,12 @@ from typing import Any, TypeVar, cast
 
 from everlift.errors import LedgerUnavailable, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.explanation import kept
 from router.ledger.audit import Item
 from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Entry, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.explanation import kept
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")

@@ -26,9 +26,9 @@ from cluster.local.processes import ProcessCluster
 from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from everlift.errors import UnknownRequest
-from router.ledger.embedded import running_url
+from router.ledger.embedded.embedded import running_url
 from router.ledger.entry import Event
-from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.free_port import free_port
 from tests.perf.report import machine
 from tests.soak.clients import Crowd, Seen

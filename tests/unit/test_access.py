@@ -16,17 +16,17 @@ from everlift.errors import Forbidden, LedgerUnavailable, OutOfRange, Unauthenti
 from everlift.messages import Submission
 from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
-from router.access import key as keys
-from router.access.access import Access, store_of
-from router.access.document import Document, changes, from_plain, from_records
-from router.access.file_store import FileStore
-from router.access.key import Key
-from router.access.limits import NO_LIMITS, Limits
-from router.access.store import LedgerStore
-from router.access.table import Table
+from router.auth import key as keys
+from router.auth.access import Access, store_of
+from router.auth.caller import Caller, Scope
+from router.auth.document import Document, changes, from_plain, from_records
+from router.auth.file_store import FileStore
+from router.auth.key import Key
+from router.auth.limits import NO_LIMITS, Limits
+from router.auth.store import LedgerStore
+from router.auth.table import Table
 from router.config import RouterConfig
-from router.gateway.caller import Caller, Scope
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 
 ID, SECRET = "0123456789ab", "s" * 43
 SHOWN = keys.whole(ID, SECRET)

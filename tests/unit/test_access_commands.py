@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from router.access.document import Document, from_plain
-from router.access.key import parts
-from router.gateway.caller import Scope
+from router.auth.caller import Scope
+from router.auth.document import Document, from_plain
+from router.auth.key import parts
 from tests.commands import run
 
 Command = Callable[..., Awaitable[str]]

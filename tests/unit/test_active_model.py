@@ -6,8 +6,8 @@ import pytest
 
 from everlift.errors import RouterStopping, UnknownModel
 from router.active import ActiveModel
-from router.gateway.model import ServedModel
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.tokenizer import ServedModel
 
 
 class Connections:

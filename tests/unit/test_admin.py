@@ -17,12 +17,12 @@ from cluster.cli import app
 from everlift import AsyncClient
 from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
+from router.api.grpc.admin_server import AdminServer
+from router.auth.authenticator import OPEN
 from router.config import RouterConfig
-from router.gateway.admin_server import AdminServer
-from router.gateway.door import OPEN
+from router.leader.policy_store import Rulebook
 from router.ledger.base import LoadReport
-from router.ledger.memory import MemoryLedger
-from router.rulebook import Rulebook
+from router.ledger.memory.memory import MemoryLedger
 from tests.ledgers import Clock
 from tests.restored_logging import restored_logging
 

@@ -7,7 +7,7 @@ import pytest
 from router.admission import queue as module
 from router.admission.policy import EarliestDeadline, Fifo
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 
 def waiting(request_id: str, arrived: float, gateway: str = "g") -> Waiting:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.request_id import tenant_of
-from router.gateway.at_workers import AtWorkers
-from router.gateway.live import LiveRequest
+from router.requests.at_workers import AtWorkers
+from router.requests.request import LiveRequest
 
 EPOCHS = count(1)
 

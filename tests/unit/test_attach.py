@@ -11,7 +11,7 @@ from everlift.digest import token_digest
 from everlift.errors import Cancelled, DataLoss, OffsetOutOfRange
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.live import LiveRequest
+from router.requests.request import LiveRequest
 from tests.gateway_support import Gateway, started_gateway, texts, until
 
 EOS = session_pb2.STOP_CAUSE_EOS

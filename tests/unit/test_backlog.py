@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 from router.config import RouterConfig
 from tests.admission_support import waiting
 

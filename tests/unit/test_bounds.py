@@ -9,9 +9,9 @@ import pytest
 
 from everlift.step_time import StepSize
 from everlift.v1 import session_pb2 as pb
-from router.admission.bounds import Refusal
+from router.admission.load_shedding import Refusal
 from router.admission.policy import Rules
-from router.admission.worker_view import Load
+from router.admission.workers import Load
 from tests.admission_support import CONFIG, Cluster, paced
 
 FULL = Load(1, num_running=4, num_waiting=2)

@@ -24,13 +24,13 @@ from everlift.errors import (
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import chaos_pb2_grpc, inference_pb2, session_pb2, session_pb2_grpc
 from router import beginnings
-from router.chaos import Chaos
+from router.api.grpc.chaos_server import ChaosServer
+from router.auth.authenticator import OPEN
 from router.config import RouterConfig
-from router.faults import Part, check_fault
-from router.gateway.chaos_server import ChaosServer
-from router.gateway.door import OPEN
+from router.faults.faults import Part, check_fault
+from router.faults.injector import Chaos
 from router.internal_server import InternalServer
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.ledgers import Clock
 
 KILL, PAUSE = pb.FAULT_KIND_KILL, pb.FAULT_KIND_PAUSE

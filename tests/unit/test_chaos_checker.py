@@ -12,7 +12,7 @@ from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import Append, Entry, Event, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.ledgers import Clock, make_request
 
 TERM = 7

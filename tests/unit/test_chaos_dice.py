@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.chaos.dice import DRAIN, NAMES, Dice, Happening
 from everlift.v1 import chaos_pb2 as pb
-from router.faults import ANY_ROUTER, LEADER, LEDGER, Part, check_fault
+from router.faults.faults import ANY_ROUTER, LEADER, LEDGER, Part, check_fault
 
 WORKERS = ["a", "b", "c"]
 _PARTS = {LEDGER: Part.LEDGER, LEADER: Part.ROUTER, ANY_ROUTER: Part.ROUTER}

@@ -25,11 +25,11 @@ from cluster.ray import build, deployments
 from cluster.ray.deployments import ROUTER_POLICY
 from everlift import settings
 from everlift.tls import InternalTls, Tls
+from router.api.kserve.v2 import open_inference_pb2
+from router.api.openai import openapi
 from router.config import RouterConfig
-from router.gateway.http import openapi
-from router.gateway.kserve.v2 import open_inference_pb2
 from router.ledger.config import EMBEDDED
-from router.metrics.http_server import READY
+from router.observability.metrics.http_server import READY
 from tests.chart import (
     CHART,
     NAMESPACE,

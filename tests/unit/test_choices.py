@@ -22,7 +22,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Append, Appended, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.gateway_support import TERM, Gateway, texts, until
 from tests.ledgers import scored
 
@@ -319,7 +319,7 @@ async def test_an_end_under_a_forgotten_dispatch_is_stored_beside_a_choice_that_
 async def test_long_choices_start_in_parts_until_they_are_lost(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.gateway.attempts._TOKENS_AT_ONCE", 12)
+    monkeypatch.setattr("router.requests.attempts._TOKENS_AT_ONCE", 12)
     live = await gateway.submit(n=6, text="four")
     started = gateway.workers.started
     await gateway.dispatch()
@@ -337,7 +337,7 @@ async def test_long_choices_start_in_parts_until_they_are_lost(
 async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.gateway.choice._TOKENS_A_PIECE", 3)
+    monkeypatch.setattr("router.requests.choice._TOKENS_A_PIECE", 3)
     live = await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abcdef", EOS, choice=0)
@@ -351,7 +351,7 @@ async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
 async def test_a_piece_has_the_fewer_tokens_the_more_is_told_of_each(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.gateway.choice._LOGPROBS_A_PIECE", 6)
+    monkeypatch.setattr("router.requests.choice._LOGPROBS_A_PIECE", 6)
     live = await gateway.submit(sampling=pb.Sampling(logprobs=1))
     epoch = await gateway.dispatch()
     scores = scored(*[-1.0] * 7, num_top=1)

@@ -23,7 +23,7 @@ from everlift.options import GenerateOptions
 from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.model import ByteTokenizer
+from router.requests.tokenizer import ByteTokenizer
 from tests.restored_logging import restored_logging
 from worker.runner.fake_runner import expected_tokens
 

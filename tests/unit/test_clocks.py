@@ -45,8 +45,8 @@ def test_no_part_of_a_cluster_looks_at_the_clock_on_the_wall() -> None:
     assert len(found) > 100
     looking = {path: names for path, names in found.items() if names}
     assert looking == {
-        "router/access/access.py": ["time.time"],
-        "router/gateway/http/answering.py": ["time.time"],
-        "router/gateway/http/api.py": ["time.time"],
-        "router/traces/traces.py": ["time.time"],
+        "router/auth/access.py": ["time.time"],
+        "router/api/openai/answering.py": ["time.time"],
+        "router/api/openai/api.py": ["time.time"],
+        "router/observability/traces/traces.py": ["time.time"],
     }

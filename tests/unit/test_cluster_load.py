@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everlift.v1 import session_pb2 as pb
 from router.admission.load import cluster_load
-from router.admission.worker_view import Capacity, Load
+from router.admission.workers import Capacity, Load
 from tests.admission_support import Cluster, paced
 
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from everlift.v1 import session_pb2
+from router.api.openai.encoding import encode
+from router.auth.caller import ANYONE, Caller, Scope
 from router.console.lanes import Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
-from router.gateway.caller import ANYONE, Caller, Scope
-from router.gateway.http.encoding import encode
 from tests.console_support import FakeCluster, link, report
 
 ADMIN = Caller("ops", frozenset({Scope.ADMIN}))

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from everlift.v1.session_pb2 import Counts, LatencyCounts
-from router.console.census import Census
+from router.console.aggregates import Census
 from router.console.failures import Failed, Failures
 from router.console.history import History
 from router.console.lanes import Lanes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.console.seating import (
+from router.console.slot_grid import (
     LOST,
     Cause,
     Change,

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.clock import now
-from router.gateway.deliveries import Deliveries
-from router.gateway.explanation import kept
-from router.gateway.journal import FINISHED
-from router.gateway.live import LiveRequest
-from router.gateway.model import ServedModel
-from router.gateway.revival import begun
+from router.event_loop import now
 from router.ledger.base import Membership
 from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredChoice
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.delivery_reports import Deliveries
+from router.requests.explanation import kept
+from router.requests.request import LiveRequest
+from router.requests.revival import begun
+from router.requests.timing import FINISHED
+from router.requests.tokenizer import ServedModel
 from tests.gateway_support import Gateway, started_gateway, until
 from tests.journal_support import WatchedJournal
 from tests.ledgers import make_request

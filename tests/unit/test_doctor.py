@@ -22,7 +22,7 @@ from cluster.doctor.finding import Finding, Level
 from cluster.doctor.nodes import NodeReport, asked, clocks, compare
 from everlift.tls import InternalTls
 from router.ledger.config import LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.authority import Authority
 from tests.free_port import free_port
 from tests.other_architectures import save_config

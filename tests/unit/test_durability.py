@@ -11,10 +11,10 @@ import pytest
 from everlift.errors import LedgerFull, LedgerUnavailable
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.live import LiveRequest
 from router.ledger.base import Membership
 from router.ledger.entry import Append, Appended
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.request import LiveRequest
 from tests.gateway_support import CONFIG, Gateway, gateway_ledger, started_gateway, until
 
 EOS = session_pb2.STOP_CAUSE_EOS

@@ -9,7 +9,7 @@ import pytest
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
 from everlift.request_id import unnamed
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.entrance import Entrance
+from router.admission.early_rejection import Entrance
 from router.admission.retrying import Retrying
 from router.admission.wanted import Wanted
 from router.config import RouterConfig

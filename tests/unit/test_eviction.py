@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.admission.pace import Pace
-from router.admission.worker_view import Load
+from router.admission.throughput import Pace
+from router.admission.workers import Load
 from router.config import RouterConfig
 from tests.admission_support import CONFIG, Cluster, paced
 

@@ -10,12 +10,12 @@ from everlift.explanation import LABELS, as_json, server_timing
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.attempt import SILENT
-from router.gateway.explanation import MAX_BYTES, explained, kept, packed, resumed
-from router.gateway.journal import FINISHED, Journal
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
 from router.prediction.length_distribution import LengthDistribution
 from router.prediction.predictor import Prediction
+from router.requests.attempt import SILENT
+from router.requests.explanation import MAX_BYTES, explained, kept, packed, resumed
+from router.requests.timing import FINISHED, Journal
 from tests.journal_support import WatchedJournal
 from tests.ledgers import make_request
 

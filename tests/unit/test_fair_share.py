@@ -20,8 +20,8 @@ from router.admission.policy import (
     ShortestWork,
 )
 from router.admission.queue import AdmissionQueue
+from router.admission.request import Waiting
 from router.admission.token_counters import TokenCounters
-from router.admission.waiting import Waiting
 
 PROMPT, OUTPUT = 1.0, 2.0
 SLOTS, LONGEST_PROMPT, LONGEST_OUTPUT = 6, 40, 30

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import fields
+from router.api.grpc import fields
 
 MANY = 1 << 30
 

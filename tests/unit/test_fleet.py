@@ -10,13 +10,13 @@ import pytest
 
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import session_pb2
-from router.clock import now
 from router.config import RouterConfig
-from router.fleet import Fleet
-from router.insistence import first_answer
+from router.event_loop import now
+from router.heartbeat import Fleet
+from router.hedged_call import first_answer
+from router.leader.policy_store import Rulebook
 from router.ledger.base import Membership
-from router.ledger.memory import MemoryLedger
-from router.rulebook import Rulebook
+from router.ledger.memory.memory import MemoryLedger
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", beat=0.03, lease=1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from everlift.errors import InvalidRequest, OutOfRange
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import headers
+from router.api import headers
 
 
 def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from router.gateway import health_server
-from router.gateway.health_server import HealthServer
+from router.api.grpc import health_server
+from router.api.grpc.health_server import HealthServer
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 UNKNOWN = HealthCheckResponse.SERVICE_UNKNOWN

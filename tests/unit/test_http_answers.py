@@ -32,18 +32,18 @@ from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
+from router.api.openai import answering, errors, event_stream, logprobs
+from router.api.openai.chat import ChatAnswer
+from router.api.openai.completion import CompletionAnswer
+from router.api.openai.encoding import encode
+from router.api.openai.envelope import Envelope
+from router.api.openai.event_id import BEGIN, EventId, Position
+from router.api.openai.transcript import Collected, News, Transcript, Usage
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
-from router.gateway.choice import Choice
-from router.gateway.http import answering, errors, event_stream, logprobs
-from router.gateway.http.chat import ChatAnswer
-from router.gateway.http.completion import CompletionAnswer
-from router.gateway.http.encoding import encode
-from router.gateway.http.envelope import Envelope
-from router.gateway.http.event_id import BEGIN, EventId, Position
-from router.gateway.http.transcript import Collected, News, Transcript, Usage
-from router.gateway.model import ByteTokenizer, Tokenizer
-from router.gateway.output import Output
+from router.requests.choice import Choice
+from router.requests.output import Output
+from router.requests.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENIZER = ByteTokenizer()
 #: Of a choice, as an event's id has it.

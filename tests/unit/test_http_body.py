@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import EverliftError, InvalidRequest, MalformedBody, NotUtf8
-from router.gateway.http import body
+from router.api.openai import body
 
 BAD: dict[str, tuple[bytes, type[InvalidRequest]]] = {
     "nothing": (b"", MalformedBody),

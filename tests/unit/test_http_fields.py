@@ -27,9 +27,9 @@ from everlift.errors import (
 from everlift.messages import Submission
 from everlift.sampling import Grammar, GrammarKind
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.http import fields, submissions
-from router.gateway.http.errors import described, headers
-from router.gateway.http.fields import (
+from router.api.openai import fields, submissions
+from router.api.openai.errors import described, headers
+from router.api.openai.fields import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,

@@ -14,15 +14,15 @@ from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
+from router.api.openai.chat import ChatAnswer
+from router.api.openai.completion import CompletionAnswer
+from router.api.openai.envelope import Envelope
+from router.api.openai.event_id import EventId
+from router.api.openai.transcript import Collected, Transcript, Usage
 from router.chat.parser import PlainParser
-from router.gateway.choice import Choice
-from router.gateway.http.chat import ChatAnswer
-from router.gateway.http.completion import CompletionAnswer
-from router.gateway.http.envelope import Envelope
-from router.gateway.http.event_id import EventId
-from router.gateway.http.transcript import Collected, Transcript, Usage
-from router.gateway.model import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from router.gateway.output import Output
+from router.requests.choice import Choice
+from router.requests.output import Output
+from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, SPACE, byte_ids
 
 ENVELOPE = Envelope("r", 7, "m", None)

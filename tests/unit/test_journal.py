@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.journal import FINISHED, MAX_TOLD, Journal
+from router.requests.timing import FINISHED, MAX_TOLD, Journal
 from tests.journal_support import WatchedJournal
 
 CAME = 1000.0

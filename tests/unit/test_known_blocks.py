@@ -6,7 +6,7 @@ import random
 
 from hpack import Decoder, Encoder
 
-from router.rpc.heads import KnownBlocks
+from router.api.http2.heads import KnownBlocks
 
 HEADERS = [
     (b":method", b"POST"),

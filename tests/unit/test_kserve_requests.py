@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange, TooManyStops
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as wire
-from router.gateway.kserve import description, infer_request, tensors
-from router.gateway.kserve.infer_response import NAMES, Answer
-from router.gateway.kserve.parameters import PARAMETERS
-from router.gateway.kserve.v2 import open_inference_pb2 as pb
+from router.api.kserve import description, infer_request, tensors
+from router.api.kserve.infer_response import NAMES, Answer
+from router.api.kserve.parameters import PARAMETERS
+from router.api.kserve.v2 import open_inference_pb2 as pb
 
 #: By name: a value that a client sends, and what of the request it becomes.
 MEANINGS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.gateway.kserve.infer_stream import InferStream
-from router.gateway.kserve.v2 import open_inference_pb2 as pb
+from router.api.kserve.infer_stream import InferStream
+from router.api.kserve.v2 import open_inference_pb2 as pb
 from tests.gateway_support import until
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import InvalidRequest
-from router.gateway.kserve import tensors
-from router.gateway.kserve.tensors import MAX_TENSORS, Tensor
-from router.gateway.kserve.v2 import open_inference_pb2 as pb
+from router.api.kserve import tensors
+from router.api.kserve.tensors import MAX_TENSORS, Tensor
+from router.api.kserve.v2 import open_inference_pb2 as pb
 
 INTEGERS = {
     name: st.integers(-(1 << bits - 1), (1 << bits - 1) - 1)

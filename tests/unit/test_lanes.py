@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.lanes import Line, Queued
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 numbers = st.integers(0, 5).map(float)
 steps = st.lists(st.tuples(st.sampled_from(["push", "leave", "first"]), numbers), max_size=300)

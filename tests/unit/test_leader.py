@@ -14,12 +14,12 @@ from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.policy import Rules, policy_of
-from router.clock import now
 from router.config import RouterConfig
-from router.leader import Leader
+from router.event_loop import now
+from router.leader.leader import Leader
 from router.ledger.base import LoadReport, Membership
 from router.ledger.entry import Entry, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.admission_support import paced
 from tests.in_process import until
 from tests.ledgers import make_request
@@ -475,8 +475,8 @@ async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
 async def test_only_so_many_dispatches_are_under_way_at_once(
     leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.leader.DISPATCHES_AT_ONCE", 2)
-    monkeypatch.setattr("router.leader._MOST_LATE", 1)
+    monkeypatch.setattr("router.leader.leader.DISPATCHES_AT_ONCE", 2)
+    monkeypatch.setattr("router.leader.leader._MOST_LATE", 1)
     gateway = Gateway(leader, "g")
     names = ["a", "b", "c", "d"]
     for name in names:

@@ -7,7 +7,7 @@ import time
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.gateway_support import Gateway, gateway_ledger
 
 

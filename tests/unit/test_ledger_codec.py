@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
-from router.ledger import codec
 from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
+from router.ledger.redis import codec
 from tests.ledgers import make_request, scored
 
 FLOATS = st.floats(max_value=0.0, width=32)

@@ -14,8 +14,8 @@ from cluster.simulator.command import ledger_requests
 from cluster.simulator.command.load import Requests
 from cluster.simulator.record import Record
 from cluster.simulator.workloads.arrival import Arrival
-from router.access.document import Document
-from router.ledger.memory import MemoryLedger
+from router.auth.document import Document
+from router.ledger.memory.memory import MemoryLedger
 
 
 @pytest.fixture

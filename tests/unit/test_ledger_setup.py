@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 
 from everlift.errors import LedgerUnavailable
-from router.ledger import scripts
-from router.ledger.address import Address, Kind, parse
 from router.ledger.config import PROMISES, DurabilityClass, LedgerConfig, LedgerSetupError
-from router.ledger.server import (
+from router.ledger.redis import scripts
+from router.ledger.redis.address import Address, Kind, parse
+from router.ledger.redis.server import (
     SCHEMA,
     check_durability,
     check_layout,

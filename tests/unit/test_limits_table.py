@@ -21,15 +21,15 @@ from everlift.messages import (
     MAX_TIMEOUT_S,
 )
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from router.api.http2.limits import Limits
+from router.api.kserve.infer_stream import MAX_AT_ONCE
+from router.api.openai import body, connection, endpoint, fields, server, submissions
 from router.chat import messages, tools
 from router.config import RouterConfig
-from router.gateway import model
-from router.gateway.http import body, connection, endpoint, fields, server, submissions
-from router.gateway.kserve.infer_stream import MAX_AT_ONCE
-from router.rpc.limits import Limits
+from router.requests import tokenizer
 
 README = Path(__file__).resolve().parents[2] / "proto" / "README.md"
-CHARACTERS = model._MAX_CHARACTERS_PER_TOKEN
+CHARACTERS = tokenizer._MAX_CHARACTERS_PER_TOKEN
 LIMITS = Limits()
 
 
@@ -72,8 +72,11 @@ def table() -> list[list[str]]:
             f"{MAX_GRAMMAR_BYTES} bytes, and {MAX_CHOICES} texts",
         ),
         ("`logprobs`, `prompt_logprobs`", f"{MAX_LOGPROBS} alternatives"),
-        ("`logprobs`, `prompt_logprobs`", f"{model._MAX_LOGPROBS} values of a request's output"),
-        ("`logprobs`, `prompt_logprobs`", f"{model._MAX_PROMPT_LOGPROBS} of its prompt"),
+        (
+            "`logprobs`, `prompt_logprobs`",
+            f"{tokenizer._MAX_LOGPROBS} values of a request's output",
+        ),
+        ("`logprobs`, `prompt_logprobs`", f"{tokenizer._MAX_PROMPT_LOGPROBS} of its prompt"),
         ("`timeout_ms`, `ttft_target_ms`", f"{MAX_TIMEOUT_S:.0f} s"),
         ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
         ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),

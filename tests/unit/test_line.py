@@ -11,12 +11,12 @@ import pytest
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy
-from router.clock import now
 from router.config import RouterConfig
-from router.leader import Leader
+from router.event_loop import now
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
 from router.ledger.entry import Entry, State
-from router.ledger.memory import MemoryLedger
-from router.line import AdmissionLine
+from router.ledger.memory.memory import MemoryLedger
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", lease=0.5, beat=0.05)
@@ -170,8 +170,8 @@ async def test_a_line_on_which_nobody_speaks_is_opened_again(
     assert not gateway.line.is_quiet
     tell = leader._lines.tell
     monkeypatch.setattr(leader._lines, "tell", lambda *_: None)
-    monkeypatch.setattr("router.line._QUIET_S", 0.3)
-    monkeypatch.setattr("router.line._DEAD_S", 0.5)
+    monkeypatch.setattr("router.leader.client._QUIET_S", 0.3)
+    monkeypatch.setattr("router.leader.client._DEAD_S", 0.5)
     await until(lambda: gateway.line.is_quiet)
     assert gateway.line.is_open
     await until(lambda: not gateway.line.is_open)

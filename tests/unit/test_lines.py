@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from everlift.v1 import session_pb2 as pb
-from router.lines import Lines
+from router.leader.server import Lines
 from tests.in_process import until
 
 

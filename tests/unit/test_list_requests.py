@@ -10,10 +10,10 @@ import pytest
 from everlift.errors import EverliftError, Forbidden, InvalidRequest, OutOfRange
 from everlift.transport import GRPC
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.caller import ANYONE, Caller, Scope
-from router.gateway.inference import Inference
+from router.api.service import Inference
+from router.auth.caller import ANYONE, Caller, Scope
 from router.ledger.entry import State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from tests.gateway_support import Gateway
 from tests.ledgers import make_request
 

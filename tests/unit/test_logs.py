@@ -29,14 +29,14 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
     logs.configure("router-0", path=tmp_path / "log")
-    logs.get("router.sessions").info("worker lost", worker_id="w1", request_id="r\n1")
+    logs.get("router.worker_sessions").info("worker lost", worker_id="w1", request_id="r\n1")
     (line,) = lines(tmp_path / "log")
     assert str(line.pop("ts")).endswith("+00:00")
     assert line == {
         "level": "info",
         "component": "router-0",
         "pid": os.getpid(),
-        "logger": "router.sessions",
+        "logger": "router.worker_sessions",
         "event": "worker lost",
         "worker_id": "w1",
         "request_id": "r\n1",

@@ -12,9 +12,9 @@ import pytest
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, QueueFull
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway import many
-from router.gateway.opened import Opened
-from router.gateway.source import Carried
+from router.api import generate_many
+from router.api.opened import Opened
+from router.requests.source import Carried
 from tests.gateway_support import started_gateway, until
 
 #: Of one request.
@@ -44,8 +44,8 @@ class Requests:
         self.opening.remove(name)
         return Opened(name, None, Carried(Relayed(self, name, self._scripts[name]())))
 
-    def read(self) -> many.Many:
-        return many.Many(self.messages, self.open)
+    def read(self) -> generate_many.Many:
+        return generate_many.Many(self.messages, self.open)
 
 
 class Relayed(AsyncIterator[pb.GenerateResponse]):
@@ -130,7 +130,7 @@ async def test_one_that_cannot_be_opened_fails_alone() -> None:
             raise InvalidRequest("not this")
         return await requests.open(request)
 
-    read = [*all_of([it async for it in many.Many(requests.messages, open_)])]
+    read = [*all_of([it async for it in generate_many.Many(requests.messages, open_)])]
     assert [(it.index, it.failure.slug) for it in read] == [(0, "invalid_request"), (1, "")]
 
 
@@ -139,7 +139,7 @@ async def test_who_waits_is_told_that_the_only_one_cannot_be_opened() -> None:
         await settled()
         raise InvalidRequest("not this")
 
-    read = [*all_of([it async for it in many.Many([pb.GenerateRequest()], open_)])]
+    read = [*all_of([it async for it in generate_many.Many([pb.GenerateRequest()], open_)])]
     assert [it.failure.slug for it in read] == ["invalid_request"]
 
 
@@ -167,9 +167,9 @@ async def test_the_first_piece_waits_for_no_other_request() -> None:
 
 
 async def test_only_so_many_are_opened_at_the_same_time() -> None:
-    requests = Requests(*[pieces(1)] * many.MAX_REQUESTS)
+    requests = Requests(*[pieces(1)] * generate_many.MAX_REQUESTS)
     read = [*all_of([it async for it in requests.read()])]
-    assert len(read) == many.MAX_REQUESTS
+    assert len(read) == generate_many.MAX_REQUESTS
     assert requests.most_opening == 32
 
 
@@ -201,7 +201,7 @@ async def test_of_a_request_here_nothing_is_made_before_it_is_read() -> None:
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
             [head] = (await anext(messages)).pieces
             assert not head.piece.token_ids
             epoch = await gateway.dispatch()
@@ -226,7 +226,7 @@ async def test_a_request_here_fails_with_its_own_error_after_its_last_piece() ->
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
             await anext(messages)
             gateway.make(await gateway.dispatch(), 0, "ab")
             await until(lambda: live.choices[0].readable == 2)
@@ -243,7 +243,7 @@ async def test_who_leaves_is_no_reader_any_more() -> None:
         async def open_(request: pb.GenerateRequest) -> Opened:
             return Opened("r", None, gateway.requests.stream(live))
 
-        async with aclosing(many.Many([pb.GenerateRequest()], open_)) as messages:
+        async with aclosing(generate_many.Many([pb.GenerateRequest()], open_)) as messages:
             await anext(messages)
         await until(lambda: live.is_over)
 
@@ -270,7 +270,7 @@ async def test_who_leaves_does_not_wait_for_those_that_are_being_opened() -> Non
         await asyncio.Event().wait()
         raise AssertionError
 
-    messages = many.Many([pb.GenerateRequest()] * 50, open_)
+    messages = generate_many.Many([pb.GenerateRequest()] * 50, open_)
     await settled()
     async with asyncio.timeout(10):
         await messages.aclose()
@@ -281,14 +281,14 @@ def named(*names: str) -> list[pb.GenerateRequest]:
 
 
 def test_a_call_has_some_requests_and_not_too_many() -> None:
-    for count in (1, many.MAX_REQUESTS):
-        many.check_count(count)
-    for count in (0, many.MAX_REQUESTS + 1):
+    for count in (1, generate_many.MAX_REQUESTS):
+        generate_many.check_count(count)
+    for count in (0, generate_many.MAX_REQUESTS + 1):
         with pytest.raises(OutOfRange, match="1 to 1024"):
-            many.check_count(count)
+            generate_many.check_count(count)
 
 
 def test_no_name_comes_twice() -> None:
-    many.check_names(named("a", "b", "", ""))
+    generate_many.check_names(named("a", "b", "", ""))
     with pytest.raises(InvalidRequest, match="twice"):
-        many.check_names(named("a", "", "a"))
+        generate_many.check_names(named("a", "", "a"))

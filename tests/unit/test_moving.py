@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.pace import Pace
-from router.admission.worker_view import Load
+from router.admission.throughput import Pace
+from router.admission.workers import Load
 from tests.admission_support import Cluster, paced
 
 #: The home lacks ten blocks for a request of 310 known tokens.

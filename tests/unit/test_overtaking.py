@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.admission.overtaking import Overtaking
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 
 
 @given(st.lists(st.integers(0, 200), unique=True), st.integers(0, 200))

@@ -6,8 +6,8 @@ import pytest
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2 as pb
-from router.admission.pace import Pace, Work, slow, spared_tokens
-from router.admission.worker_view import Load
+from router.admission.throughput import Pace, Work, slow, spared_tokens
+from router.admission.workers import Load
 from tests.worker_support import engine, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
 

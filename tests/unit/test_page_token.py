@@ -7,7 +7,7 @@ from base64 import urlsafe_b64encode
 import pytest
 
 from everlift.errors import InvalidRequest
-from router.gateway import page_token
+from router.api import page_token
 from router.ledger.base import Position
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.pace import Work
 from router.admission.placement import Placement
-from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity, Load
+from router.admission.request import Waiting
+from router.admission.throughput import Work
+from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 
 CONFIG = RouterConfig(local_depth=2, max_pending_prefill=100, dispatch_ack=1.0)

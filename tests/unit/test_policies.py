@@ -23,8 +23,8 @@ from router.admission.policy import (
     policy_of,
 )
 from router.admission.queue import AdmissionQueue
-from router.admission.stays import overtaken
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
+from router.admission.wait_stats import overtaken
 from router.config import Order, RouterConfig
 from tests.admission_support import POLICIES
 

@@ -13,12 +13,12 @@ import pytest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
 from router.config import Order, RouterConfig
-from router.gateway.told import arriving
 from router.prediction.model import Model
 from router.prediction.predictor import Prediction, Predictor
 from router.prediction.rank_correlation import kendall_tau
+from router.requests.messages import arriving
 from tests import mixes
 from tests.mixes import Drawn
 from tests.prediction_support import learnt, mixed, predictor, request, served

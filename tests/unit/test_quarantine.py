@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from router.admission.placement import Placement
-from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity, Load
+from router.admission.request import Waiting
+from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 
 SUSPECT = Waiting("suspect", "g", 0.0, prefill_tokens=10, max_tokens=10, is_suspect=True)

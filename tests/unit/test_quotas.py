@@ -19,14 +19,14 @@ from everlift.errors import (
     RequestConflict,
 )
 from everlift.v1 import session_pb2
-from router.access.limits import NO_LIMITS, Limits
-from router.gateway import quotas
-from router.gateway.custody import Elsewhere
-from router.gateway.live import LiveRequest
+from router.auth import quotas
+from router.auth.limits import NO_LIMITS, Limits
 from router.ledger.base import Opened
 from router.ledger.entry import State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
 from router.ledger.quota import Charge
+from router.requests.registry import Elsewhere
+from router.requests.request import LiveRequest
 from tests.gateway_support import CONFIG, Gateway, gateway_ledger, until
 from tests.ledgers import Clock
 

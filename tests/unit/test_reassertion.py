@@ -21,11 +21,11 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.dispatched import dispatched
-from router.gateway.live import LiveRequest
+from router.admission.dispatch_message import dispatched
 from router.ledger.base import Membership, NotQueued
 from router.ledger.entry import Append, Appended, Entry, Reasserted, State, Stored
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.request import LiveRequest
 from tests.gateway_support import (
     CONFIG,
     TERM,

@@ -20,13 +20,13 @@ from everlift.errors import (
     Unreachable,
 )
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import request_stream
-from router.gateway.caller import ANYONE
-from router.gateway.delivered import Delivered
-from router.gateway.inference import Inference
-from router.gateway.request_stream import RequestStream
-from router.gateway.source import Source
-from router.ledger.memory import MemoryLedger
+from router.api.service import Inference
+from router.auth.caller import ANYONE
+from router.ledger.memory.memory import MemoryLedger
+from router.requests import request_stream
+from router.requests.delivered import Delivered
+from router.requests.request_stream import RequestStream
+from router.requests.source import Source
 from tests.gateway_support import CONFIG, Gateway, started_gateway, until
 
 STOP = pb.FINISH_REASON_STOP

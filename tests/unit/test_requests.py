@@ -35,16 +35,16 @@ from everlift.errors import (
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
-from router.clock import now
-from router.gateway import recent
-from router.gateway.caller import ANYONE
-from router.gateway.custody import Elsewhere
-from router.gateway.inference import Inference
-from router.gateway.journal import Journal
-from router.gateway.live import LiveRequest, Phase
+from router.api.service import Inference
+from router.auth.caller import ANYONE
+from router.event_loop import now
 from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests import recent
+from router.requests.registry import Elsewhere
+from router.requests.request import LiveRequest, Phase
+from router.requests.timing import Journal
 from tests.gateway_support import CONFIG, TERM, Gateway, texts, until
 
 

@@ -11,11 +11,11 @@ import pytest
 from everlift.errors import LedgerFull, LedgerUnavailable, RequestConflict
 from everlift.messages import Request
 from everlift.v1 import session_pb2
-from router.gateway.custody import Elsewhere
-from router.gateway.live import Phase
 from router.ledger.base import Opened
 from router.ledger.entry import Dispatch, State
-from router.ledger.memory import MemoryLedger
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.registry import Elsewhere
+from router.requests.request import Phase
 from tests.gateway_support import TERM, Gateway, RecordedReservation, gateway_ledger, until
 
 EPOCH = 2**64 - 5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.admission.roll_call import RollCall
-from router.admission.waiting import Key
+from router.admission.handover import RollCall
+from router.admission.request import Key
 
 
 def key(arrived: float, priority: int = 0) -> Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from router.rpc.http2 import Http2
+from router.api.http2.h2_connection import Http2
 
 HEAD = [(":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", "/s/m")]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import EverliftError, InvalidRequest, MessageTooLarge, Unimplemented
-from router.rpc.framing import ENCODINGS, MessageReader, check_encoding, framed
+from router.api.http2.framing import ENCODINGS, MessageReader, check_encoding, framed
 
 MOST = 4096
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import EverliftError, InvalidRequest, MetadataTooLarge, Unimplemented
-from router.rpc.heads import Head, Headers, NotGrpc, closing, opening, parse
+from router.api.http2.heads import Head, Headers, NotGrpc, closing, opening, parse
 
 CALL: Headers = [
     (b":method", b"POST"),

@@ -16,9 +16,9 @@ from everlift.v1 import session_pb2
 from router import console
 from router.admission.policy import ORDERS, Rules
 from router.config import RouterConfig
+from router.leader.policy_store import SETTINGS, Rulebook
 from router.ledger.base import ClusterPolicy
-from router.ledger.memory import MemoryLedger
-from router.rulebook import SETTINGS, Rulebook
+from router.ledger.memory.memory import MemoryLedger
 from tests.ledgers import Clock
 
 CONFIG = RouterConfig(model="fake", order="fifo", max_queued=7)

@@ -12,8 +12,8 @@ from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
-from router.gateway import sampling_defaults
-from router.gateway.model import ServedModel
+from router.requests import sampling_defaults
+from router.requests.tokenizer import ServedModel
 from tests.unit.test_served_model import model
 
 DEFAULTS = {

@@ -14,8 +14,8 @@ from everlift.errors import ContextLengthExceeded, PromptTooLong, UnknownModel
 from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway import model as model_module
-from router.gateway.model import HuggingFaceTokenizer, ServedModel
+from router.requests import tokenizer as model_module
+from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
 from worker.model.families import read_spec
 
 #: As Qwen2.5's model cards have it, of a smaller model.

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError
 
 from everlift.errors import LedgerUnavailable
 from router.ledger.config import LedgerConfig
-from router.ledger.shards import Shards
+from router.ledger.redis.shards import Shards
 
 
 async def test_a_call_ends_in_time_though_its_failure_hides_that_it_was_cancelled() -> None:

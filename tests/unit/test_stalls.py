@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from router import stalls
-from router.gateway.appender import Answered, Appender
 from router.ledger.entry import Append, Appended
+from router.requests.appender import Answered, Appender
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 #: After this many seconds an answer is late.

@@ -11,8 +11,8 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
-from router.admission.stays import Arrival, Obstacle, Stays, overtaken
-from router.admission.waiting import Waiting
+from router.admission.request import Waiting
+from router.admission.wait_stats import Arrival, Obstacle, Stays, overtaken
 
 
 def waiting(request_id: str, priority: int = 0, accepted: bool = False) -> Waiting:

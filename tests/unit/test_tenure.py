@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from everlift.v1 import inference_pb2
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Rules, key_of, policy_of
+from router.admission.request import Key, Waiting
+from router.admission.scheduler import Placed
 from router.admission.telling import Telling
-from router.admission.tenure import Placed
-from router.admission.waiting import Key, Waiting
-from router.admission.worker_view import Capacity, Load
+from router.admission.workers import Capacity, Load
 from router.config import Order
 from tests.admission_support import CONFIG, Cluster, waiting
 

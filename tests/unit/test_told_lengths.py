@@ -14,10 +14,10 @@ from cluster.prediction.training import trained
 from everlift.errors import DeadlineUnmeetable
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.clock import now
-from router.gateway.model import ServedModel
-from router.ledger.memory import MemoryLedger
+from router.event_loop import now
+from router.ledger.memory.memory import MemoryLedger
 from router.prediction.model import Model
+from router.requests.tokenizer import ServedModel
 from tests.gateway_support import CONFIG, Gateway, gateway_ledger, started_gateway, until
 from tests.prediction_support import lines, mixed
 

@@ -7,7 +7,7 @@ import pytest
 from everlift.messages import Request, Submission
 from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.model import ServedModel
+from router.requests.tokenizer import ServedModel
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

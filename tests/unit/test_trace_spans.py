@@ -10,10 +10,10 @@ from everlift.messages import FinishReason, Request, Submission
 from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.journal import Journal
-from router.gateway.model import ServedModel
 from router.ledger.entry import Entry, Event, State, Tally
-from router.traces.spans import Span, refusal_span, request_spans
+from router.observability.traces.spans import Span, refusal_span, request_spans
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
 from tests.journal_support import WatchedJournal
 
 TRACE = TraceContext("a" * 32, "b" * 16, True, "c" * 16)

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.batch.lines import _OPTIONS
 from everlift.typos import did_you_mean
-from router.gateway.http.fields import ChatFields, CompletionFields, TokenizeFields
+from router.api.openai.fields import ChatFields, CompletionFields, TokenizeFields
 
 #: Fields of other servers and of OpenAI's API that Everlift does not have; none is a misspelling.
 FOREIGN = """

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.choice import Choice
-from router.gateway.explanation import kept, resumed
-from router.gateway.journal import Journal
-from router.gateway.live import LiveRequest
-from router.gateway.model import ServedModel
-from router.gateway.output import Output
 from router.ledger.entry import Entry, State, Stored, StoredChoice
+from router.requests.choice import Choice
+from router.requests.explanation import kept, resumed
+from router.requests.output import Output
+from router.requests.request import LiveRequest
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
 from tests.gateway_support import started_gateway, until
 from tests.ledgers import make_request
 

@@ -9,9 +9,9 @@ import pytest
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
 from router.admission.least import Least
-from router.admission.pace import Pace, Work
-from router.admission.wait_predictor import WaitPredictor
-from router.admission.worker_view import Capacity, Load, WorkerView
+from router.admission.throughput import Pace, Work
+from router.admission.wait_estimate import WaitPredictor
+from router.admission.workers import Capacity, Load, WorkerView
 from tests.admission_support import waiting
 
 ROOFLINE = Roofline(overhead_s=0.01, weights_s=0.0, token_s=1e-4, kv_token_s=1e-6)

@@ -1,0 +1,180 @@
+"""Whether running requests of a lower class make room for a higher one. Pure.
+
+The head of the queue has no credit anywhere, and its deadline comes before it would get one: then
+it is dispatched all the same, to the worker where the least is lost, and that worker's victims go
+back to the queue. There they keep their place and their tokens. A worker gives blocks and slots to
+its sequences by class, so none of those that wait there comes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from router.admission.intervals import TICK_S
+from router.admission.request import Waiting
+from router.admission.running import Running, RunningTable
+from router.admission.workers import WorkerView, blocks_for, blocks_of
+
+#: So long before its last moment a request makes room for itself at the least: the leader looks
+#: again at every tick, and then the worker's step and its victims' way out take some steps.
+_MARGIN_S = 0.5
+_STEPS = 3
+#: More are not sent away for one.
+_MAX_VICTIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A worker, and those that make room there."""
+
+    worker_id: str
+    victims: tuple[Running, ...]
+
+
+def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
+    """Seconds until it must run to meet its deadlines; infinite where it has none to meet. One that
+    is missed already is in no hurry any more."""
+    if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
+        return inf
+    tokens = waiting.prefill_tokens
+    prefill_s = min((it.prefill_s(tokens) or 0.0 for it in workers.values()), default=0.0)
+    step_s = min((it.pace.step_s for it in workers.values() if it.pace.step_s), default=0.0)
+    decode_s = step_s * waiting.max_tokens / max(1, waiting.choices)
+    moments = [
+        due - prefill_s - rest
+        for due, rest in ((waiting.ttft_deadline, 0.0), (waiting.deadline, decode_s))
+        if due > ledger_now
+    ]
+    return min(moments, default=inf) - ledger_now
+
+
+def _margin(worker: WorkerView, tokens_ahead: int) -> float:
+    """Seconds that go by at this worker before it is its turn to be computed."""
+    ahead_s = worker.prefill_s(tokens_ahead) or 0.0
+    return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
+
+
+def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
+    """Seconds until some worker has blocks for it; 0 where nobody knows."""
+    waits = [
+        max(0, blocks_of(waiting) + 1 - worker.free_blocks) / rate
+        for worker in workers.values()
+        if worker.is_open and (rate := worker.pace.free_rate) is not None and rate > 0
+    ]
+    return min(waits, default=0.0)
+
+
+class Evictions:
+    """``occupants`` answers the ids of the requests that have a slot of a worker. Before one that
+    comes this way no more than ``max_pending_prefill`` tokens may be pending with its own, as with
+    a credit; but only those of its class and higher ones count, which go before it."""
+
+    def __init__(
+        self,
+        running: RunningTable,
+        occupants: Callable[[str], Collection[str]],
+        max_pending_prefill: int,
+    ) -> None:
+        self._running = running
+        self._occupants = occupants
+        self._max_pending_prefill = max_pending_prefill
+
+    def choose(
+        self,
+        waiting: Waiting,
+        workers: Mapping[str, WorkerView],
+        spared: Collection[str],
+        ledger_now: float,
+    ) -> Eviction | None:
+        """None if it would not miss a deadline by waiting for a credit, or nobody can help."""
+        if (slack := _slack(waiting, workers, ledger_now)) == inf:
+            return None
+        wait = _wait(waiting, workers)
+        most = max((_margin(it, it.pending_prefill) for it in workers.values()), default=0.0)
+        if slack > max(wait, most):
+            return None
+        eviction = self._cheapest(waiting, workers, spared)
+        if eviction is None:
+            return None
+        worker = workers[eviction.worker_id]
+        margin = _margin(worker, self._ahead(waiting, eviction.worker_id, worker))
+        return eviction if slack <= max(wait, margin) else None
+
+    def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
+        """Tokens that the worker computes before, at most: those that are pending of this class or
+        a higher one."""
+        others = self._running.from_class(waiting.priority, worker_id)
+        return min(worker.pending_prefill, sum(other.known_tokens for other in others))
+
+    def _cheapest(
+        self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
+    ) -> Eviction | None:
+        """Where the victims' known tokens are the fewest, none of them among the ``spared``, then
+        the least prefill pending; None where no victims make enough room."""
+        found = [
+            (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
+            for it, worker in workers.items()
+            if worker.is_open and not worker.is_slow
+            if (victims := self._victims(waiting, it, worker, spared)) is not None
+        ]
+        found.sort(key=lambda it: it[:3])
+        cheapest = (
+            Eviction(worker_id, victims)
+            for *_, worker_id, victims in found
+            if self._is_soon(waiting, worker_id, workers[worker_id])
+        )
+        return next(cheapest, None)
+
+    def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
+        """Whether it would be computed there about as soon as with a credit."""
+        ahead = self._ahead(waiting, worker_id, worker)
+        return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
+
+    def _victims(
+        self, waiting: Waiting, worker_id: str, worker: WorkerView, spared: Collection[str]
+    ) -> tuple[Running, ...] | None:
+        """None where they do not suffice."""
+        occupants = self._occupants(worker_id)
+        room = _room_beside(worker) - _Room(waiting.choices, blocks_of(waiting) + 1)
+        for other in self._running.from_class(waiting.priority, worker_id):
+            if other.request_id not in occupants:
+                room -= _room_of(other)
+        victims: list[Running] = []
+        lower = self._running.below(waiting.priority, worker_id)
+        while not room.suffices:
+            victim = next(lower, None)
+            if victim is None or len(victims) == _MAX_VICTIMS:
+                return None
+            if victim.request_id in occupants and victim.request_id not in spared:
+                victims.append(victim)
+                room += _room_of(victim)
+        return tuple(victims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    slots: int
+    blocks: int
+
+    @property
+    def suffices(self) -> bool:
+        return self.slots >= 0 and self.blocks >= 0
+
+    def __add__(self, other: _Room) -> _Room:
+        return _Room(self.slots + other.slots, self.blocks + other.blocks)
+
+    def __sub__(self, other: _Room) -> _Room:
+        return _Room(self.slots - other.slots, self.blocks - other.blocks)
+
+
+def _room_beside(worker: WorkerView) -> _Room:
+    """What runs there does not use, nor what is on its way there."""
+    slots = worker.slots - worker.load.num_running
+    coming = worker.unacknowledged
+    return _Room(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
+
+
+def _room_of(running: Running) -> _Room:
+    return _Room(running.choices, blocks_for(running.known_tokens))

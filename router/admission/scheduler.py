@@ -1,0 +1,414 @@
+"""What a leader knows of the queue and of what runs, from its election until it leads no more; and
+what it decides. Pure.
+
+It begins empty: the living gateways tell it what they have. What it knows of the workers, every
+replica knows (``placement``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from everlift.v1 import session_pb2
+from router.admission.demands import Demands
+from router.admission.fair_share import FairShare
+from router.admission.generation import Generations
+from router.admission.growth import Growth
+from router.admission.handover import RollCall
+from router.admission.load_shedding import Bounds, Refusal
+from router.admission.moving import ROOM, Move, Moving
+from router.admission.placement import Placement
+from router.admission.policy import Rules, key_of
+from router.admission.preemption import Evictions
+from router.admission.queue import AdmissionQueue
+from router.admission.request import Key, Ordered, Waiting
+from router.admission.running import Running, RunningTable
+from router.admission.starts import Starts
+from router.admission.wait_estimate import WaitPredictor
+from router.admission.wait_stats import Obstacle, overtaken
+from router.config import RouterConfig
+
+#: A request that was told to leave its worker is not told again for so long.
+_SPARED_S = 5.0
+#: And one that made room for another not before it has had so many times the time that it takes to
+#: compute it again: it shall get on in between.
+_RESPITE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came of a gateway's message: who is refused, or has to leave for others; requests that
+    had been another gateway's until now; and those that waited, and do so no more."""
+
+    refused: list[Refusal]
+    taken: list[Waiting]
+    withdrawn: list[session_pb2.Withdrawn]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request, the worker that it goes to under this epoch, and who makes room for it there.
+    ``stay`` is None of one that never came into the queue."""
+
+    waiting: Waiting
+    worker_id: str
+    epoch: int
+    victims: tuple[Running, ...] = ()
+    stay: session_pb2.Stay | None = None
+
+    @property
+    def overtaken(self) -> int:
+        """How many left the queue before it that came later."""
+        return 0 if self.stay is None else overtaken(self.stay)
+
+
+class Tenure:
+    """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds. ``occupants`` answers
+    the ids of the requests that have a slot of a worker. ``fair_share``: None where tenants are not
+    told apart."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        rules: Rules,
+        placement: Placement,
+        occupants: Callable[[str], Collection[str]],
+        generation: str,
+        now: float,
+        fair_share: FairShare | None = None,
+    ) -> None:
+        self._order, self._in_turns = rules.order, rules.fair_share
+        self._placement = placement
+        self._fair_share = fair_share
+        self._queue = AdmissionQueue(
+            rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
+        )
+        self._waits = WaitPredictor(placement.workers)
+        self._bounds = Bounds(rules, self._queue, self._waits)
+        self._running = RunningTable()
+        self._moving = Moving(config.move_reserve)
+        self._growth = Growth(self._running)
+        self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
+        #: by request id, until when
+        self._spared: dict[str, float] = {}
+        self.starts = Starts()
+        self.demands = Demands()
+        # By then every gateway has looked twice who leads.
+        self.roll_call = RollCall(now, patience_s=2 * config.beat)
+        self.generations = Generations(generation, now, patience_s=config.lease)
+        #: to be computed for all requests that came since this tenure began, as predicted
+        self.offered_tokens = 0
+        #: what tenants were served before this tenure, or it does not matter
+        self.has_recalled = fair_share is None
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """To be computed for all that wait, as predicted."""
+        return self._queue.work_tokens
+
+    def class_queues(self) -> list[session_pb2.ClassQueue]:
+        """How many wait, by class."""
+        return [
+            session_pb2.ClassQueue(priority=priority, queued=number)
+            for priority, number in self._queue.numbers.items()
+        ]
+
+    def tenant_queues(self) -> list[session_pb2.TenantQueue]:
+        """How many wait, by tenant and class, of those of whom most do."""
+        return self._fair_share.queues() if self._fair_share is not None else []
+
+    def waited_s(self, now: float, ledger_now: float) -> float:
+        """How long the request that leaves next has waited, one that comes back from a worker since
+        then; 0 when none waits."""
+        head = self._queue.peek(ledger_now)
+        if head is None:
+            return 0.0
+        since_s = self._queue.waited_s(head, now) if head.has_run else ledger_now - head.arrived
+        return max(0.0, since_s)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether room at a worker would be used."""
+        return bool(self._queue) or self._running.has_preempted
+
+    def obey(self, rules: Rules) -> Iterator[None]:
+        """Other rules. To go over to another order takes a while, which is gone through part by
+        part; what is left off there changes no order."""
+        self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
+        if (rules.order, rules.fair_share) != (self._order, self._in_turns):
+            yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
+            self._order, self._in_turns = rules.order, rules.fair_share
+            self.roll_call.dismiss()
+
+    # what tenants were served
+
+    def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
+        """What the leader before reported. Once."""
+        if self._fair_share is not None and not self.has_recalled:
+            self._fair_share.recall(services)
+        self.has_recalled = True
+
+    def services(self) -> list[session_pb2.TenantService]:
+        return self._fair_share.report() if self._fair_share is not None else []
+
+    @property
+    def service_gap(self) -> float:
+        """The largest difference between what tenants were served that wait in the same class."""
+        return self._fair_share.gap if self._fair_share is not None else 0.0
+
+    # gateways
+
+    def connect(self, gateway: str, now: float) -> None:
+        self.roll_call.connect(gateway, now)
+        self.generations.connect(gateway, now)
+
+    def disconnect(self, gateway: str) -> None:
+        self.roll_call.disconnect(gateway)
+        self.generations.disconnect(gateway)
+        self._queue.withdraw_gateway(gateway)
+        self._running.remove_gateway(gateway)
+        self.demands.disconnect(gateway)
+
+    def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
+        heard = Heard([], [], [])
+        if message.order not in ("", self._order.place_name):
+            # What it will still tell may go before what it told: there is nothing to wait for.
+            self.roll_call.complete(gateway)
+        for told in message.enqueue:
+            waiting = Waiting.told(gateway, told)
+            self.roll_call.told(gateway, self._key(waiting), now)
+            self._enqueue(waiting, told.accepted, now, heard)
+        for request_id in message.withdraw:
+            self._withdraw(gateway, request_id, now, heard)
+        for running in message.running:
+            self._queue.withdraw(running.request_id, gateway)
+            self._running.put(Running.told(gateway, running))
+        if message.is_complete:
+            self.roll_call.complete(gateway)
+        if message.generation:
+            self.generations.said(gateway, message.generation, now)
+        if self._fair_share is not None:
+            self._fair_share.told(message.served)
+        for ratio in message.tpot_ratios:
+            self._waits.least_of_tpot.note(ratio)
+        self.starts.hear(message.starts, now)
+        if message.HasField("demand"):
+            self.demands.hear(gateway, message.demand)
+        return heard
+
+    def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
+        # What was accepted once keeps its right to go on, however full the queue is.
+        is_new = not accepted and waiting.request_id not in self._queue
+        waiting = self._bounds.foresee(waiting)
+        if is_new:
+            if (refusal := self._bounds.refuse(waiting)) is not None:
+                heard.refused.append(refusal)
+                if refusal.waiting is waiting:
+                    return
+            self.offered_tokens += waiting.work_tokens
+        self._running.remove(waiting.request_id)
+        replaced = self._queue.push(waiting, now)
+        if replaced is not None and replaced.gateway != waiting.gateway:
+            heard.taken.append(replaced)
+
+    def _withdraw(self, gateway: str, request_id: str, now: float, heard: Heard) -> None:
+        waiting = self._queue.get(request_id, gateway)
+        if waiting is not None:
+            stay = self._stay(waiting, now)
+            heard.withdrawn.append(session_pb2.Withdrawn(request_id=request_id, stay=stay))
+            self._queue.withdraw(request_id, gateway)
+        running = self._running.get(request_id)
+        if running is not None and running.gateway == gateway:
+            self._running.remove(request_id)
+
+    # an overload
+
+    def look(self, now: float) -> None:
+        """At the workers, five times a second: what is predicted is as of now. O(workers)."""
+        self._waits.look(self.queued, now)
+
+    def expire(self, ledger_now: float) -> list[Refusal]:
+        """Takes out of the queue those that have waited for as long as they may."""
+        return self._bounds.expire(ledger_now)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Until all that wait now have left the queue, as predicted; None: not known."""
+        return self._waits.wait_s(self.queued_tokens)
+
+    def outlook(self) -> session_pb2.Outlook:
+        """What a gateway tells those that come."""
+        waits = (
+            session_pb2.ClassWait(
+                priority=priority,
+                wait_s=self._waits.least_wait_s(self._waits.wait_s(work) or 0.0),
+                work_tokens=work,
+            )
+            for priority, work in self._queue.backlog.work.items()
+        )
+        return session_pb2.Outlook(
+            tokens_per_s=self._waits.tokens_per_s,
+            least_tpot_s=self._waits.least_tpot_s,
+            lowest=self._queue.backlog.lowest,
+            waits=waits,
+        )
+
+    # what is decided
+
+    def look_out(self, now: float, *, may_act: bool) -> None:
+        """What holds the queue up from now on."""
+        obstacle = None
+        if not may_act or not self.roll_call.is_over(now):
+            obstacle = Obstacle.LEADER
+        elif not self._placement.workers:
+            obstacle = self._without_worker(now)
+        self._queue.stays.look(obstacle, now)
+
+    def _without_worker(self, now: float) -> Obstacle:
+        if self.starts.is_any(now):
+            return Obstacle.WORKER_STARTS
+        is_unplaced = self.demands.total(now).unplaced
+        return Obstacle.WORKER_UNPLACED if is_unplaced else Obstacle.NO_WORKER
+
+    def place(
+        self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
+    ) -> list[Placed]:
+        """Takes from the queue, in its order, what has a credit now, or gets room at the expense of
+        a lower class."""
+        placed: list[Placed] = []
+        while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
+            one = self._place(head, now, ledger_now, make_epoch)
+            if one is None:
+                self._queue.stays.is_next(head.request_id, now)
+                break
+            stay = self._stay(one.waiting, now)
+            self._queue.dispatch(one.waiting)
+            self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
+            self._waits.left(one.waiting, ledger_now)
+            placed.append(replace(one, stay=stay))
+        if not self._queue:
+            self._waits.drain.emptied()
+        return placed
+
+    def _stay(self, waiting: Waiting, now: float) -> session_pb2.Stay:
+        """Of one that leaves the queue now."""
+        return self._queue.stay(waiting, self._order.name, now, in_turns=self._takes_turns)
+
+    def _head(self, now: float, ledger_now: float) -> Waiting | None:
+        """Who leaves next, if nothing that goes before it may still be told. Until all is told that
+        is by the keys, in whose order it is."""
+        if self.roll_call.is_over(now):
+            return self._queue.peek(ledger_now)
+        head = self._queue.peek()
+        allowed = head is not None and self.roll_call.allows(self._key(head), now)
+        return head if allowed else None
+
+    def _place(
+        self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
+    ) -> Placed | None:
+        worker_id = self._placement.choose(head)
+        if worker_id is not None:
+            return Placed(head, worker_id, make_epoch())
+        # Who has its turn by its class's floor keeps nobody above from room that others make.
+        highest = self._queue.peek_highest(ledger_now)
+        if highest is not None and highest.priority > head.priority:
+            head = highest
+        workers = self._placement.workers
+        eviction = self._evictions.choose(head, workers, self._spared, ledger_now)
+        if eviction is None:
+            return None
+        for victim in eviction.victims:
+            self._spared[victim.request_id] = now + self._respite_s(victim)
+        return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
+
+    def _respite_s(self, victim: Running) -> float:
+        worker = self._placement.workers[victim.worker_id]
+        return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
+
+    def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
+        """A worker for a request that is about to come, where nobody has to be asked before it:
+        none waits, nor is preempted. It counts against the worker until that has acknowledged it,
+        or it is given back."""
+        if self.has_work or not self.roll_call.allows(self._key(waiting), now):
+            return None
+        worker_id = self._placement.choose(waiting)
+        if worker_id is None:
+            return None
+        waiting, epoch = self._bounds.foresee(waiting), make_epoch()
+        self._placement.reserve(worker_id, epoch, waiting, now)
+        self.offered_tokens += waiting.work_tokens
+        return Placed(waiting, worker_id, epoch)
+
+    def give_back(self, placed: Placed) -> None:
+        """What was reserved and did not come."""
+        self._placement.acknowledge(placed.worker_id, placed.epoch)
+        self.offered_tokens -= placed.waiting.work_tokens
+
+    def came(self, placed: Placed, gateway: str) -> None:
+        """What was reserved did, and the ledger let it be dispatched."""
+        self._queue.pass_by(placed.waiting)
+        self.begun(placed, gateway)
+
+    def begun(self, placed: Placed, gateway: str) -> None:
+        """The ledger has let it be dispatched; it names the gateway."""
+        waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
+        self._running.put(Running.dispatched(waiting, gateway, worker_id, epoch))
+
+    def moves(self, now: float, ledger_now: float) -> list[Move]:
+        """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
+        x workers)."""
+        in_turns = self._takes_turns and self.roll_call.is_over(now)
+        head = self._queue.peek_highest(ledger_now) if in_turns else self._queue.peek()
+        candidates = self._moving.candidates(
+            self._running.preempted(), head, self._turn if in_turns else self._key
+        )
+        moves: list[Move] = []
+        workers = self._placement.workers
+        promised = self._growth.blocks(workers, now)
+        for running, needed in candidates:
+            if not self.roll_call.allows(self._key(running), now):
+                break
+            if running.request_id in self._spared:
+                continue
+            move = self._moving.choose(running, needed, workers, promised)
+            if move is not None:
+                self._hold(move, now)
+                moves.append(move)
+                promised = self._growth.blocks(workers, now)
+        return moves
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._in_turns and self._fair_share is not None
+
+    def _key(self, ordered: Ordered) -> Key:
+        return key_of(self._order, ordered)
+
+    def _turn(self, ordered: Ordered) -> Key:
+        """The order's place, after class and tenant's turn."""
+        assert self._fair_share is not None
+        return (-ordered.priority, self._fair_share.of(ordered), *self._order.place(ordered))
+
+    def _hold(self, move: Move, now: float) -> None:
+        running = move.running
+        self._growth.promise(running, move.worker_id, round((ROOM - 1) * running.known_tokens), now)
+        self._placement.hold(
+            move.worker_id, running.request_id, running.known_tokens, running.choices, now
+        )
+        self._spared[running.request_id] = now + _SPARED_S
+
+    def forget(self, now: float) -> None:
+        """What has been long ago."""
+        self._spared = {r: until for r, until in self._spared.items() if until > now}
+        self._growth.forget(self._placement.workers, now)
+        if self._fair_share is not None and self.roll_call.is_over(now):
+            self._fair_share.roll_called()

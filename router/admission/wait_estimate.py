@@ -1,0 +1,108 @@
+"""How long a request will wait, when its first token comes, and how long its output takes. Pure.
+
+    wait    (work of its class and higher ones that waits) / (work that leaves the queue a second)
+    prefill (prompt tokens that its worker computes before it, and its own), in the worker's steps
+    output  (its tokens after the first one) * (a step of what runs at its worker)
+
+The rate is the one at which the queue was seen to empty (``drain``); before it was, what the
+workers compute when they are full, by what they did (``pace``) or, where none was full yet, by the
+time that a full batch's step would take (``step_fit``). The order within a class is not looked at:
+where shorter or more urgent ones go first, the part of the predicted wait that requests have at
+least is learned (``Least``), and so it is of the time that output tokens take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from everlift.blockhash import BLOCK_SIZE
+from router.admission.batch_size import batch_of
+from router.admission.drain import Drain
+from router.admission.least import Least
+from router.admission.request import Waiting
+from router.admission.workers import WorkerView
+
+#: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
+_SHORTEST_S = 0.1
+
+
+class WaitPredictor:
+    """``workers`` are those of the leader. Between two times that it looks at them a prediction
+    costs O(1)."""
+
+    def __init__(self, workers: Mapping[str, WorkerView]) -> None:
+        self._workers = workers
+        self.drain = Drain()
+        self.least = Least()
+        self.least_of_tpot = Least()
+        #: work that leaves the queue in a second while anybody waits; 0: not known
+        self.tokens_per_s = 0.0
+        self._next: WorkerView | None = None
+
+    def look(self, num_queued: int, now: float) -> None:
+        """At the workers, and at what has left. O(workers)."""
+        open_ = [worker for worker in self._workers.values() if worker.is_open]
+        self.drain.measure(num_queued, len(open_), now)
+        self._next = _next_of(open_)
+        if self.drain.is_known:
+            self.tokens_per_s = self.drain.tokens_per_s(len(open_))
+        else:
+            rates = [rate for worker in open_ if (rate := _full_rate(worker)) is not None]
+            self.tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
+
+    def wait_s(self, work_tokens: int) -> float | None:
+        """Until so much work has left the queue. None: nobody knows."""
+        if not work_tokens:
+            return 0.0
+        return work_tokens / self.tokens_per_s if self.tokens_per_s else None
+
+    def left(self, waiting: Waiting, ledger_now: float) -> None:
+        """It left the queue for a worker."""
+        self.drain.left(waiting.work_tokens)
+        predicted_s = waiting.predicted_wait_s
+        if predicted_s is not None and predicted_s >= _SHORTEST_S:
+            self.least.note((ledger_now - waiting.arrived) / predicted_s)
+
+    def prefill_s(self, waiting: Waiting) -> float:
+        """From its dispatch to its first token; 0 where nobody knows."""
+        worker = self._next
+        if worker is None:
+            return 0.0
+        # A step is under way, of which half is left on the average.
+        rest_s = worker.pace.step_s / 2
+        return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
+
+    def least_wait_s(self, wait_s: float) -> float:
+        """As long as that predicted wait is likely to be at least."""
+        return self.least.part * wait_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Of who comes now, the time of each token after the first one; None: nobody knows."""
+        return None if self._next is None else self._next.tpot_s
+
+    @property
+    def least_tpot_s(self) -> float:
+        """As long as that is likely to be at least, should no prompt be computed beside it; 0 where
+        nobody knows."""
+        if self._next is None or self._next.tpot_s is None:
+            return 0.0
+        return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
+
+
+def _next_of(workers: list[WorkerView]) -> WorkerView | None:
+    """Where a newcomer would go, about."""
+    return min(workers, key=lambda it: it.burden, default=None)
+
+
+def _full_rate(worker: WorkerView) -> float | None:
+    """Tokens a second when it has all that it can take."""
+    if worker.pace.full_rate is not None:
+        return worker.pace.full_rate
+    row = worker.pace.row
+    if row is None or not worker.step_time.is_known:
+        return None
+    room = worker.capacity.num_blocks * BLOCK_SIZE / max(1.0, row.kv_tokens)
+    batch = batch_of(max(1, min(worker.slots, int(room))), row)
+    return batch.num_tokens / worker.step_time.seconds(batch)

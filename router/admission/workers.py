@@ -1,0 +1,261 @@
+"""The leader's view of one worker. Pure.
+
+It is the worker's last pushed state, plus the dispatches that this state does not count yet (those
+whose epoch the worker has not acknowledged), plus what is held for requests that are on their way
+back from another worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.step_fit import FittedStepTime
+from everlift.step_time import StepSize
+from everlift.v1 import session_pb2
+from router.admission.batch_size import batch_of
+from router.admission.prefill import prefill_s
+from router.admission.throughput import Pace, Work, spared_tokens
+
+K = TypeVar("K")
+
+
+class Need(Protocol):
+    """What a request needs of a worker."""
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def choices(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a worker can hold at most, and compute in one step, from its WorkerInfo. Workers of the
+    same ``kind`` take about as long for the same step."""
+
+    max_num_seqs: int
+    num_blocks: int
+    max_num_batched_tokens: int = 2048
+    kind: str = ""
+    #: that it is part of, empty for none
+    ray_cluster: str = ""
+
+    @classmethod
+    def told(cls, info: session_pb2.WorkerInfo) -> Self:
+        return cls(
+            max_num_seqs=info.max_num_seqs,
+            num_blocks=info.num_blocks,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
+            ray_cluster=info.ray_cluster,
+        )
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker said of itself last. A state with an older sequence number is ignored."""
+
+    sequence_number: int = -1
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    pending_prefill_tokens: int = 0
+    committed_tokens: int = 0
+    draining: bool = False
+    work: Work = NOTHING
+
+    @classmethod
+    def told(cls, state: session_pb2.WorkerState) -> Self:
+        return cls(
+            sequence_number=state.sequence_number,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            blocks_used=state.blocks_used,
+            pending_prefill_tokens=state.pending_prefill_tokens,
+            committed_tokens=state.committed_tokens,
+            draining=state.draining,
+            work=Work(
+                step=state.step,
+                computed_tokens=state.computed_tokens,
+                output_tokens=state.output_tokens,
+                released_blocks=state.released_blocks,
+                busy_s=state.busy_s,
+                num_rows=state.counters.slot_steps,
+                kv_tokens=state.kv_tokens,
+                num_pairs=state.num_pairs,
+                spared_tokens=spared_tokens(state.counters),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request will take there that the worker's state does not count. ``since`` is in
+    seconds."""
+
+    tokens: int
+    choices: int
+    since: float
+
+
+class Claims(Generic[K]):
+    """By epoch, or by request id."""
+
+    def __init__(self) -> None:
+        self._claims: dict[K, Claim] = {}
+        self.tokens = 0
+        self.choices = 0
+
+    def add(self, key: K, claim: Claim) -> None:
+        self.drop(key)
+        self._claims[key] = claim
+        self.tokens += claim.tokens
+        self.choices += claim.choices
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._claims
+
+    def drop(self, key: K) -> Claim | None:
+        claim = self._claims.pop(key, None)
+        if claim is not None:
+            self.tokens -= claim.tokens
+            self.choices -= claim.choices
+        return claim
+
+    def expire(self, before: float) -> list[K]:
+        """Drops those from before that moment; returns their keys."""
+        late = [key for key, claim in self._claims.items() if claim.since < before]
+        for key in late:
+            self.drop(key)
+        return late
+
+
+@dataclass(slots=True)
+class WorkerView:
+    capacity: Capacity
+    load: Load = field(default_factory=Load)
+    #: of all workers of its kind
+    step_time: FittedStepTime = field(default_factory=FittedStepTime)
+    pace: Pace = field(default_factory=Pace)
+    is_slow: bool = False
+    #: sequences that may run there at once; fewer than it could where its steps would take too long
+    slots: int = 0
+    #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
+    trial: int = 0
+    #: dispatched, by epoch
+    unacknowledged: Claims[int] = field(default_factory=Claims)
+    #: kept free, by request id
+    held: Claims[str] = field(default_factory=Claims)
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or self.capacity.max_num_seqs
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests at all."""
+        return not self.load.draining and self.load.sequence_number >= 0
+
+    @property
+    def ahead(self) -> int:
+        """Sequences that wait for a slot there."""
+        return self.load.num_waiting + self.unacknowledged.choices + self.held.choices
+
+    @property
+    def free_slots(self) -> int:
+        return max(0, self.slots - self.load.num_running - self.ahead)
+
+    @property
+    def is_full(self) -> bool:
+        """It has all that it can run: somebody waits there, or every slot is taken."""
+        return self.load.num_waiting > 0 or self.load.num_running >= self.slots
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token: of a step of what runs there, as predicted. None: not known."""
+        if self.pace.row is None or not self.step_time.is_known:
+            return None
+        return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
+
+    @property
+    def decode_s(self) -> float:
+        """Of a step in which what runs there makes a token each, and nothing else is computed; 0:
+        not known."""
+        return self.step_time.seconds(self._decoding)
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Seconds until it has computed so many tokens of prompts; None: not known. Before anything
+        is known of its kind, by the best steps of its own."""
+        if self.step_time.is_known:
+            budget = self.capacity.max_num_batched_tokens
+            return prefill_s(self.step_time, self._decoding, tokens, budget)
+        rate = self.pace.prefill_rate
+        return tokens / rate if rate else None
+
+    @property
+    def _decoding(self) -> StepSize:
+        """A step of what runs there, of which each makes a token."""
+        running = self.load.num_running
+        tokens = max(0, self.load.committed_tokens - self.load.pending_prefill_tokens)
+        return StepSize(running, running, tokens, tokens)
+
+    @property
+    def burden(self) -> tuple[bool, int, int]:
+        """Of two workers the one with the smaller one is preferred: who is not slow, has less
+        prefill pending, and then fewer committed tokens."""
+        return self.is_slow, self.pending_prefill, self.committed_tokens
+
+    @property
+    def is_calm(self) -> bool:
+        """All that is there makes tokens."""
+        return self.pending_prefill == 0 and self.ahead == 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.load.num_running + self.ahead == 0
+
+    @property
+    def committed_tokens(self) -> int:
+        return self.load.committed_tokens + self.unacknowledged.tokens + self.held.tokens
+
+    @property
+    def pending_prefill(self) -> int:
+        return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.held.tokens
+
+    @property
+    def unused_blocks(self) -> int:
+        return self.capacity.num_blocks - self.load.blocks_used
+
+    @property
+    def free_blocks(self) -> int:
+        """Less what has been dispatched or waits there, which has a claim on blocks that the
+        worker's state does not count yet."""
+        return self.unused_blocks - blocks_for(self.pending_prefill)
+
+    def end_trial(self) -> None:
+        """If the suspect has its first token, or is gone: nothing waits to be computed there."""
+        has_come = not self.trial or self.trial not in self.unacknowledged
+        if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
+            self.trial = 0
+
+    def has_slots(self, choices: int, local_depth: int) -> bool:
+        """Whether few enough of them have to wait for one there. Where fewer may run than it could
+        run, nobody does: it would begin them at once."""
+        without = choices - self.free_slots
+        may_wait = self.slots == self.capacity.max_num_seqs
+        return without <= 0 or (may_wait and self.ahead + without <= local_depth)
+
+
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def blocks_of(need: Need) -> int:
+    """What is known of it takes so many, but for the last one; its choices share the prompt's, and
+    each other one needs one of its own."""
+    return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

@@ -1,0 +1,1 @@
+"""What clients can reach: the protocols and what may be asked."""

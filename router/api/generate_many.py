@@ -1,0 +1,140 @@
+"""Several requests over one call: each is one of its own, and has an end of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+
+from everlift import error_details
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
+from everlift.messages import MAX_REQUESTS
+from everlift.v1 import inference_pb2 as pb
+from router.api.failures import answerable
+from router.api.opened import Opened
+from router.requests.source import Source
+
+#: The ledger answers so many at the same time; more of one call would only keep others waiting.
+_OPENED_AT_ONCE = 32
+#: Of one message. A piece alone may be larger.
+_MESSAGE_BYTES = 256 << 10
+
+Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
+
+
+def check_count(num_requests: int) -> None:
+    """Raises OutOfRange."""
+    kind = TooManyRequests if num_requests > MAX_REQUESTS else OutOfRange
+    if not 1 <= num_requests <= MAX_REQUESTS:
+        raise kind(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
+
+
+def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
+    """Raises InvalidRequest. Those without a name are given different ones."""
+    named = [request.request_id for request in requests if request.request_id]
+    if len(set(named)) < len(named):
+        raise InvalidRequest("a request_id comes twice in the call", field="requests")
+
+
+class Many(AsyncIterator[pb.GenerateManyResponse]):
+    """What can be read at a time of several requests, at once. Ends with the last of them; closing
+    it leaves them all.
+
+    They have their turns in the order in which there was more of them. Of what nobody reads
+    nothing is made.
+    """
+
+    def __init__(self, requests: Sequence[pb.GenerateRequest], open_: Open) -> None:
+        """``requests`` are as ``check_count`` and ``check_names`` want them."""
+        self._open = open_
+        self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
+        self._came = asyncio.Event()
+        self._pieces: dict[int, Source] = {}
+        #: of those that have ended; they are to be closed
+        self._ended: list[Source] = []
+        #: those of which there may be more, in their order
+        self._ready: dict[int, None] = {}
+        #: of those that could not be opened
+        self._failures: list[pb.ManyPiece] = []
+        self._opening = [
+            asyncio.create_task(self._begin(index, request))
+            for index, request in enumerate(requests)
+        ]
+        self._num_left = len(requests)
+
+    async def __anext__(self) -> pb.GenerateManyResponse:
+        while True:
+            self._came.clear()
+            message = self._take()
+            await self._close_ended()
+            if message.pieces:
+                return message
+            if not self._num_left:
+                raise StopAsyncIteration
+            await self._came.wait()
+
+    async def aclose(self) -> None:
+        for opening in self._opening:
+            opening.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+        self._ended.extend(self._pieces.values())
+        await self._close_ended()
+
+    async def _close_ended(self) -> None:
+        while self._ended:
+            await self._ended.pop().aclose()
+
+    async def _begin(self, index: int, request: pb.GenerateRequest) -> None:
+        try:
+            async with self._room:
+                opened = await self._open(request)
+        except Exception as error:
+            self._failures.append(_failure(index, answerable(error)))
+            self._came.set()
+            return
+        self._pieces[index] = opened.pieces
+        self._pieces[index].on_more = partial(self._more, index)
+        self._more(index)
+
+    def _more(self, index: int) -> None:
+        if index in self._pieces:
+            self._ready[index] = None
+            self._came.set()
+
+    def _take(self) -> pb.GenerateManyResponse:
+        message = pb.GenerateManyResponse(pieces=self._failures)
+        self._num_left -= len(self._failures)
+        self._failures.clear()
+        num_bytes = 0
+        while self._ready and num_bytes < _MESSAGE_BYTES:
+            index = next(iter(self._ready))
+            del self._ready[index]
+            if (piece := self._next(index)) is not None:
+                message.pieces.append(piece)
+                num_bytes += piece.ByteSize()
+        return message
+
+    def _next(self, index: int) -> pb.ManyPiece | None:
+        """Of a request of which there may be more."""
+        pieces = self._pieces[index]
+        try:
+            piece = pieces.take()
+        except Exception as error:
+            self._end(index)
+            return _failure(index, answerable(error))
+        if pieces.is_over:
+            self._end(index)
+        elif piece is not None:
+            self._ready[index] = None
+        return None if piece is None else pb.ManyPiece(index=index, piece=piece)
+
+    def _end(self, index: int) -> None:
+        self._num_left -= 1
+        self._ended.append(self._pieces.pop(index))
+
+
+def _failure(index: int, error: EverliftError) -> pb.ManyPiece:
+    failure = pb.Failure(
+        slug=error.slug, message=error_details.cause(error), retry_after_s=error.retry_after_s
+    )
+    return pb.ManyPiece(index=index, failure=failure)

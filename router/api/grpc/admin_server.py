@@ -1,0 +1,109 @@
+"""``everlift.v1.Admin``: what operators tell a cluster, through any of its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from everlift import logs
+from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker
+from everlift.settings import SettingsError
+from everlift.v1 import admin_pb2 as pb
+from everlift.v1 import session_pb2
+from router import beginnings
+from router.admission.capacity import Connected, capacity
+from router.admission.workers import WorkerView
+from router.api.grpc.handlers import Call, Handlers, parse
+from router.auth.authenticator import Door
+from router.auth.caller import Scope
+from router.leader.policy_store import Rulebook
+from router.ledger.base import Ledger
+from router.worker_sessions import Sessions, WorkerLink
+
+log = logs.get(__name__)
+
+#: The leader says five times a second what waits. What it said so long ago says nothing any more.
+_STALE_S = 5.0
+
+
+class AdminServer:
+    def __init__(
+        self,
+        sessions: Sessions,
+        rulebook: Rulebook,
+        ledger: Ledger,
+        view: Callable[[str], WorkerView | None],
+    ) -> None:
+        """``view`` answers what is known of a worker by its id."""
+        self._sessions = sessions
+        self._rulebook = rulebook
+        self._ledger = ledger
+        self._view = view
+
+    async def _drain(self, data: bytes, call: Call) -> pb.DrainResponse:
+        return self.drain(parse(pb.DrainRequest, data))
+
+    def drain(self, message: pb.DrainRequest) -> pb.DrainResponse:
+        """Raises UnknownWorker."""
+        worker_id = self._worker(message.worker_id)
+        num_running = self._sessions.drain(worker_id)
+        log.info("worker drains", worker_id=worker_id, num_running=num_running)
+        return pb.DrainResponse(worker_id=worker_id, num_running=num_running)
+
+    def _worker(self, beginning: str) -> str:
+        """Raises UnknownWorker."""
+        alive = (link.info.worker_id for link in self._sessions.links if link.is_up)
+        worker_id = beginnings.find(beginning, alive)
+        if worker_id is None:
+            raise UnknownWorker(f"no worker {beginning!r} is connected")
+        return worker_id
+
+    async def _set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:
+        return await self.set_policy(parse(pb.SetPolicyRequest, data))
+
+    async def set_policy(self, message: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
+        """Raises InvalidRequest, LedgerUnavailable."""
+        changes = {field.name: value for field, value in message.ListFields()}
+        changes |= dict.fromkeys(changes.pop("reset", ()))
+        try:
+            holding = await self._rulebook.set(changes)
+        except SettingsError as error:
+            raise InvalidRequest(str(error)) from None
+        return pb.SetPolicyResponse(**holding.values, overridden=holding.overridden)
+
+    async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
+        parse(pb.CapacityRequest, data)
+        load = await self._load()
+        return capacity(load, self._connected())
+
+    def kinds(self) -> Sequence[pb.WorkerKind]:
+        """Of the workers that are connected, those of most workers first."""
+        return capacity(None, self._connected()).kinds
+
+    def _connected(self) -> list[Connected]:
+        return [self._known(link) for link in self._sessions.links if link.is_up]
+
+    def _known(self, link: WorkerLink) -> Connected:
+        view = self._view(link.info.worker_id)
+        return Connected(link.info, link.state, None if view is None else view.step_time)
+
+    async def _load(self) -> session_pb2.ClusterLoad | None:
+        """What the leader says of the queue; None where that is not known."""
+        try:
+            report = await self._ledger.load()
+        except LedgerUnavailable:
+            # What the workers can hold is known without it.
+            return None
+        return report.load if report is not None and report.age_s < _STALE_S else None
+
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        handlers = Handlers(door)
+        methods = {
+            "Drain": handlers.unary(self._drain, Scope.ADMIN),
+            "SetPolicy": handlers.unary(self._set_policy, Scope.ADMIN),
+            "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
+        }
+        name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+        return grpc.method_handlers_generic_handler(name, methods)

@@ -1,0 +1,213 @@
+"""What a service on a gateway's public port is made of: bytes in, messages out, errors as statuses.
+
+Handlers get bytes and parse them themselves, so that a message that cannot be parsed is answered
+with a cause like every other bad request. A caller is known, and has the scope that the handler
+asks for, before a byte of the message is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import empty_pb2
+from google.protobuf.message import DecodeError, Message
+
+from everlift import wire
+from everlift.errors import InvalidRequest, NotUtf8
+from router.api import headers as request_headers
+from router.api.failures import answerable
+from router.api.http2 import call as rpc
+from router.api.opened import Opened
+from router.auth.authenticator import Door
+from router.auth.caller import Caller, Scope
+from router.event_loop import now
+from router.requests.closable import Closable
+from router.requests.source import Source
+
+M = TypeVar("M", bound=Message)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that ``came`` when it was heard, and whose caller may make it. Names of ``headers``
+    are in small letters.
+
+    ``told`` is what its client knows first, whatever the answer is."""
+
+    caller: Caller
+    headers: Mapping[str, str]
+    context: Context
+    came: float
+    told: dict[str, str] = field(default_factory=dict)
+
+    async def greet(self) -> None:
+        """Send ``told`` before the answer begins."""
+        if self.told:
+            await self.send_head()
+
+    async def send_head(self) -> None:
+        """Send the initial metadata at once, so that a proxy sees an answer before a message."""
+        await self.context.send_initial_metadata(tuple(self.told.items()))
+
+
+def service_name(handlers: grpc.GenericRpcHandler) -> str:
+    """Of the one service that they are of."""
+    assert isinstance(handlers, grpc.ServiceRpcHandler)
+    name: str = handlers.service_name()
+    return name
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """Raises InvalidRequest, NotUtf8."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.name
+        if _is_well_formed(data):
+            raise NotUtf8(f"a text field of {name} is not UTF-8") from None
+        raise InvalidRequest(f"the message is not a {name}") from None
+
+
+def _is_well_formed(data: bytes) -> bool:
+    """Fields can be told apart, so it is what they hold that cannot be read."""
+    try:
+        empty_pb2.Empty.FromString(data)
+    except DecodeError:
+        return False
+    return True
+
+
+class Handlers:
+    """Makes handlers of a service behind ``door``. A caller needs one of their ``scopes``."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def streaming(
+        self, handler: Callable[[bytes, Call], Closable[Message]], *scopes: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One message, answered with any number of them."""
+
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
+            return handler(await _only(messages), call)
+
+        return self._stream(begin, scopes)
+
+    def bidirectional(
+        self,
+        handler: Callable[[AsyncIterator[bytes], Call], Closable[Message]],
+        *scopes: Scope,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Any number of messages, of which some come after the first answers went."""
+
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
+            return handler(messages, call)
+
+        return self._stream(begin, scopes)
+
+    def _stream(
+        self,
+        begin: Callable[[AsyncIterator[bytes], Call], Awaitable[Closable[Message]]],
+        scopes: Sequence[Scope],
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def answer(
+            messages: AsyncIterator[bytes], context: Context
+        ) -> AsyncIterator[Message]:
+            try:
+                call = self._admit(context, scopes)
+                await call.send_head()
+                async with aclosing(await begin(messages, call)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except Exception as error:
+                await _abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    def pieces(
+        self, handler: Callable[[bytes, Call], Awaitable[Opened]], *scopes: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Of a request's stream, of which the handler may say something first."""
+
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                call = self._admit(context, scopes)
+                try:
+                    opened = await handler(await _only(messages), call)
+                finally:
+                    await call.greet()
+                async with aclosing(opened.pieces):
+                    await _send(opened.pieces, context)
+            except Exception as error:
+                await _abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    def unary(
+        self, handler: Callable[[bytes, Call], Awaitable[Message]], *scopes: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One message, answered with one."""
+
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
+            try:
+                call = self._admit(context, scopes)
+                await call.greet()
+                return await handler(await _only(messages), call)
+            except Exception as error:
+                await _abort(context, error)
+                return None
+
+        return grpc.stream_unary_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    def _admit(self, context: Context, scopes: Sequence[Scope]) -> Call:
+        """Raises Unauthenticated, Forbidden."""
+        came, headers = now(), _headers(context)
+        caller = self._door.admit(headers)
+        caller.check(*scopes)
+        call = Call(caller, headers, context, came)
+        if x_request_id := request_headers.x_request_id(headers):
+            call.told[request_headers.X_REQUEST_ID] = x_request_id
+        return call
+
+
+async def _send(pieces: Source, context: Context) -> None:
+    if isinstance(context, rpc.Call):
+        await context.write_from(pieces)
+        return
+    async for piece in pieces:
+        await context.write(piece)
+
+
+def _headers(context: Context) -> Mapping[str, str]:
+    """What is not text is left out; what comes several times is one list."""
+    headers: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            headers[key] = f"{headers[key]},{value}" if key in headers else value
+    return headers
+
+
+async def _only(messages: AsyncIterator[bytes]) -> bytes:
+    """A call's one message. Raises InvalidRequest where there is none: gRPC's own handlers of
+    single messages would leave such a call without an answer."""
+    async for data in messages:
+        return data
+    raise InvalidRequest("the call ended before its message")
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """Answers with the error's status, slug and cause."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    await wire.abort(context, answerable(error))

@@ -1,0 +1,100 @@
+"""``grpc.health.v1.Health`` on a gateway's public port.
+
+    ""                       this router takes new requests: whether to send any here
+    everlift.v1.Inference    the same, as every other service that it has
+    live                     this process answers: whether to start another one in its place
+
+It takes none from the moment that it stops, and while its ledger is away; what it has goes on, and
+can be attached to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+
+from router.api.grpc.handlers import Call, Handlers, parse
+from router.auth.authenticator import OPEN
+from router.auth.caller import Scope
+
+_NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
+_WHOLE = ""
+_LIVENESS = "live"
+#: Who watches hears of a change so soon.
+_LOOK_S = 0.1
+
+
+class Readiness(Protocol):
+    @property
+    def takes_new(self) -> bool: ...
+
+
+class HealthServer:
+    def __init__(self, requests: Readiness, services: Collection[str]) -> None:
+        """``services`` are the names of those beside this one."""
+        self._requests = requests
+        self._readiness = frozenset({_WHOLE, _NAME, *services})
+        # One looks for all who watch.
+        self._num_watching = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen = False
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> pb.HealthCheckResponse:
+        return self._status(service, self._requests.takes_new)
+
+    def _status(self, service: str, takes_new: bool) -> pb.HealthCheckResponse:
+        if service == _LIVENESS or (service in self._readiness and takes_new):
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
+        if service in self._readiness:
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
+        return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
+
+    async def check(self, data: bytes, call: Call) -> pb.HealthCheckResponse:
+        answer = self.status(parse(pb.HealthCheckRequest, data).service)
+        if answer.status == pb.HealthCheckResponse.SERVICE_UNKNOWN:
+            await call.context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+        return answer
+
+    async def watch(self, data: bytes, call: Call) -> AsyncGenerator[pb.HealthCheckResponse, None]:
+        service, told = parse(pb.HealthCheckRequest, data).service, None
+        self._num_watching += 1
+        try:
+            if self._timer is None:
+                self._tick()
+            while True:
+                self._look()
+                changed = self._changed
+                if (answer := self._status(service, self._seen)) != told:
+                    told = answer
+                    yield answer
+                await changed.wait()
+        finally:
+            self._num_watching -= 1
+
+    def _tick(self) -> None:
+        """While anybody watches."""
+        self._timer = None
+        if self._num_watching:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
+            self._look()
+
+    def _look(self) -> None:
+        if (takes_new := self._requests.takes_new) != self._seen:
+            self._seen = takes_new
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        # Probes have no credentials.
+        handlers = Handlers(OPEN)
+        methods = {
+            "Check": handlers.unary(self.check, Scope.METRICS),
+            "Watch": handlers.streaming(self.watch, Scope.METRICS),
+        }
+        return grpc.method_handlers_generic_handler(_NAME, methods)

@@ -1,0 +1,140 @@
+"""The gRPC end of the gateway: ``everlift.v1.Inference``."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from everlift.errors import EverliftError, OutOfRange
+from everlift.messages import MAX_REQUESTS
+from everlift.request_id import is_request_id
+from everlift.trace_context import TRACERESPONSE
+from everlift.v1 import inference_pb2 as pb
+from router.api import headers
+from router.api.grpc import fields
+from router.api.grpc.handlers import Call, Handlers, parse
+from router.api.opened import Opened
+from router.api.service import Inference
+from router.api.status import Status
+from router.auth.authenticator import Door
+from router.auth.caller import Scope
+from router.requests.closable import Closable
+from router.requests.relay import is_relayed
+from router.requests.timing import Journal
+
+M = TypeVar("M", bound=Message)
+
+#: A request ends so much sooner than its call: its answer, which has a cause, comes before the
+#: client hangs up.
+_TO_ANSWER_S = 0.05
+
+
+class InferenceServer:
+    """``everlift.v1.Inference`` over one gateway's requests."""
+
+    def __init__(self, inference: Inference, status: Status) -> None:
+        self._inference = inference
+        self._status = status
+
+    async def generate(self, data: bytes, call: Call) -> Opened:
+        message = self._submitted(pb.GenerateRequest, data)
+        try:
+            opened = await self._inference.generate(
+                call.caller, message, call.headers, Journal(call.came), _timeout_s(call)
+            )
+        except Exception:
+            # A refused one may be called what no request can be.
+            if is_request_id(message.request_id):
+                call.told[headers.IDEMPOTENCY_KEY] = message.request_id
+            raise
+        return _told(call, opened)
+
+    def generate_many(self, data: bytes, call: Call) -> Closable[pb.GenerateManyResponse]:
+        message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
+        return self._inference.generate_many(
+            call.caller, message, call.headers, call.came, _timeout_s(call)
+        )
+
+    def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
+        try:
+            if most_fields is not None and fields.count(data, most_fields) > most_fields:
+                raise OutOfRange(f"the message has more than {most_fields} fields")
+            return parse(kind, data)
+        except EverliftError as error:
+            self._inference.turned_away(error)
+            raise
+
+    async def attach(self, data: bytes, call: Call) -> Opened:
+        message = parse(pb.AttachRequest, data)
+        opened = await self._inference.attach(
+            call.caller, message, is_relayed=is_relayed(call.headers)
+        )
+        return _told(call, opened)
+
+    async def cancel(self, data: bytes, call: Call) -> pb.CancelResponse:
+        return await self._inference.cancel(call.caller, parse(pb.CancelRequest, data))
+
+    async def forget(self, data: bytes, call: Call) -> pb.ForgetResponse:
+        return await self._inference.forget(call.caller, parse(pb.ForgetRequest, data))
+
+    async def get_request(self, data: bytes, call: Call) -> pb.GetRequestResponse:
+        return await self._inference.get_request(call.caller, parse(pb.GetRequestRequest, data))
+
+    async def explain(self, data: bytes, call: Call) -> pb.Explanation:
+        return await self._inference.explain(call.caller, parse(pb.ExplainRequest, data))
+
+    async def tokenize(self, data: bytes, call: Call) -> pb.TokenizeResponse:
+        return await self._inference.tokenize(call.caller, parse(pb.TokenizeRequest, data))
+
+    async def detokenize(self, data: bytes, call: Call) -> pb.DetokenizeResponse:
+        return await self._inference.detokenize(call.caller, parse(pb.DetokenizeRequest, data))
+
+    async def list_models(self, data: bytes, call: Call) -> pb.ListModelsResponse:
+        parse(pb.ListModelsRequest, data)
+        return self._inference.list_models()
+
+    async def list_requests(self, data: bytes, call: Call) -> pb.ListRequestsResponse:
+        message = parse(pb.ListRequestsRequest, data)
+        return await self._inference.list_requests(call.caller, message)
+
+    async def get_status(self, data: bytes, call: Call) -> pb.GetStatusResponse:
+        parse(pb.GetStatusRequest, data)
+        return await self._status.describe(call.caller)
+
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        handlers = Handlers(door)
+        # Who administers a cluster sees to every tenant's requests.
+        theirs = (Scope.INFER, Scope.ADMIN)
+        methods = {
+            "Generate": handlers.pieces(self.generate, Scope.INFER),
+            "GenerateMany": handlers.streaming(self.generate_many, Scope.INFER),
+            "Attach": handlers.pieces(self.attach, *theirs),
+            "Cancel": handlers.unary(self.cancel, *theirs),
+            "Forget": handlers.unary(self.forget, *theirs),
+            "GetRequest": handlers.unary(self.get_request, *theirs),
+            "Explain": handlers.unary(self.explain, *theirs),
+            "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
+            "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
+            "ListModels": handlers.unary(self.list_models, Scope.INFER),
+            "ListRequests": handlers.unary(self.list_requests, *theirs),
+            "GetStatus": handlers.unary(self.get_status, Scope.METRICS, Scope.ADMIN),
+        }
+        name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+        return grpc.method_handlers_generic_handler(name, methods)
+
+
+def _timeout_s(call: Call) -> float | None:
+    """Until the end of a request without a deadline of its own."""
+    left_s = call.context.time_remaining()
+    return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
+
+
+def _told(call: Call, opened: Opened) -> Opened:
+    """What its client knows first."""
+    call.told[headers.IDEMPOTENCY_KEY] = opened.request_id
+    if opened.trace is not None:
+        call.told[TRACERESPONSE] = str(opened.trace)
+    return opened

@@ -1,0 +1,407 @@
+"""One call: its messages in, its answers out, and what its handler is given as context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import grpc
+
+from everlift import error_details, logs, wire
+from everlift.errors import EverliftError
+from router.api.http2 import heads
+from router.api.http2.framing import IDENTITY, MessageReader, framed
+from router.api.http2.h2_connection import Http2
+from router.api.http2.heads import Head, Metadata
+from router.api.http2.limits import Limits
+
+log = logs.get(__name__)
+
+#: A handler that knows of its deadline has its own answer to it, with a cause.
+_MARGIN_S = 0.5
+
+#: So much is looked at before one asks again whether there is room for what it has.
+_PARSED_BYTES = 4 << 10
+#: What a message takes beside its bytes, about.
+_MESSAGE_COST = 64
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Carrier(Protocol):
+    """The connection of a call."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def hold(self, size: int) -> None:
+        """Count ``size`` more bytes as held for unread messages. Raises RateLimited."""
+        ...
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """Let the client send ``size`` more bytes on the stream."""
+        ...
+
+    def mark(self, call: Call) -> None:
+        """Note that the call has something to send."""
+        ...
+
+
+class Source(Protocol):
+    """Where answers come from as fast as a client takes them."""
+
+    #: the call sets it: there may be more
+    on_more: Callable[[], None]
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def take(self) -> Any | None:
+        """The next answer, if there is one now."""
+        ...
+
+
+class Call:
+    """Has what a handler for grpc.aio needs of its ServicerContext.
+
+    Answers are queued; the connection takes them (``pump``) when the event loop has done what it
+    was about, so that what is written in one turn leaves together.
+    """
+
+    def __init__(self, connection: Carrier, stream_id: int, head: Head, max_bytes: int) -> None:
+        self.stream_id = stream_id
+        self._connection = connection
+        self._head = head
+        self._limits = connection.limits
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = None if head.timeout_s is None else self._loop.time() + head.timeout_s
+        self._alarm = (
+            None
+            if self._ends_at is None
+            else self._loop.call_at(self._ends_at + _MARGIN_S, self._expire)
+        )
+        self._reader = MessageReader(max_bytes, head.encoding)
+        self._unparsed = bytearray()
+        self._inbox: deque[bytes] = deque()
+        self._unread_bytes = self._unacknowledged = self._held_bytes = 0
+        self._has_all = False
+        #: the handler waits for a message, or has not had its first
+        self._is_asked = True
+        self._came = asyncio.Event()
+        self._failure: EverliftError | None = None
+        # answers
+        self._encoding = IDENTITY
+        self._initial: Metadata = ()
+        self._has_begun = self._must_begin = self._is_closed = False
+        self._queue: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._room: asyncio.Future[None] | None = None
+        self._serialize: Callable[[Any], bytes] = bytes
+        self._source: Source | None = None
+        self._is_undrawn = False
+        self._drawn: asyncio.Future[None] | None = None
+        self._status: tuple[int, str, Metadata] | None = None
+        self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
+        self._task: asyncio.Task[None] | None = None
+
+    # its messages
+
+    def feed(self, data: bytes, flow_bytes: int) -> None:
+        """Bytes of the caller's messages, which took so many of the windows."""
+        self._unacknowledged += flow_bytes
+        if self._failure is None:
+            self._unparsed += data
+            self._parse()
+
+    def _parse(self) -> None:
+        """As far as there is room: of what is compressed, or of messages that are empty, a window
+        holds far more than it has bytes."""
+        while self._unparsed and self._has_room_to_read:
+            part = bytes(self._unparsed[:_PARSED_BYTES])
+            del self._unparsed[:_PARSED_BYTES]
+            try:
+                self._take(part)
+            except EverliftError as error:
+                self._fail(error)
+        if self._failure is None and self._has_room_to_read:
+            self._acknowledge()
+
+    @property
+    def _has_room_to_read(self) -> bool:
+        return self._unread_bytes <= self._limits.max_unread_bytes
+
+    def _take(self, data: bytes) -> None:
+        """Raises InvalidRequest, MessageTooLarge, RateLimited."""
+        for message in self._reader.feed(data):
+            self._inbox.append(message)
+            self._unread_bytes += len(message) + _MESSAGE_COST
+            self._came.set()
+        self._hold()
+
+    def _hold(self) -> None:
+        """What the reader has is part of what its connection may have. Raises RateLimited."""
+        if change := self._reader.num_held - self._held_bytes:
+            self._held_bytes += change
+            self._connection.hold(change)
+
+    def _drop(self) -> None:
+        self._unparsed.clear()
+        self._reader.drop()
+        self._hold()
+
+    def _fail(self, error: EverliftError) -> None:
+        """Of what comes after that nothing is kept, and no more is let in than its window has. Who
+        asks for a message hears of it, with what was whole before answered; a handler that may
+        never ask again ends."""
+        self._failure = error
+        self._drop()
+        if self._is_asked:
+            self._came.set()
+        else:
+            self.refuse(error)
+            self._stop()
+
+    def half_close(self) -> None:
+        """No message follows."""
+        self._has_all = True
+        self._came.set()
+
+    def _acknowledge(self) -> None:
+        if self._unacknowledged:
+            self._connection.acknowledge(self.stream_id, self._unacknowledged)
+            self._unacknowledged = 0
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError where the call is
+        over."""
+        while True:
+            while self._inbox:
+                message = self._inbox.popleft()
+                self._unread_bytes -= len(message) + _MESSAGE_COST
+                self._parse()
+                self._is_asked = False
+                yield message
+                self._is_asked = True
+            self._check_open()
+            if self._failure is not None:
+                raise self._failure
+            if self._has_all:
+                return
+            self._came.clear()
+            await self._came.wait()
+
+    # its handler
+
+    def run(self, handler: Handler) -> None:
+        self._task = self._loop.create_task(self._run(handler))
+
+    async def _run(self, handler: Handler) -> None:
+        try:
+            await self._handle(handler)
+            self._end(*self._abort)
+        except grpc.aio.AbortError:
+            self._end(*self._abort)
+        except asyncio.CancelledError:
+            self._end(grpc.StatusCode.CANCELLED.value[0], "")
+        except EverliftError as error:
+            self.refuse(error)
+        except Exception:
+            log.exception("a call's handler failed", method=self._head.path)
+            self._end(grpc.StatusCode.UNKNOWN.value[0], "the handler failed")
+
+    async def _handle(self, handler: Handler) -> None:
+        parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+        self._serialize = handler.response_serializer or bytes
+        requests = self._parsed(parse)
+        asked = requests if handler.request_streaming else await anext(requests)
+        result = behaviour(handler)(asked, self)
+        if hasattr(result, "__aiter__"):
+            async for answer in result:
+                await self.write(answer)
+        elif (answer := await result) is not None:
+            await self.write(answer)
+
+    async def _parsed(self, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+        async for message in self.messages():
+            yield parse(message)
+
+    # the handler's context
+
+    def invocation_metadata(self) -> Metadata:
+        return self._head.metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        self._initial, self._must_begin = tuple(metadata), True
+        self._connection.mark(self)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> NoReturn:
+        self._abort = (code.value[0], details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError
+
+    async def write(self, answer: Any) -> None:
+        """Waits while too much is unsent. Raises CancelledError where the call is over."""
+        self._check_open()
+        self._put(answer)
+        self._more()
+        if not self._has_room:
+            self._room = self._loop.create_future()
+            await self._room
+
+    async def write_from(self, source: Source) -> None:
+        """All that comes from ``source``, until it is over: no more than the client takes is taken
+        there. Raises what it raises, and CancelledError where the call is over."""
+        self._check_open()
+        self._drawn, self._source = self._loop.create_future(), source
+        source.on_more = self._more
+        self._more()
+        await self._drawn
+
+    def _more(self) -> None:
+        self._connection.mark(self)
+
+    def _check_open(self) -> None:
+        # A library that was waited for may have kept the cancellation to itself.
+        if self._is_closed:
+            raise asyncio.CancelledError
+
+    @property
+    def _has_room(self) -> bool:
+        return self._unsent_bytes <= self._limits.max_unsent_bytes
+
+    def _put(self, answer: Any) -> None:
+        message = framed(self._serialize(answer), self._head.encoding)
+        self._queue.append(message)
+        self._unsent_bytes += len(message)
+
+    def _draw(self, source: Source) -> None:
+        """What its source has, as far as there is room."""
+        try:
+            while self._has_room and (answer := source.take()) is not None:
+                self._put(answer)
+            self._is_undrawn = not self._has_room
+        except Exception as error:
+            self._have_drawn(error)
+        else:
+            if source.is_over:
+                self._have_drawn(None)
+
+    def _have_drawn(self, error: Exception | None) -> None:
+        self._source = None
+        if self._drawn is not None and not self._drawn.done():
+            if error is None:
+                self._drawn.set_result(None)
+            else:
+                self._drawn.set_exception(error)
+
+    # its end
+
+    def _expire(self) -> None:
+        self._end(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "the call's deadline has passed")
+        self._stop()
+
+    def shut_down(self) -> None:
+        """Its server ends."""
+        self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server stops")
+        self._stop()
+
+    def cancel(self) -> None:
+        """Its caller is gone: nothing can be answered any more."""
+        self._status = self._status or (grpc.StatusCode.CANCELLED.value[0], "", ())
+        self._stop()
+        self.close()
+
+    def refuse(self, error: EverliftError) -> None:
+        """What its handler does not answer, or because it has none."""
+        code = wire.status(error).value[0]
+        self._end(code, error_details.cause(error), wire.trailing(error))
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, code: int, details: str, metadata: Metadata = ()) -> None:
+        if self._status is None:
+            self._status = (code, details, metadata)
+            self._connection.mark(self)
+
+    def close(self) -> None:
+        """It is over for its connection too."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._is_closed = True
+        # The windows of the connection are those of its other calls too.
+        self._acknowledge()
+        self._drop()
+        self._inbox.clear()
+        self._unread_bytes = 0
+        self._came.set()
+        self._queue.clear()
+        self._unsent_bytes = 0
+        self._source = None
+        if self._drawn is not None:
+            self._drawn.cancel()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    # the connection takes what is to be sent
+
+    @property
+    def is_held_up(self) -> bool:
+        """It had more to send than the windows allow."""
+        return bool(self._queue)
+
+    def pump(self, http2: Http2) -> bool:
+        """Sends what the windows allow. True when the call is over."""
+        if self._source is not None:
+            self._draw(self._source)
+        if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
+            headers = heads.opening(self._initial, IDENTITY) + heads.closing(*self._status)
+            http2.send_headers(self.stream_id, headers, end_stream=True)
+            return True
+        if not self._has_begun:
+            self._has_begun = True
+            http2.send_headers(self.stream_id, heads.opening(self._initial, self._head.encoding))
+        if self._queue:
+            self._send_queue(http2)
+        if self._source is not None and self._is_undrawn and self._has_room:
+            self._more()
+        if self._queue or self._status is None:
+            return False
+        http2.send_headers(self.stream_id, heads.closing(*self._status), end_stream=True)
+        return True
+
+    def _send_queue(self, http2: Http2) -> None:
+        data = self._queue.popleft() if len(self._queue) == 1 else b"".join(self._queue)
+        self._queue.clear()
+        window = http2.window(self.stream_id)
+        frame = http2.max_outbound_frame_size
+        if len(data) <= window and len(data) <= frame:
+            http2.send(self.stream_id, data)
+            sent = len(data)
+        else:
+            sent = 0
+            while sent < min(len(data), window):
+                part = data[sent : min(sent + frame, window)]
+                http2.send(self.stream_id, part)
+                sent += len(part)
+            if sent < len(data):
+                self._queue.append(data[sent:])
+        self._unsent_bytes = len(data) - sent
+        if self._room is not None and self._has_room and not self._room.done():
+            self._room.set_result(None)
+
+
+def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
+    """The servicer's method, of whichever of the four kinds it is."""
+    kinds = (
+        *(handler.unary_unary, handler.unary_stream),
+        *(handler.stream_unary, handler.stream_stream),
+    )
+    return next(kind for kind in kinds if kind is not None)

@@ -1,0 +1,358 @@
+"""One client's connection: HTTP/2 by the library h2, calls by ``Call``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol, cast
+
+from h2.config import H2Configuration
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    RemoteSettingsChanged,
+    RequestReceived,
+    StreamEnded,
+    StreamReset,
+    WindowUpdated,
+)
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+from hyperframe.frame import GoAwayFrame
+
+from everlift import logs
+from everlift.errors import EverliftError, RateLimited, TooManyConnections
+from router.api.http2 import heads
+from router.api.http2.call import Call
+from router.api.http2.h2_connection import Http2
+from router.api.http2.heads import Head, NotGrpc
+from router.api.http2.limits import Limits
+
+log = logs.get(__name__)
+
+#: What a client may send before we have looked at it: of one call, and of all.
+_STREAM_WINDOW, _CONNECTION_WINDOW = 1 << 20, 8 << 20
+#: HTTP/2's own, which only grows.
+_FIRST_WINDOW = 65_535
+#: A head of more is not even taken apart; up to there a call is refused with its cause.
+_HEAD_ROOM = 4
+#: Answers that the socket did not take: data waits before that, so this is a client that makes us
+#: answer and does not read.
+_MOST_UNSENT = 4 << 20
+_WRITE_HIGH = 256 << 10
+_UNKNOWN_HEAD = Head("", (), None, "identity")
+
+
+class Host(Protocol):
+    """The server of a connection."""
+
+    def joined(self, connection: Connection) -> bool:
+        """Return whether the server takes another connection."""
+        ...
+
+    def left(self, connection: Connection) -> None: ...
+
+    def begin(self, call: Call, head: Head) -> None:
+        """Run the handler of the call's method, or refuse the call."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, server: Host, limits: Limits) -> None:
+        self.limits = limits
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, Call] = {}
+        #: calls with something to send, in the order in which they got it
+        self._ready: dict[Call, None] = {}
+        #: those of which a window has kept something back
+        self._held_up: dict[Call, None] = {}
+        self._is_opened = False
+        self._unfinished_bytes = 0
+        self._is_flushing = self._is_paused = self._is_closed = self._is_leaving = False
+        self._heard_at = self._free_since = self._loop.time()
+        self._is_asked = False
+        self._resets, self._resets_at = 0.0, self._heard_at
+        self._watch: asyncio.TimerHandle | None = None
+        self._http2 = Http2(
+            H2Configuration(
+                client_side=False,
+                header_encoding=None,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    # the socket
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(_WRITE_HIGH)
+        if not self._server.joined(self):
+            self._turn_away()
+            return
+        head_bytes = _HEAD_ROOM * self.limits.max_metadata_bytes
+        self._http2.local_settings = Settings(
+            client=False,
+            initial_values={
+                SettingCodes.MAX_CONCURRENT_STREAMS: self.limits.max_streams,
+                SettingCodes.MAX_HEADER_LIST_SIZE: head_bytes,
+                SettingCodes.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
+            },
+        )
+        self._http2.decoder = heads.KnownBlocks(head_bytes)
+        self._http2.initiate_connection()
+        self._http2.increment_flow_control_window(_CONNECTION_WINDOW - _FIRST_WINDOW)
+        self._flush()
+        self._watch = self._loop.call_later(self.limits.keepalive, self._look)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for call in tuple(self._calls.values()):
+            call.cancel()
+        self._calls.clear()
+        self._server.left(self)
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._flush_soon()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at, self._is_asked = self._loop.time(), False
+        try:
+            for event in self._http2.receive_data(data):
+                self._heard(event)
+        except ProtocolError as error:
+            log.info("connection broke HTTP/2", cause=type(error).__name__)
+            self._hang_up()
+        except Exception:
+            log.exception("connection failed")
+            self._hang_up()
+        else:
+            self._flush_soon()
+
+    # what it says
+
+    def _heard(self, event: Event) -> None:
+        if isinstance(event, DataReceived):
+            self._fed(event)
+        elif isinstance(event, RequestReceived):
+            self._begun(event)
+        elif isinstance(event, StreamEnded):
+            if (call := self._calls.get(event.stream_id)) is not None:
+                call.half_close()
+        elif isinstance(event, WindowUpdated | RemoteSettingsChanged):
+            self._opened(event)
+        elif isinstance(event, StreamReset):
+            self._reset(event.stream_id)
+        elif isinstance(event, ConnectionTerminated):
+            self._is_leaving = True
+            self._close_if_free()
+
+    def _fed(self, event: DataReceived) -> None:
+        call = self._calls.get(event.stream_id)
+        size = event.flow_controlled_length
+        if call is None:
+            # Answered already; what still comes counts on the connection.
+            self.acknowledge(event.stream_id, size)
+        else:
+            call.feed(event.data, size)
+        if not self._http2.inbound_flow_control_window:
+            # What other calls have given back is due. h2 saves it up, and looks when it is told of
+            # bytes, which a call that reads nothing does not do.
+            self.acknowledge(event.stream_id, 0)
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """So many bytes were taken, or are of no use any more. Of a stream that is over they count
+        on the connection alone."""
+        self._http2.acknowledge_received_data(size, stream_id)
+        self._flush_soon()
+
+    def hold(self, size: int) -> None:
+        """So many bytes more, or fewer, of messages that are not whole. Raises RateLimited."""
+        self._unfinished_bytes += size
+        most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
+        if size > 0 and self._unfinished_bytes > most:
+            raise RateLimited(
+                f"messages of this connection that are not whole have more than {most} bytes: "
+                "send fewer large ones at a time"
+            )
+
+    def _begun(self, event: RequestReceived) -> None:
+        stream_id = event.stream_id
+        if self._is_leaving:
+            self._http2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            self._http2.forget(stream_id)
+            return
+        try:
+            head = heads.parse(cast("Any", event.headers), self.limits.max_metadata_bytes)
+        except NotGrpc as error:
+            # It may be given up already, by what came with it.
+            if not self._http2.streams[stream_id].closed:
+                status = str(error.http_status).encode()
+                self._http2.send_headers(stream_id, [(b":status", status)], end_stream=True)
+            self._over(stream_id)
+        except EverliftError as error:
+            self._take(stream_id, _UNKNOWN_HEAD).refuse(error)
+        else:
+            call = self._take(stream_id, head)
+            self._server.begin(call, head)
+
+    def _take(self, stream_id: int, head: Head) -> Call:
+        call = self._calls[stream_id] = Call(self, stream_id, head, self.limits.max_message_bytes)
+        return call
+
+    def _opened(self, event: WindowUpdated | RemoteSettingsChanged) -> None:
+        """More may be sent: of one call, or of any."""
+        stream_id = event.stream_id if isinstance(event, WindowUpdated) else 0
+        if stream_id:
+            call = self._calls.get(stream_id)
+            if call is not None and call.is_held_up:
+                self._ready[call] = None
+        else:
+            # A client says so as often as it likes; its calls are looked at once for all of it.
+            self._is_opened = True
+
+    def _reset(self, stream_id: int) -> None:
+        self._http2.forget(stream_id)
+        if (call := self._calls.pop(stream_id, None)) is not None:
+            self._ready.pop(call, None)
+            self._held_up.pop(call, None)
+            call.cancel()
+            self._note_free()
+        moment = self._loop.time()
+        rate = self.limits.resets_per_s
+        self._resets = max(0.0, self._resets - rate * (moment - self._resets_at)) + 1
+        self._resets_at = moment
+        if self._resets > 2 * rate:
+            log.warning("connection resets too many calls")
+            self._hang_up(ErrorCodes.ENHANCE_YOUR_CALM)
+
+    # what it is told
+
+    def mark(self, call: Call) -> None:
+        """The call has something to send."""
+        self._ready[call] = None
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._is_closed or self._transport.is_closing():
+            return
+        if not self._is_paused:
+            if self._is_opened:
+                self._is_opened = False
+                self._ready.update(self._held_up)
+            ready, self._ready = self._ready, {}
+            for call in ready:
+                if self._calls.get(call.stream_id) is call:
+                    self._pump(call)
+        if data := self._http2.data_to_send():
+            self._transport.write(data)
+            if self._transport.get_write_buffer_size() > _MOST_UNSENT:
+                log.warning("connection does not read its answers")
+                self._transport.abort()
+        self._close_if_free()
+
+    def _pump(self, call: Call) -> None:
+        try:
+            is_over = call.pump(self._http2)
+        except ProtocolError:
+            call.cancel()
+            is_over = True
+        if call.is_held_up and not is_over:
+            self._held_up[call] = None
+        else:
+            self._held_up.pop(call, None)
+        if is_over:
+            del self._calls[call.stream_id]
+            self._over(call.stream_id)
+            call.close()
+
+    def _over(self, stream_id: int) -> None:
+        """Answered to the end. Who still sends is told that nobody reads it."""
+        stream = self._http2.streams.get(stream_id)
+        if stream is not None and not stream.closed:
+            self._http2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
+        self._http2.forget(stream_id)
+        self._note_free()
+
+    # its end
+
+    def _note_free(self) -> None:
+        if not self._calls:
+            self._free_since = self._loop.time()
+
+    def leave(self) -> None:
+        """Takes no new calls; closes when the last one is over."""
+        if not self._is_leaving and not self._is_closed:
+            self._is_leaving = True
+            last = self._http2.highest_inbound_stream_id
+            self._transport.write(GoAwayFrame(0, last_stream_id=last).serialize())
+        self._flush_soon()
+
+    def shut_down(self) -> None:
+        """Ends its calls, says so, and closes."""
+        for call in tuple(self._calls.values()):
+            call.shut_down()
+        self._is_leaving = True
+        self._is_paused = False
+        self._flush()
+        if not self._is_closed:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _turn_away(self) -> None:
+        """Says why; gRPC's clients show it as the end's debug text."""
+        self._http2.initiate_connection()
+        cause = TooManyConnections.slug.encode()
+        self._http2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM, additional_data=cause)
+        self._transport.write(self._http2.data_to_send())
+        self._transport.close()
+
+    def _close_if_free(self) -> None:
+        if self._is_leaving and not self._calls and not self._is_closed:
+            self._transport.close()
+
+    def _hang_up(self, code: ErrorCodes | None = None) -> None:
+        """With what HTTP/2 has to say to it."""
+        if self._is_closed:
+            return
+        if code is not None:
+            self._http2.close_connection(code)
+        self._transport.write(self._http2.data_to_send())
+        self._transport.close()
+
+    def _look(self) -> None:
+        """Whether anybody is there."""
+        self._watch = self._loop.call_later(self.limits.keepalive, self._look)
+        self._http2.num_settings = 0
+        moment = self._loop.time()
+        if not self._calls and moment - self._free_since > self.limits.idle:
+            self.leave()
+        elif moment - self._heard_at < self.limits.keepalive:
+            return
+        elif self._is_asked:
+            log.info("connection is dead")
+            self._transport.abort()
+        else:
+            self._is_asked = True
+            self._http2.ping(b"everlift")
+            self._flush_soon()

@@ -1,0 +1,153 @@
+"""What a gRPC call begins and ends with, as HTTP/2 headers. Pure."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from hpack import Decoder, HeaderTuple
+
+from everlift.errors import InvalidRequest, MetadataTooLarge
+from router.api.http2.framing import ENCODINGS, IDENTITY, check_encoding
+
+Metadata = Sequence[tuple[str, str | bytes]]
+Headers = list[tuple[bytes, bytes]]
+
+_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+#: What HTTP and gRPC say for themselves, and is no metadata of the caller's.
+_OWN = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
+#: Blocks of a connection: their entries are at most 126 each, and a call has some ten.
+_MOST_KNOWN = 64
+#: As HTTP/2 counts a header beside its letters.
+_OVERHEAD = 32
+_CONTENT_TYPE = b"application/grpc"
+_OPENING: Headers = [
+    (b":status", b"200"),
+    (b"content-type", _CONTENT_TYPE),
+    (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
+]
+
+
+class NotGrpc(Exception):
+    """What HTTP says to that."""
+
+    def __init__(self, http_status: int) -> None:
+        super().__init__(str(http_status))
+        self.http_status = http_status
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How a call begins. ``timeout_s`` is None where the caller waits for ever."""
+
+    path: str
+    metadata: Metadata
+    timeout_s: float | None
+    encoding: str
+
+
+class KnownBlocks(Decoder):
+    """HPACK, to which a block that a client sends call after call is known: where it names nothing
+    but entries of the tables, it stands for the same headers for as long as they do. That is nearly
+    every block of grpcio's, and to take it apart cost more than to parse the call's message."""
+
+    def __init__(self, max_header_list_size: int) -> None:
+        super().__init__(max_header_list_size)
+        self._known: dict[bytes, list[HeaderTuple]] = {}
+
+    def decode(self, data: bytes, raw: bool = False) -> Iterable[HeaderTuple]:
+        """Raises HPACKError."""
+        if (known := self._known.get(data)) is not None:
+            return known
+        headers = list(super().decode(data, raw))
+        if not _changes_nothing(data):
+            self._known.clear()
+        elif len(self._known) < _MOST_KNOWN:
+            self._known[bytes(data)] = headers
+        return headers
+
+
+def _changes_nothing(block: bytes) -> bool:
+    """Indexed header fields alone (RFC 7541, section 6.1), each of a single byte."""
+    return all(0x80 < byte < 0xFF for byte in block)
+
+
+def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> Head:
+    """Raises NotGrpc, and InvalidRequest, MetadataTooLarge, Unimplemented."""
+    pseudo: dict[str, str] = {}
+    own = {"grpc-encoding": IDENTITY}
+    metadata: list[tuple[str, str | bytes]] = []
+    num_bytes = 0
+    for raw_name, raw_value in headers:
+        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+        if name.startswith(":"):
+            pseudo[name] = value
+            continue
+        num_bytes += len(name) + len(value) + _OVERHEAD
+        if name in _OWN:
+            own[name] = value
+        elif num_bytes <= max_metadata_bytes:
+            metadata.append((name, _binary(name, value) if name.endswith("-bin") else value))
+    if pseudo.get(":method") != "POST":
+        raise NotGrpc(405)
+    if not own.get("content-type", "").startswith(_CONTENT_TYPE.decode()):
+        raise NotGrpc(415)
+    if num_bytes > max_metadata_bytes:
+        raise MetadataTooLarge(
+            f"metadata of {num_bytes} bytes; at most {max_metadata_bytes} are taken"
+        )
+    return Head(
+        pseudo.get(":path", ""),
+        tuple(metadata),
+        _timeout(own.get("grpc-timeout")),
+        check_encoding(own["grpc-encoding"]),
+    )
+
+
+def _binary(name: str, value: str) -> bytes:
+    try:
+        return b64decode(value + "=" * (-len(value) % 4), validate=True)
+    except ValueError:  # binascii.Error is one, and so is what is not even ASCII
+        raise InvalidRequest(f"metadata {name[:64]!r} is not base64") from None
+
+
+def _timeout(value: str | None) -> float | None:
+    if value is None:
+        return None
+    if (found := _TIMEOUT.fullmatch(value)) is None:
+        raise InvalidRequest("grpc-timeout is not as gRPC writes it")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def opening(metadata: Metadata, encoding: str) -> Headers:
+    """What goes before the first answer."""
+    headers = [*_OPENING, *_written(metadata)]
+    if encoding != IDENTITY:
+        headers.append((b"grpc-encoding", encoding.encode()))
+    return headers
+
+
+def closing(code: int, details: str, metadata: Metadata) -> Headers:
+    """What goes behind the last one."""
+    headers = [(b"grpc-status", b"%d" % code)]
+    if details:
+        headers.append((b"grpc-message", quote(details, safe=_READABLE).encode()))
+    return [*headers, *_written(metadata)]
+
+
+#: All that is printed but the percent sign.
+_READABLE = "".join(chr(c) for c in range(0x20, 0x7F) if c != 0x25)
+
+
+def _written(metadata: Metadata) -> Headers:
+    return [
+        (
+            name.encode(),
+            b64encode(value).rstrip(b"=") if isinstance(value, bytes) else value.encode("latin-1"),
+        )
+        for name, value in metadata
+    ]

@@ -1,0 +1,80 @@
+"""How the served model is described: its one version, its inputs and its outputs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from everlift.errors import UnknownModel
+from router.api.kserve import infer_request, infer_response, parameters
+from router.api.kserve.v2 import open_inference_pb2 as pb
+
+#: Of every model: another one needs other routers.
+VERSION = "1"
+#: Extensions of the protocol that are served. (Of schedule_policy, priority and timeout.)
+EXTENSIONS = ("model_configuration", "schedule_policy", "statistics")
+_PLATFORM = "everlift"
+_ANY_LENGTH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    datatype: str
+    dims: int = _ANY_LENGTH
+
+    @property
+    def data_type(self) -> pb.DataType.ValueType:
+        """What a configuration calls its datatype."""
+        return pb.DataType.Value(f"TYPE_{self.datatype.replace('BYTES', 'STRING')}")
+
+
+def _inputs() -> Iterator[_Tensor]:
+    yield _Tensor(infer_request.TEXT_INPUT, "BYTES", 1)
+    yield from (_Tensor(name, "INT32") for name in infer_request.TOKEN_INPUTS)
+    yield _Tensor(parameters.NESTED, "BYTES", 1)
+    for parameter in parameters.PARAMETERS:
+        for name in parameter.names:
+            yield _Tensor(name, parameter.datatype, parameter.dims)
+
+
+_INPUTS = tuple(_inputs())
+_OUTPUTS = tuple(_Tensor(output.name, output.datatype) for output in infer_response.OUTPUTS)
+
+
+def check_version(served: str, version: str) -> None:
+    """Check that a request is for the only version of the model. Raises UnknownModel."""
+    if version not in ("", VERSION):
+        raise UnknownModel(f"{served!r} has the version {VERSION}, and not {version!r}")
+
+
+def metadata(served: str) -> pb.ModelMetadataResponse:
+    return pb.ModelMetadataResponse(
+        name=served,
+        versions=[VERSION],
+        platform=_PLATFORM,
+        inputs=map(_metadata, _INPUTS),
+        outputs=map(_metadata, _OUTPUTS),
+    )
+
+
+def _metadata(tensor: _Tensor) -> pb.ModelMetadataResponse.TensorMetadata:
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=tensor.name, datatype=tensor.datatype, shape=[tensor.dims]
+    )
+
+
+def config(served: str) -> pb.ModelConfig:
+    return pb.ModelConfig(
+        name=served,
+        platform=_PLATFORM,
+        backend=_PLATFORM,
+        input=[
+            pb.ModelInput(name=it.name, data_type=it.data_type, dims=[it.dims], optional=True)
+            for it in _INPUTS
+        ],
+        output=[
+            pb.ModelOutput(name=it.name, data_type=it.data_type, dims=[it.dims]) for it in _OUTPUTS
+        ],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+    )

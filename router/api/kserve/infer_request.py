@@ -1,0 +1,105 @@
+"""A ModelInferRequest, and what it asks for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
+from everlift.v1 import inference_pb2 as wire
+from router.api.kserve import infer_response, parameters, tensors
+from router.api.kserve.parameters import Values, Wanted
+from router.api.kserve.tensors import Tensor
+from router.api.kserve.v2 import open_inference_pb2 as pb
+
+TEXT_INPUT = "text_input"
+#: Names of the same.
+TOKEN_INPUTS = ("input_ids", "token_ids")
+_TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
+
+
+def read(request: pb.ModelInferRequest) -> Wanted:
+    """What Inference.generate is to be asked, and how to answer. Whether the model can do it is
+    checked there. Raises InvalidRequest."""
+    prompts: list[Tensor] = []
+    wanted = parameters.wanted(_given(request, prompts))
+    wanted.outputs = _outputs(request)
+    if wanted.outputs & infer_response.LOGPROBS:
+        parameters.ask_for_logprobs(wanted.generate)
+    wanted.generate.model = request.model_name
+    _set_prompt(wanted.generate, prompts)
+    return wanted
+
+
+def _given(request: pb.ModelInferRequest, prompts: list[Tensor]) -> Iterator[tuple[str, Values]]:
+    """The parameters; what is the prompt goes into ``prompts``."""
+    for name in sorted(request.parameters):
+        yield name, _values(name, request.parameters[name])
+    for tensor in tensors.inputs(request, _check_count):
+        if tensor.name == TEXT_INPUT or tensor.name in TOKEN_INPUTS:
+            prompts.append(tensor)
+        else:
+            yield tensor.name, tensor.values
+
+
+def _check_count(name: str, count: int) -> None:
+    """Of a tensor's elements. How many tokens a prompt may have the model says."""
+    if name == TEXT_INPUT:
+        if count != 1:
+            raise InvalidRequest(f"{name} has {count} texts; a request has one prompt")
+    elif name not in TOKEN_INPUTS:
+        parameters.check_count(name, count)
+
+
+def _values(name: str, parameter: pb.InferParameter) -> Values:
+    field = parameter.WhichOneof("parameter_choice")
+    if field is None:
+        raise InvalidRequest(f"the parameter {name!r} has no value")
+    return (getattr(parameter, field),)
+
+
+def _outputs(request: pb.ModelInferRequest) -> frozenset[str]:
+    if len(request.outputs) > tensors.MAX_TENSORS:
+        raise InvalidRequest(f"a request names at most {tensors.MAX_TENSORS} outputs")
+    for output in request.outputs:
+        if output.name not in infer_response.NAMES:
+            raise InvalidRequest(f"there is no output {output.name!r}; ModelMetadata lists them")
+        if output.parameters:
+            raise InvalidRequest(
+                f"{output.name}: the parameter {min(output.parameters)!r} is not served"
+            )
+    return frozenset(output.name for output in request.outputs)
+
+
+def _set_prompt(message: wire.GenerateRequest, prompts: list[Tensor]) -> None:
+    if len(prompts) != 1:
+        names = ", ".join(prompt.name for prompt in prompts) or "none of them"
+        raise InvalidRequest(f"the prompt is {TEXT_INPUT} or {TOKEN_INPUTS[0]}; {names} came")
+    if prompts[0].name == TEXT_INPUT:
+        message.text = _text(prompts[0])
+    else:
+        message.tokens.ids.extend(_token_ids(prompts[0]))
+
+
+def _text(tensor: Tensor) -> str:
+    if tensor.datatype != "BYTES":
+        raise InvalidRequest(f"{tensor.name} is {tensor.datatype}; it takes BYTES")
+    [value] = tensor.values
+    assert isinstance(value, bytes)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise NotUtf8(f"{tensor.name} is not UTF-8") from None
+
+
+def _token_ids(tensor: Tensor) -> list[int]:
+    if tensor.datatype not in _TOKEN_DATATYPES:
+        raise InvalidRequest(f"{tensor.name} is {tensor.datatype}; it takes INT32, INT64, UINT32")
+    if len(tensor.shape) != 1 and not (len(tensor.shape) == 2 and tensor.shape[0] == 1):
+        raise InvalidRequest(
+            f"{tensor.name} has the shape {list(tensor.shape)}; a request has one prompt, [n] or "
+            "[1, n]"
+        )
+    ids = [value for value in tensor.values if isinstance(value, int)]
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 32:
+        raise OutOfRange(f"{tensor.name} holds {min(ids)} to {max(ids)}, which are no tokens")
+    return ids

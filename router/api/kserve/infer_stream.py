@@ -1,0 +1,68 @@
+"""One ModelStreamInfer: many requests on one stream, and their answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from router.api.kserve.v2 import open_inference_pb2 as pb
+
+#: Requests that go on at once. The next one is read when one of them has ended.
+MAX_AT_ONCE = 256
+
+Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
+
+
+class InferStream:
+    """``answer`` is called with a message when it is read, makes its answers, and raises
+    nothing."""
+
+    def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
+        self._answer = answer
+        self._slots = asyncio.Semaphore(max_at_once)
+        # None at the end. For a client that does not read one answer waits here and one with each
+        # request; what is new beyond that stays with the request, and is told together.
+        self._answers = asyncio.Queue[pb.ModelStreamInferResponse | None](1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def answers(self, messages: AsyncIterator[bytes]) -> Answers:
+        """Those of all messages, each message's in their order. What is unfinished when nobody
+        reads any more is cancelled."""
+        reading = asyncio.create_task(self._read(messages))
+        ending = asyncio.create_task(self._end(reading))
+        try:
+            while (answer := await self._answers.get()) is not None:
+                yield answer
+            reading.result()
+        finally:
+            await _cancel(reading, ending, *self._tasks)
+
+    async def _read(self, messages: AsyncIterator[bytes]) -> None:
+        async for data in messages:
+            answers = self._answer(data)
+            await self._slots.acquire()
+            task = asyncio.create_task(self._tell(answers))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._slots.release()
+
+    async def _tell(self, answers: Answers) -> None:
+        async with aclosing(answers):
+            async for answer in answers:
+                await self._answers.put(answer)
+
+    async def _end(self, reading: asyncio.Task[None]) -> None:
+        await asyncio.wait([reading])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._answers.put(None)
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

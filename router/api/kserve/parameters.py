@@ -1,0 +1,336 @@
+"""What a request may set, under the names that Triton's backends for vLLM and TensorRT-LLM gave it.
+Pure.
+
+Each of them comes as a request parameter, as an input tensor, or as a key of the JSON object
+``sampling_parameters``, which is itself one of the first two. Numbers may be written as text, as
+clients of these backends do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from everlift.checks import Range
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, TooManyStops
+from everlift.messages import (
+    MAX_PRIORITY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    check_field,
+)
+from everlift.sampling import unsigned_seed
+from everlift.v1 import inference_pb2 as wire
+from router.api.kserve.tensors import Scalar
+
+Value = Scalar | str
+#: What came under one name: one value, or several.
+Values = Sequence[Value]
+N = TypeVar("N", int, float)
+
+#: A JSON object of other parameters.
+NESTED = "sampling_parameters"
+#: Triton numbers classes from 1, the highest; its 0 is the default, which is the one in the middle.
+_MIDDLE_PRIORITY = MAX_PRIORITY + 1
+_LOWEST_PRIORITY = _MIDDLE_PRIORITY + MAX_PRIORITY
+_MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a request asks for: ``is_streamed`` is None where it does not say, ``outputs`` are the
+    names of the tensors that the answer is to have, all where there are none."""
+
+    generate: wire.GenerateRequest = field(default_factory=wire.GenerateRequest)
+    outputs: frozenset[str] = frozenset()
+    is_streamed: bool | None = None
+    has_empty_final: bool = False
+
+
+Setter = Callable[[Wanted, str, Values], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """``set`` puts what came under the name into what is wanted; raises InvalidRequest.
+    ``datatype`` is that of its tensor; at ``most`` so many values may come under the name."""
+
+    names: tuple[str, ...]
+    datatype: str
+    most: int
+    set: Setter
+
+    @property
+    def dims(self) -> int:
+        """Of its tensor: -1 for any length."""
+        return 1 if self.most == 1 else -1
+
+
+def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
+    """Of the parameters that came, by name. Raises InvalidRequest."""
+    result, seen = Wanted(), set[Parameter]()
+    for name, values in _flat(given):
+        parameter = _known(name)
+        if parameter in seen:
+            raise InvalidRequest(f"{' or '.join(parameter.names)} is given twice")
+        seen.add(parameter)
+        parameter.set(result, name, values)
+    return result
+
+
+def check_count(name: str, count: int) -> None:
+    """Of a tensor's or a list's values, before any of them is read. Raises InvalidRequest."""
+    most = 1 if name == NESTED else _known(name).most
+    if most == 1:
+        _check_one(name, count)
+    elif count > most:  # only stops come in lists, and words that are none
+        raise TooManyStops(f"{name} has {count} values; it takes at most {most}")
+
+
+def _known(name: str) -> Parameter:
+    if (parameter := _BY_NAME.get(name)) is None:
+        raise InvalidRequest(f"{name!r} is not known here; ModelMetadata lists what is")
+    return parameter
+
+
+def _flat(given: Iterable[tuple[str, Values]]) -> Iterator[tuple[str, Values]]:
+    for name, values in given:
+        if name == NESTED:
+            yield from _nested(_text(name, _one(name, values)))
+        else:
+            yield name, values
+
+
+def _nested(text: str) -> Iterator[tuple[str, Values]]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{NESTED} is not JSON") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{NESTED} is not a JSON object")
+    for name, value in found.items():
+        if isinstance(value, list):
+            check_count(name, len(value))
+            yield name, value
+        elif value is not None:
+            yield name, [value]
+
+
+# values
+
+
+def _check_one(name: str, count: int) -> None:
+    if count != 1:
+        raise InvalidRequest(f"{name} has {count} values; it takes one")
+
+
+def _one(name: str, values: Values) -> Value:
+    _check_one(name, len(values))
+    return values[0]
+
+
+def _text(name: str, value: Value) -> str:
+    if not isinstance(value, str | bytes):
+        raise InvalidRequest(f"{name} takes text")
+    try:
+        # JSON can escape halves of characters, which no text may hold.
+        return (value.encode() if isinstance(value, str) else value).decode()
+    except UnicodeError:
+        raise NotUtf8(f"{name} is not UTF-8") from None
+
+
+def _integer(name: str, value: Value) -> int:
+    value = _parsed(name, value, int)
+    if not isinstance(value, int):
+        raise InvalidRequest(f"{name} takes a whole number")
+    return value
+
+
+def _number(name: str, value: Value) -> float:
+    value = _parsed(name, value, float)
+    if not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} takes a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _parsed(name: str, value: Value, kind: type[N]) -> Value:
+    """A number that is written as text."""
+    if isinstance(value, bool):
+        raise InvalidRequest(f"{name} takes a number, not true or false")
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return kind(_text(name, value))
+    except ValueError:
+        raise InvalidRequest(f"{name} takes a number") from None
+
+
+def _boolean(name: str, value: Value) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} takes true or false")
+    return value
+
+
+# where they go
+
+
+def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
+    def put(wanted: Wanted, name: str, values: Values) -> None:
+        setattr(wanted.generate, field, read(name, _one(name, values)))
+
+    return put
+
+
+def _counted(field: str) -> Setter:
+    """Set a whole number of the request that has a range."""
+
+    def put(wanted: Wanted, name: str, values: Values) -> None:
+        value = _integer(name, _one(name, values))
+        check_field(field, value, name)
+        setattr(wanted.generate, field, value)
+
+    return put
+
+
+def _of_sampling(field: str, read: Callable[[str, Value], float]) -> Setter:
+    def put(wanted: Wanted, name: str, values: Values) -> None:
+        value = read(name, _one(name, values))
+        check_field(field, value, name)
+        setattr(wanted.generate.sampling, field, value)
+
+    return put
+
+
+def _seed(wanted: Wanted, name: str, values: Values) -> None:
+    seed = _integer(name, _one(name, values))
+    check_field("seed", seed, name)
+    wanted.generate.sampling.seed = unsigned_seed(seed)
+
+
+def _of_grammar(field: str) -> Setter:
+    def put(wanted: Wanted, name: str, values: Values) -> None:
+        grammar = wanted.generate.sampling.grammar
+        if (other := grammar.WhichOneof("form")) is not None:
+            raise InvalidRequest(f"{name} and {other} are given; an output has one form")
+        setattr(grammar, field, _text(name, _one(name, values)))
+
+    return put
+
+
+def _top_k(name: str, value: Value) -> int:
+    """-1 sets no limit, as 0 does."""
+    top_k = _integer(name, value)
+    return 0 if top_k == -1 else top_k
+
+
+def _priority(name: str, value: Value) -> int:
+    priority = _integer(name, value) or _MIDDLE_PRIORITY
+    if not 1 <= priority <= _LOWEST_PRIORITY:
+        raise OutOfRange(f"{name} must be from 1, the highest, to {_LOWEST_PRIORITY}, or 0")
+    return _MIDDLE_PRIORITY - priority
+
+
+def _timeout(wanted: Wanted, name: str, values: Values) -> None:
+    """Set the timeout from microseconds; 0 sets none."""
+    microseconds = _integer(name, _one(name, values))
+    _MICROSECONDS.check(name, microseconds)
+    if microseconds:
+        # Rounded up.
+        wanted.generate.timeout_ms = -(-microseconds // 1000)
+
+
+def _stop(wanted: Wanted, name: str, values: Values) -> None:
+    """Clients of TensorRT-LLM send an empty one where they want none."""
+    wanted.generate.stop.extend(stop for value in values if (stop := _text(name, value)))
+
+
+def _stop_token_ids(wanted: Wanted, name: str, values: Values) -> None:
+    tokens = [_integer(name, value) for value in values]
+    for token in tokens:
+        check_field("stop_token_ids", token, name)
+    wanted.generate.stop_token_ids.extend(tokens)
+
+
+def _bad_words(wanted: Wanted, name: str, values: Values) -> None:
+    if any(_text(name, value) for value in values):
+        raise InvalidRequest(f"{name} is not served")
+
+
+def _log_probs(wanted: Wanted, name: str, values: Values) -> None:
+    if _boolean(name, _one(name, values)):
+        ask_for_logprobs(wanted.generate)
+
+
+def ask_for_logprobs(message: wire.GenerateRequest) -> None:
+    """Those of the output's tokens, if it does not ask for them already."""
+    if not message.sampling.HasField("logprobs"):
+        message.sampling.logprobs = 0
+
+
+def _streamed(wanted: Wanted, name: str, values: Values) -> None:
+    wanted.is_streamed = _boolean(name, _one(name, values))
+
+
+def _empty_final(wanted: Wanted, name: str, values: Values) -> None:
+    wanted.has_empty_final = _boolean(name, _one(name, values))
+
+
+def _without_input(wanted: Wanted, name: str, values: Values) -> None:
+    if not _boolean(name, _one(name, values)):
+        raise InvalidRequest(f"{name} false is not served: text_output never has the prompt")
+
+
+def _always(wanted: Wanted, name: str, values: Values) -> None:
+    """Asks for an output that every answer has."""
+    _boolean(name, _one(name, values))
+
+
+PARAMETERS = (
+    Parameter(("request_id",), "BYTES", 1, _of_request("request_id", _text)),
+    Parameter(("max_tokens",), "INT32", 1, _counted("max_tokens")),
+    Parameter(("min_tokens", "min_length"), "INT32", 1, _of_sampling("min_tokens", _integer)),
+    Parameter(("temperature",), "FP32", 1, _of_sampling("temperature", _number)),
+    Parameter(("top_k",), "INT32", 1, _of_sampling("top_k", _top_k)),
+    Parameter(("top_p",), "FP32", 1, _of_sampling("top_p", _number)),
+    Parameter(("min_p",), "FP32", 1, _of_sampling("min_p", _number)),
+    Parameter(("repetition_penalty",), "FP32", 1, _of_sampling("repetition_penalty", _number)),
+    Parameter(("presence_penalty",), "FP32", 1, _of_sampling("presence_penalty", _number)),
+    Parameter(("frequency_penalty",), "FP32", 1, _of_sampling("frequency_penalty", _number)),
+    Parameter(("seed", "random_seed"), "UINT64", 1, _seed),
+    Parameter(("stop", "stop_words"), "BYTES", MAX_STOP_STRINGS, _stop),
+    Parameter(("stop_token_ids",), "INT32", MAX_STOP_TOKEN_IDS, _stop_token_ids),
+    Parameter(
+        ("include_stop", "include_stop_str_in_output"),
+        "BOOL",
+        1,
+        _of_request("include_stop", _boolean),
+    ),
+    Parameter(("bad_words",), "BYTES", MAX_STOP_STRINGS, _bad_words),
+    Parameter(("ignore_eos",), "BOOL", 1, _of_request("ignore_eos", _boolean)),
+    Parameter(("n",), "INT32", 1, _counted("n")),
+    Parameter(("best_of",), "INT32", 1, _counted("best_of")),
+    Parameter(("json_schema",), "BYTES", 1, _of_grammar("json_schema")),
+    Parameter(("regex",), "BYTES", 1, _of_grammar("regex")),
+    Parameter(("ebnf",), "BYTES", 1, _of_grammar("ebnf")),
+    Parameter(("cache_salt",), "BYTES", 1, _of_request("cache_salt", _text)),
+    Parameter(("priority",), "UINT64", 1, _of_request("priority", _priority)),
+    Parameter(("timeout",), "INT64", 1, _timeout),
+    Parameter(("logprobs",), "INT32", 1, _of_sampling("logprobs", _integer)),
+    Parameter(("return_logprobs", "return_log_probs"), "BOOL", 1, _log_probs),
+    Parameter(("return_finish_reason",), "BOOL", 1, _always),
+    Parameter(("return_num_input_tokens",), "BOOL", 1, _always),
+    Parameter(("return_num_output_tokens",), "BOOL", 1, _always),
+    Parameter(("exclude_input_in_output",), "BOOL", 1, _without_input),
+    Parameter(("stream", "streaming"), "BOOL", 1, _streamed),
+    Parameter(("triton_enable_empty_final_response",), "BOOL", 1, _empty_final),
+)
+_BY_NAME: Mapping[str, Parameter] = {
+    name: parameter for parameter in PARAMETERS for name in parameter.names
+}

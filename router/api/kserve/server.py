@@ -1,0 +1,276 @@
+"""``inference.GRPCInferenceService`` over one gateway's requests: KServe's Open Inference Protocol
+with Triton's streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from everlift import error_details
+from everlift.errors import EverliftError, InvalidRequest, Unimplemented, UnknownModel
+from router.api.failures import answerable
+from router.api.grpc.handlers import Call, Handlers, parse
+from router.api.kserve import description, infer_request, tensors
+from router.api.kserve.infer_response import FINAL, Answer
+from router.api.kserve.infer_stream import Answers, InferStream
+from router.api.kserve.parameters import Wanted
+from router.api.kserve.v2 import open_inference_pb2 as pb
+from router.api.opened import Opened
+from router.api.service import Inference
+from router.auth.authenticator import OPEN, Door
+from router.auth.caller import Scope
+from router.event_loop import now
+from router.requests.manager import Requests
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
+
+#: Parameter of an answer that is an error, beside its cause.
+SLUG = "everlift-error"
+#: Of Triton's contract, and not served.
+_REPOSITORY = "a cluster serves the one model that it was started with"
+_SHARED_MEMORY = "tensors come in their requests, not in shared memory"
+_SETTINGS = "logs and traces are set where the cluster is started"
+_NOT_SERVED = {
+    "RepositoryModelLoad": _REPOSITORY,
+    "RepositoryModelUnload": _REPOSITORY,
+    "SystemSharedMemoryStatus": _SHARED_MEMORY,
+    "SystemSharedMemoryRegister": _SHARED_MEMORY,
+    "SystemSharedMemoryUnregister": _SHARED_MEMORY,
+    "CudaSharedMemoryStatus": _SHARED_MEMORY,
+    "CudaSharedMemoryRegister": _SHARED_MEMORY,
+    "CudaSharedMemoryUnregister": _SHARED_MEMORY,
+    "TraceSetting": _SETTINGS,
+    "LogSettings": _SETTINGS,
+}
+
+
+class _OfModel(Protocol):
+    """A message that says which model is meant."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+
+class KserveServer:
+    def __init__(self, inference: Inference, requests: Requests, model: ServedModel) -> None:
+        self._inference = inference
+        self._requests = requests
+        self._model = model
+
+    # requests
+
+    async def model_infer(self, data: bytes, call: Call) -> pb.ModelInferResponse:
+        head = self._head()
+        wanted = self._read(data, head)
+        if wanted.is_streamed:
+            raise InvalidRequest("stream is for ModelStreamInfer: this call has one answer")
+        opened = await self._open(wanted, head, call)
+        [answer] = [answer async for answer in _answers(opened, is_streamed=False)]
+        return _response(head, wanted, answer)
+
+    def model_stream_infer(self, messages: AsyncIterator[bytes], call: Call) -> Answers:
+        def answers(data: bytes) -> Answers:
+            return self._told(data, replace(call, came=now()))
+
+        return InferStream(answers).answers(messages)
+
+    async def _told(self, data: bytes, call: Call) -> Answers:
+        """What is said to one request of a stream. What goes wrong with it ends nothing else."""
+        head = self._head()
+        try:
+            async with aclosing(self._responses(data, head, call)) as responses:
+                async for response in responses:
+                    yield pb.ModelStreamInferResponse(infer_response=response)
+        except Exception as error:
+            yield _failure(head, answerable(error))
+
+    async def _responses(
+        self, data: bytes, head: pb.ModelInferResponse, call: Call
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        wanted = self._read(data, head)
+        opened = await self._open(wanted, head, call)
+        is_streamed = wanted.is_streamed is not False
+        async with aclosing(_answers(opened, is_streamed=is_streamed)) as answers:
+            async for answer in answers:
+                response = _response(head, wanted, answer)
+                is_last = answer.is_final and not wanted.has_empty_final
+                response.parameters[FINAL].bool_param = is_last
+                yield response
+        if wanted.has_empty_final:
+            yield _final(head)
+
+    def _head(self) -> pb.ModelInferResponse:
+        """What every answer to a request begins with; its id is set when it is known."""
+        return pb.ModelInferResponse(model_name=self._model.name, model_version=description.VERSION)
+
+    def _read(self, data: bytes, head: pb.ModelInferResponse) -> Wanted:
+        """Raises InvalidRequest, NotUtf8, UnknownModel."""
+        try:
+            request = parse(pb.ModelInferRequest, data)
+            head.id = request.id
+            self._check_model(request.model_name, request.model_version)
+            return infer_request.read(request)
+        except EverliftError as error:
+            self._inference.turned_away(error)
+            raise
+
+    async def _open(self, wanted: Wanted, head: pb.ModelInferResponse, call: Call) -> Opened:
+        """Raises what Inference.generate does."""
+        opened = await self._inference.generate(
+            call.caller,
+            wanted.generate,
+            call.headers,
+            Journal(call.came),
+            call.context.time_remaining(),
+        )
+        head.id = head.id or opened.request_id
+        return opened
+
+    # the server and its model
+
+    async def server_live(self, data: bytes, call: Call) -> pb.ServerLiveResponse:
+        parse(pb.ServerLiveRequest, data)
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, data: bytes, call: Call) -> pb.ServerReadyResponse:
+        parse(pb.ServerReadyRequest, data)
+        return pb.ServerReadyResponse(ready=self._requests.takes_new)
+
+    async def model_ready(self, data: bytes, call: Call) -> pb.ModelReadyResponse:
+        """False where another model is meant, as Triton says it."""
+        message = parse(pb.ModelReadyRequest, data)
+        with suppress(UnknownModel):
+            self._check_asked(message)
+            return pb.ModelReadyResponse(ready=self._requests.takes_new)
+        return pb.ModelReadyResponse(ready=False)
+
+    async def server_metadata(self, data: bytes, call: Call) -> pb.ServerMetadataResponse:
+        parse(pb.ServerMetadataRequest, data)
+        return pb.ServerMetadataResponse(
+            name="everlift", version=version("everlift"), extensions=description.EXTENSIONS
+        )
+
+    async def model_metadata(self, data: bytes, call: Call) -> pb.ModelMetadataResponse:
+        self._check_asked(parse(pb.ModelMetadataRequest, data))
+        return description.metadata(self._model.name)
+
+    async def model_config(self, data: bytes, call: Call) -> pb.ModelConfigResponse:
+        self._check_asked(parse(pb.ModelConfigRequest, data))
+        return pb.ModelConfigResponse(config=description.config(self._model.name))
+
+    async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
+        """Counts since this router started. Times are among the metrics."""
+        self._check_asked(parse(pb.ModelStatisticsRequest, data))
+        counters = self._requests.counters
+        stats = pb.InferStatistics(
+            success=pb.StatisticDuration(count=counters.completed),
+            fail=pb.StatisticDuration(count=counters.failed),
+        )
+        return pb.ModelStatisticsResponse(
+            model_stats=[
+                pb.ModelStatistics(
+                    name=self._model.name,
+                    version=description.VERSION,
+                    inference_count=counters.completed,
+                    inference_stats=stats,
+                )
+            ]
+        )
+
+    async def repository_index(self, data: bytes, call: Call) -> pb.RepositoryIndexResponse:
+        message, ready = parse(pb.RepositoryIndexRequest, data), self._requests.takes_new
+        index = pb.RepositoryIndexResponse()
+        if ready or not message.ready:
+            index.models.add(
+                name=self._model.name,
+                version=description.VERSION,
+                state="READY" if ready else "UNAVAILABLE",
+            )
+        return index
+
+    def _check_asked(self, message: _OfModel) -> None:
+        """Raises UnknownModel, RouterStopping."""
+        self._check_model(message.name, message.version)
+
+    def _check_model(self, name: str, version: str) -> None:
+        self._model.check_asked(name)
+        description.check_version(self._model.name, version)
+
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        # Probes have no credentials.
+        anyone, handlers = Handlers(OPEN), Handlers(door)
+        methods = {
+            "ServerLive": anyone.unary(self.server_live, Scope.METRICS),
+            "ServerReady": anyone.unary(self.server_ready, Scope.METRICS),
+            "ModelReady": handlers.unary(self.model_ready, Scope.INFER),
+            "ServerMetadata": handlers.unary(self.server_metadata, Scope.INFER),
+            "ModelMetadata": handlers.unary(self.model_metadata, Scope.INFER),
+            "ModelInfer": handlers.unary(self.model_infer, Scope.INFER),
+            "ModelStreamInfer": handlers.bidirectional(self.model_stream_infer, Scope.INFER),
+            "ModelConfig": handlers.unary(self.model_config, Scope.INFER),
+            "ModelStatistics": handlers.unary(self.model_statistics, Scope.METRICS),
+            "RepositoryIndex": handlers.unary(self.repository_index, Scope.INFER),
+        }
+        for name, cause in _NOT_SERVED.items():
+            methods[name] = handlers.unary(_refusal(name, cause), Scope.INFER)
+        service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+        return grpc.method_handlers_generic_handler(service, methods)
+
+
+def _refusal(method: str, cause: str) -> Callable[[bytes, Call], Awaitable[Message]]:
+    async def refuse(data: bytes, call: Call) -> Message:
+        raise Unimplemented(f"{method} is not served: {cause}")
+
+    return refuse
+
+
+async def _answers(opened: Opened, *, is_streamed: bool) -> AsyncGenerator[Answer, None]:
+    """Each piece that says something, or all of them together."""
+    whole = Answer()
+    async with aclosing(opened.pieces) as pieces:
+        async for piece in pieces:
+            if not is_streamed:
+                whole.add(piece)
+            elif not (answer := Answer(piece)).is_empty:
+                yield answer
+    if not is_streamed:
+        yield whole
+
+
+def _response(head: pb.ModelInferResponse, wanted: Wanted, answer: Answer) -> pb.ModelInferResponse:
+    response = _begun(head)
+    has_logprobs = wanted.generate.sampling.HasField("logprobs")
+    for tensor in answer.tensors(wanted.outputs, has_logprobs=has_logprobs):
+        tensors.add_output(response, tensor)
+    return response
+
+
+def _final(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
+    """Nothing more comes of this request."""
+    response = _begun(head)
+    response.parameters[FINAL].bool_param = True
+    return response
+
+
+def _failure(head: pb.ModelInferResponse, error: EverliftError) -> pb.ModelStreamInferResponse:
+    response = _final(head)
+    response.parameters[SLUG].string_param = error.slug
+    return pb.ModelStreamInferResponse(
+        error_message=error_details.cause(error), infer_response=response
+    )
+
+
+def _begun(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse()
+    response.CopyFrom(head)
+    return response

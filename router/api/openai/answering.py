@@ -1,0 +1,236 @@
+"""``/v1/completions`` and ``/v1/chat/completions``: from fields to requests, and from their pieces
+to an answer, whole or as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from everlift.errors import EverliftError, InvalidRequest
+from everlift.explanation import server_timing
+from everlift.trace_context import TRACERESPONSE
+from everlift.v1 import inference_pb2 as pb
+from router.api import headers
+from router.api.openai import submissions
+from router.api.openai.chat import ChatAnswer
+from router.api.openai.completion import CompletionAnswer
+from router.api.openai.conversation import Conversations
+from router.api.openai.endpoint import Call, unless_gone
+from router.api.openai.envelope import Envelope
+from router.api.openai.event_id import EventId
+from router.api.openai.event_stream import Events, EventStream, KeepAlive, StreamedAnswer
+from router.api.openai.fields import ChatFields, CompletionFields
+from router.api.openai.fields import Generation as GenerationFields
+from router.api.openai.generation import Generation
+from router.api.openai.transcript import Collected, Transcript, Usage
+from router.api.service import Inference
+from router.config import RouterConfig
+from router.requests import tokenizer_executor
+from router.requests.manager import new_request_id
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
+
+_LAST_EVENT_ID = "last-event-id"
+_EVENTS = "text/event-stream"
+
+
+class Answer(StreamedAnswer, Protocol):
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Its JSON, in parts that each take little time."""
+        ...
+
+
+class Answering:
+    def __init__(
+        self,
+        config: RouterConfig,
+        inference: Inference,
+        model: ServedModel,
+        conversations: Conversations,
+    ) -> None:
+        self._config = config
+        self._inference = inference
+        self._model = model
+        self._conversations = conversations
+
+    async def completions(self, call: Call) -> ASGIApp:
+        with self._telling_refusals():
+            name = _named(call)
+            fields = await call.fields(CompletionFields)
+            messages = submissions.of_completion(fields)
+            self._check_amount(fields, messages)
+            answer = CompletionAnswer(
+                self._envelope(f"cmpl-{name}"),
+                self._model.tokenizer,
+                has_logprobs=fields.logprobs is not None,
+                echoes=await self._echoes(fields) if fields.echo else (),
+            )
+        journals = [Journal(call.came) for _ in messages]
+        answering = self._answer(call, name, fields, messages, journals, answer)
+        return await unless_gone(call.request.receive, answering)
+
+    async def chat(self, call: Call) -> ASGIApp:
+        with self._telling_refusals():
+            name = _named(call)
+            fields = await call.fields(ChatFields)
+        return await unless_gone(call.request.receive, self._chat(call, name, fields))
+
+    async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
+        journal = Journal(call.came)
+        with self._telling_refusals():
+            conversation = await self._conversations.of(fields, journal)
+            message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+            self._check_amount(fields, [message])
+        answer = ChatAnswer(
+            self._envelope(f"chatcmpl-{name}"),
+            self._model.tokenizer,
+            lambda choice: conversation.parser(name, choice),
+            has_logprobs=bool(fields.logprobs),
+        )
+        return await self._answer(call, name, fields, [message], [journal], answer)
+
+    async def _answer(
+        self,
+        call: Call,
+        name: str,
+        fields: GenerationFields,
+        messages: Sequence[pb.GenerateRequest],
+        journals: Sequence[Journal],
+        answer: Answer,
+    ) -> ASGIApp:
+        for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
+            message.request_id = request_id
+        transcript = _transcript(call, name, fields, messages)
+        generation = await self._open(call, messages, journals, transcript)
+        transcript.usage.prompt_tokens = generation.prompt_tokens
+        if generation.trace is not None:
+            call.told[TRACERESPONSE] = str(generation.trace)
+        if not fields.stream:
+            whole = await _whole(generation, transcript, answer)
+            if transcript.spans:
+                call.told["server-timing"] = server_timing(transcript.spans)
+            return Response(whole, media_type="application/json")
+        options = fields.stream_options
+        has_usage = bool(options and options.include_usage)
+        explains = any(message.explain for message in messages)
+        events = Events(
+            generation,
+            transcript,
+            answer,
+            has_usage=has_usage,
+            has_continuous_usage=bool(options and options.has_continuous_usage),
+            explains=explains,
+            has_ids=_reads_events(call),
+        )
+        return await EventStream.begin(events, call.params, self._keep_alive(call))
+
+    def _keep_alive(self, call: Call) -> KeepAlive:
+        has_comments = self._config.keep_alive_comments == "always" or _reads_events(call)
+        return KeepAlive(self._config.keep_alive, has_comments)
+
+    async def _open(
+        self,
+        call: Call,
+        messages: Sequence[pb.GenerateRequest],
+        journals: Sequence[Journal],
+        transcript: Transcript,
+    ) -> Generation:
+        if _LAST_EVENT_ID not in call.headers:
+            return await Generation.submit(
+                self._inference, call.caller, messages, call.headers, journals
+            )
+        return await Generation.attach(
+            self._inference, call.caller, messages, had_output=transcript.had_output
+        )
+
+    def _check_amount(
+        self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+    ) -> None:
+        """Of what an answer holds that is not streamed. Raises OutOfRange."""
+        if not fields.stream:
+            submissions.check_whole(messages, self._model.longest_sequence)
+
+    def _envelope(self, answer_id: str) -> Envelope:
+        return Envelope(
+            answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
+        )
+
+    async def _echoes(self, fields: CompletionFields) -> list[str]:
+        """By choice, the text of its prompt. Raises PromptTooLong, OutOfRange."""
+        prompts, decode = fields.prompts, self._model.tokenizer.decode
+        for prompt in prompts:
+            self._model.check_prompt(prompt)
+        num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        texts = await tokenizer_executor.with_text(
+            num_ids, lambda: [it if isinstance(it, str) else decode(it) for it in prompts]
+        )
+        return [text for text in texts for _ in range(fields.n or 1)]
+
+    @contextmanager
+    def _telling_refusals(self) -> Iterator[None]:
+        """What fails in it never became a request."""
+        try:
+            yield
+        except EverliftError as error:
+            self._inference.turned_away(error)
+            raise
+
+
+async def _whole(generation: Generation, transcript: Transcript, answer: Answer) -> bytes:
+    """Others have their turns in between: with its log probabilities it may be large."""
+    choices = [Collected() for _ in range(transcript.num_choices)]
+    async with aclosing(generation):
+        async for index, piece in generation.pieces():
+            if (news := transcript.read(index, piece)) is not None:
+                choices[news.choice].add(news)
+            # What was there before somebody read it comes in a row.
+            if len(piece.logprobs) > 1:
+                await asyncio.sleep(0)
+    parts: list[bytes] = []
+    for part in answer.whole(choices, transcript.usage):
+        parts.append(part.encode())
+        await asyncio.sleep(0)
+    return b"".join(parts)
+
+
+def _named(call: Call) -> str:
+    """What the caller calls its request, or what it is called then. Raises InvalidRequest."""
+    named = pb.GenerateRequest()
+    if _LAST_EVENT_ID in call.headers:
+        named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
+    headers.apply(named, call.headers)
+    call.told[headers.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
+    call.told.setdefault(headers.X_REQUEST_ID, name)
+    return name
+
+
+def _reads_events(call: Call) -> bool:
+    """Return whether the client parses server-sent events, with lines other than ``data``."""
+    return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
+
+
+def _request_ids(name: str, count: int) -> list[str]:
+    """One request has the name of its call; several have their places behind it."""
+    return [name] if count == 1 else [f"{name}:{place}" for place in range(count)]
+
+
+def _transcript(
+    call: Call, name: str, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+) -> Transcript:
+    """Raises InvalidRequest."""
+    choices_each = messages[0].n
+    transcript = Transcript(name, len(messages), choices_each)
+    if (last := call.headers.get(_LAST_EVENT_ID)) is None:
+        return transcript
+    event = EventId.parse(last)
+    if not fields.stream:
+        raise InvalidRequest("last-event-id is for streams", field=_LAST_EVENT_ID)
+    if len(event.positions) != transcript.num_choices:
+        raise InvalidRequest("last-event-id is of another request", field=_LAST_EVENT_ID)
+    return Transcript(name, len(messages), choices_each, event.positions)

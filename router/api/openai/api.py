@@ -1,0 +1,147 @@
+"""The HTTP server's paths: OpenAI's API, as far as it is about text, and vLLM's beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from everlift.errors import RouterStopping, UnknownPath
+from router.api.openai import openapi
+from router.api.openai.answering import Answering
+from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
+from router.api.openai.explaining import Explaining
+from router.api.openai.texts import Texts
+from router.auth import caller
+from router.auth.authenticator import Door
+from router.requests import sampling_defaults
+from router.requests.tokenizer import ServedModel
+
+INFER, ADMIN, METRICS = caller.Scope.INFER, caller.Scope.ADMIN, caller.Scope.METRICS
+_EXPLANATION = "/v1/requests/{request_id:path}/explanation"
+
+#: A method, a path, who answers, and one of which scopes it asks for; without any: none.
+Path: TypeAlias = tuple[str, str, Handler, *tuple[caller.Scope, ...]]
+
+
+class Readiness(Protocol):
+    @property
+    def takes_new(self) -> bool: ...
+
+
+class Exposition(Protocol):
+    async def expose(self, accept: str) -> tuple[str, bytes]:
+        """Metrics as one who ``accept``s so reads them: their content type and text."""
+        ...
+
+
+class Api:
+    def __init__(
+        self,
+        door: Door,
+        answering: Answering,
+        texts: Texts,
+        explaining: Explaining,
+        model: ServedModel,
+        readiness: Readiness,
+        metrics: Exposition,
+        max_body_bytes: int,
+        more: Iterable[Path] = (),
+    ) -> None:
+        """``more`` paths are served beside the API's own."""
+        self._door = door
+        self._answering = answering
+        self._texts = texts
+        self._explaining = explaining
+        self._model = model
+        self._readiness = readiness
+        self._metrics = metrics
+        self._started = int(time.time())
+        self._max_body_bytes = max_body_bytes
+        self._more = tuple(more)
+
+    def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
+        """Pages from ``cors_origins`` may ask too."""
+        app: ASGIApp = Router(
+            [
+                self._route("POST", "/v1/completions", self._answering.completions, INFER),
+                self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
+                self._route("GET", "/v1/models", self._models, INFER),
+                self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
+                self._route("GET", _EXPLANATION, self._explaining.explain, INFER, ADMIN),
+                self._route("POST", "/tokenize", self._texts.tokenize, INFER),
+                self._route("POST", "/detokenize", self._texts.detokenize, INFER),
+                self._route("GET", "/metrics", self._exposed, METRICS),
+                self._route("GET", "/health", self._health),
+                self._route("GET", "/ready", self._ready),
+                self._route("GET", "/openapi.json", self._document),
+                *(self._route(*path) for path in self._more),
+            ],
+            redirect_slashes=False,
+            default=self._endpoint(ANY_METHOD, _nothing_here),
+        )
+        if cors_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=(
+                    "idempotency-key",
+                    "x-request-id",
+                    "traceresponse",
+                    "retry-after",
+                    "server-timing",
+                ),
+            )
+        return app
+
+    def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
+        return Route(path, self._endpoint(method, handler, *scopes))
+
+    def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
+        return Endpoint(self._door, method, handler, scopes, self._max_body_bytes)
+
+    async def _models(self, call: Call) -> Response:
+        return JsonResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, call: Call) -> Response:
+        asked = call.request.path_params["model"]
+        if not asked:
+            raise UnknownPath("there is nothing at this path")
+        self._model.check_asked(asked)
+        return JsonResponse(self._described())
+
+    def _described(self) -> openapi.Model:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "everlift",
+            "max_model_len": self._model.max_model_len,
+            "sampling_defaults": sampling_defaults.as_json(self._model.sampling_defaults),
+        }
+
+    async def _exposed(self, call: Call) -> Response:
+        content_type, text = await self._metrics.expose(call.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def _health(self, call: Call) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def _ready(self, call: Call) -> Response:
+        if not self._readiness.takes_new:
+            raise RouterStopping("this router takes no new requests now")
+        return JsonResponse({"status": "ready"})
+
+    async def _document(self, call: Call) -> Response:
+        return JsonResponse(openapi.document())
+
+
+async def _nothing_here(call: Call) -> Response:
+    raise UnknownPath("there is nothing at this path")

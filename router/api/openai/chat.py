@@ -1,0 +1,243 @@
+"""The answers of ``/v1/chat/completions``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from everlift.text import Vocabulary
+from router.api.openai import logprobs
+from router.api.openai.encoding import around, array, encode
+from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
+from router.api.openai.logprobs import Alignment, ChatLogprobs
+from router.api.openai.transcript import Collected, News, Usage
+from router.chat.deltas import Arguments, CallBegins, Content, Delta
+from router.chat.parser import Parser
+
+
+class Function(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: Function
+
+
+class Message(TypedDict):
+    role: str
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
+
+
+class MessageDelta(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChunkChoice]
+    usage: UsageBody | None
+
+
+class ChatAnswer:
+    """Writer of chat completions. ``parser`` makes the parser of a choice."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        vocabulary: Vocabulary,
+        parser: Callable[[int], Parser],
+        *,
+        has_logprobs: bool,
+    ) -> None:
+        self._envelope = envelope
+        self._vocabulary = vocabulary
+        self._parser = parser
+        self._has_logprobs = has_logprobs
+        #: of the choices that have begun
+        self._parsers: dict[int, Parser] = {}
+        self._alignments: dict[int, Alignment] = {}
+
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk as JSON."""
+        chunk = self.chunk(news, usage)
+        return None if chunk is None else encode(chunk)
+
+    def chunk(self, news: News, usage: Usage | None = None) -> ChatChunk | None:
+        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
+        delta = _message_delta(self._deltas(news))
+        logprobs = self._logprobs(news)
+        if not (delta or news.finish_reason or (logprobs and logprobs["content"])):
+            return None
+        if news.is_begin:
+            delta = {"role": "assistant", "content": "", **delta}
+        choice: ChunkChoice = {
+            "index": news.choice,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(news.finish_reason, self._parsers[news.choice]),
+            "stop_reason": news.stop_reason,
+        }
+        return self._chunk([choice], None if usage is None else usage_so_far(usage))
+
+    def _deltas(self, news: News) -> list[Delta]:
+        """Return the deltas that the client does not have."""
+        if (parser := self._parsers.get(news.choice)) is None:
+            parser = self._parsers[news.choice] = self._parser(news.choice)
+        if news.known_text:
+            parser.feed(news.known_text)
+        deltas = parser.feed(news.text)
+        return deltas + parser.finish() if news.finish_reason else deltas
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage_body(usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Write a whole chat completion as JSON, in parts that each take little time."""
+        begin, end = around(self._completion(usage), "choices", [])
+        return array(begin, (self._written(*each) for each in enumerate(choices)), end)
+
+    def _completion(self, usage: Usage) -> ChatCompletion:
+        """Without its choices."""
+        return {
+            "id": self._envelope.id,
+            "object": "chat.completion",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": [],
+            "usage": usage_body(usage),
+        }
+
+    def _written(self, index: int, choice: Collected) -> Iterator[str]:
+        shown = self._choice(index, choice)
+        if not self._has_logprobs:
+            return iter([encode(shown)])
+        begin, end = around(shown, "logprobs", None)
+        return logprobs.written_of_chat(self._vocabulary, choice, begin, end)
+
+    def _choice(self, index: int, choice: Collected) -> ChatChoice:
+        """Return a choice without its log probabilities."""
+        parser = self._parser(index)
+        deltas = parser.feed(choice.text) + parser.finish()
+        return {
+            "index": index,
+            "message": _message(deltas),
+            "logprobs": None,
+            "finish_reason": _finish_reason(choice.finish_reason, parser),
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _logprobs(self, news: News) -> ChatLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        if (alignment := self._alignments.get(news.choice)) is None:
+            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
+        return logprobs.of_chat(self._vocabulary, logprobs.placed(alignment, news))
+
+    def _chunk(self, choices: list[ChunkChoice], usage: UsageBody | None) -> ChatChunk:
+        return {
+            "id": self._envelope.id,
+            "object": "chat.completion.chunk",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+def _finish_reason(reason: str | None, parser: Parser) -> str | None:
+    return "tool_calls" if reason == "stop" and parser.has_calls else reason
+
+
+def _message(deltas: Sequence[Delta]) -> Message:
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                texts.append(text)
+            case CallBegins(_, call_id, name):
+                function: Function = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case Arguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    content = "".join(texts)
+    message: Message = {"role": "assistant", "content": content, "refusal": None}
+    return {**message, "content": content or None, "tool_calls": calls} if calls else message
+
+
+def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
+    """Of each call there is one entry: langchain takes a second one of the same chunk for another
+    call."""
+    message: MessageDelta = {}
+    calls: dict[int, CallDelta] = {}
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                message["content"] = message.get("content", "") + text
+            case CallBegins(index, call_id, name):
+                begun: FunctionDelta = {"name": name, "arguments": ""}
+                calls[index] = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": begun,
+                }
+            case Arguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message

@@ -1,0 +1,132 @@
+"""The answers of ``/v1/completions``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import TypedDict
+
+from everlift.text import Vocabulary
+from router.api.openai import logprobs
+from router.api.openai.encoding import around, array, encode
+from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
+from router.api.openai.logprobs import Alignment, CompletionLogprobs
+from router.api.openai.transcript import Collected, News, Usage
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class Completion(TypedDict):
+    """A whole completion, or a chunk of one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: UsageBody | None
+
+
+class CompletionAnswer:
+    """Writer of completions. ``echoes`` has the prompt's text by choice, if it precedes the
+    output."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        vocabulary: Vocabulary,
+        *,
+        has_logprobs: bool,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        self._envelope = envelope
+        self._vocabulary = vocabulary
+        self._has_logprobs = has_logprobs
+        self._echoes = echoes
+        self._alignments: dict[int, Alignment] = {}
+        #: by choice, what is written before and behind the text of a chunk that has nothing else
+        self._around: dict[int, tuple[str, str]] = {}
+
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk as JSON. Most differ in their text alone, and are written around it."""
+        if self._has_logprobs or self._echoes or news.finish_reason or usage is not None:
+            chunk = self.chunk(news, usage)
+            return None if chunk is None else encode(chunk)
+        if not news.text:
+            return None
+        if (around := self._around.get(news.choice)) is None:
+            around = self._around[news.choice] = self._written_around(news.choice)
+        begin, end = around
+        return begin + encode(news.text) + end
+
+    def _written_around(self, choice: int) -> tuple[str, str]:
+        return around(self._completion([_choice(choice, "")], None), "text", "")
+
+    def chunk(self, news: News, usage: Usage | None = None) -> Completion | None:
+        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
+        logprobs = self._logprobs(news)
+        text = self._echo(news.choice) + news.text if news.is_begin else news.text
+        if not (text or news.finish_reason or (logprobs and logprobs["tokens"])):
+            return None
+        choice = _choice(news.choice, text, logprobs, news.finish_reason, news.stop_reason)
+        return self._completion([choice], None if usage is None else usage_so_far(usage))
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage_body(usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Write a whole completion as JSON, in parts that each take little time."""
+        begin, end = around(self._completion([], usage_body(usage)), "choices", [])
+        return array(begin, (self._written(*each) for each in enumerate(choices)), end)
+
+    def _written(self, index: int, choice: Collected) -> Iterator[str]:
+        text = self._echo(index) + choice.text
+        shown = _choice(index, text, None, choice.finish_reason, choice.stop_reason)
+        if not self._has_logprobs:
+            return iter([encode(shown)])
+        begin, end = around(shown, "logprobs", None)
+        return logprobs.written_of_completion(self._vocabulary, choice, begin, end)
+
+    def _logprobs(self, news: News) -> CompletionLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        if (alignment := self._alignments.get(news.choice)) is None:
+            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
+        return logprobs.of_completion(self._vocabulary, logprobs.placed(alignment, news))
+
+    def _echo(self, choice: int) -> str:
+        return self._echoes[choice] if self._echoes else ""
+
+    def _completion(self, choices: list[CompletionChoice], usage: UsageBody | None) -> Completion:
+        return {
+            "id": self._envelope.id,
+            "object": "text_completion",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+def _choice(
+    index: int,
+    text: str,
+    logprobs: CompletionLogprobs | None = None,
+    finish_reason: str | None = None,
+    stop_reason: str | int | None = None,
+) -> CompletionChoice:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }

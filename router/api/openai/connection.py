@@ -1,0 +1,125 @@
+"""uvicorn's HTTP/1.1, with bounds on what comes before a body, and its refusals in our form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from email.utils import formatdate
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from everlift.errors import (
+    EverliftError,
+    MalformedBody,
+    MetadataTooLarge,
+    TooManyConnections,
+)
+from router.api.openai import errors
+from router.api.openai.encoding import encode
+from router.api.openai.writer import Writer
+
+#: Of a request line and its headers; a session's token or a trace's state fits several times.
+_MAX_HEAD_BYTES = 64 << 10
+#: Of one router, beside those over gRPC.
+_MAX_CONNECTIONS = 1 << 14
+#: In which they have to come.
+_HEAD_TIMEOUT_S = 30.0
+#: Requests of one connection that may wait for their answers: more would be held here for nothing,
+#: since they are answered one after another.
+_MAX_UNANSWERED = 16
+
+
+class _HungUp(Exception):
+    pass
+
+
+class Connection(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._refusal: EverliftError | None = None
+        #: of requests that are not answered to the end, and of the last one, in their order
+        self._writers: deque[Writer] = deque()
+        #: of a line and its headers, or of trailers, as far as they were read
+        self._head_bytes = 0
+        #: that came since something of a request was complete
+        self._pending_bytes = 0
+        self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            self._refuse(TooManyConnections(f"this router has {_MAX_CONNECTIONS} connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+        # uvicorn tells the last of several requests alone that its client is gone.
+        for writer in self._writers:
+            writer.cycle.disconnected = True
+            writer.cycle.message_event.set()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        for writer in self._writers:
+            writer.on_room()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_more = False
+        super().data_received(data)
+        # The parser keeps a header until all of it is there.
+        self._pending_bytes = 0 if self._has_more else self._pending_bytes + len(data)
+        if self._pending_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_head_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._has_more = True
+        self._deadline.cancel()
+        while self._writers and self._writers[0].cycle.response_complete:
+            self._writers.popleft()
+        if len(self._writers) == _MAX_UNANSWERED:
+            # Whatever is said now would be taken for the answer to the first of them.
+            self.transport.abort()
+            raise _HungUp  # to the parser, which reads no further
+        super().on_headers_complete()
+        self._writers.append(Writer(self.cycle))
+
+    def on_body(self, body: bytes) -> None:
+        self._has_more = True
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self._refuse(self._refusal or MalformedBody("this is not HTTP/1.1"))
+
+    def _count(self, *parts: bytes) -> None:
+        self._head_bytes += sum(map(len, parts))
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refusal = _head_too_large()
+            raise self._refusal  # to the parser, which reads no further
+
+    def _refuse(self, error: EverliftError) -> None:
+        status = HTTPStatus(error.http_status)
+        body = encode(errors.described(error, {})).encode()
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def _head_too_large() -> MetadataTooLarge:
+    return MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")

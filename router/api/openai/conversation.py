@@ -1,0 +1,72 @@
+"""From a chat's messages and tools to what the model reads, and from what it writes to calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from everlift.errors import NoChatTemplate
+from everlift.sampling import Grammar
+from router.api.openai.fields import Chat, ChatFields
+from router.chat.formats import ToolFormat
+from router.chat.parser import Parser
+from router.chat.templates import ChatTemplate
+from router.chat.tools import ToolUse
+from router.event_loop import now
+from router.requests import tokenizer_executor
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """``grammar`` is what the output must obey, if it must."""
+
+    prompt: tuple[int, ...]
+    grammar: Grammar | None
+    tools: ToolUse
+    form: ToolFormat | None
+
+    def parser(self, name: str, choice: int) -> Parser:
+        """Of the text of that choice of the request."""
+        return self.tools.parser(self.form, name, choice)
+
+
+class Conversations:
+    """``template`` None: the model has none, and no chat is understood."""
+
+    def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
+        self._model = model
+        self._template = template
+
+    async def of(self, fields: ChatFields, journal: Journal) -> Conversation:
+        """``journal`` hears of what it takes. Raises NoChatTemplate, InvalidRequest."""
+        tools = ToolUse.of(
+            fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
+        )
+        journal.read(now())
+        text = await self._text(fields, tools)
+        journal.rendered(now())
+        prompt = await self._tokens(text, self._model.encode_prompt)
+        form = self._template.tool_format if self._template is not None else None
+        return Conversation(prompt, tools.grammar(form), tools, form)
+
+    async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
+        """What the model reads. Raises NoChatTemplate, InvalidRequest."""
+        return await self._tokens(await self._text(fields, tools), self._model.encode)
+
+    async def _text(self, fields: Chat, tools: ToolUse) -> str:
+        if self._template is None:
+            raise NoChatTemplate(f"the model {self._model.name!r} has no chat template")
+        return await self._template.render(
+            fields.messages or [],
+            tools.shown,
+            add_generation_prompt=fields.add_generation_prompt,
+            more=fields.chat_template_kwargs or {},
+        )
+
+    async def _tokens(self, text: str, encode: Callable[..., tuple[int, ...]]) -> tuple[int, ...]:
+        # A template writes the special tokens itself.
+        return await tokenizer_executor.with_text(
+            len(text), lambda: encode(text, add_special_tokens=False)
+        )

@@ -1,0 +1,201 @@
+"""One path of the HTTP server: who may ask there, what a body may be, what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from everlift import logs
+from everlift.errors import (
+    BodyTooSlow,
+    EverliftError,
+    MessageTooLarge,
+    MethodNotAllowed,
+    UnsupportedMediaType,
+)
+from router.api import headers as request_headers
+from router.api.openai import body, errors
+from router.api.openai.encoding import encode
+from router.api.openai.fields import F, parse
+from router.auth import caller as callers
+from router.auth.authenticator import Door
+from router.auth.caller import ANYONE, Caller
+from router.event_loop import now
+
+log = logs.get(__name__)
+
+T = TypeVar("T")
+_BODY_TIMEOUT_S = 60.0
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode(content).encode()
+
+
+@dataclass(slots=True)
+class Call:
+    """A request that ``came`` when its head was read, and whose caller may make it. Names of
+    ``headers`` are in small letters.
+
+    ``params`` is what its fields are called in errors, and ``told`` are headers of its answer,
+    whatever that is: a handler sets both as soon as it knows them."""
+
+    request: Request
+    caller: Caller
+    headers: Mapping[str, str]
+    max_body_bytes: int
+    came: float
+    params: Mapping[str, str] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)
+
+    async def fields(self, kind: type[F]) -> F:
+        """Of its body. Raises InvalidRequest."""
+        fields = parse(kind, await self.json())
+        # What is wrong until here has the name that the body gives it.
+        self.params = fields.params
+        return fields
+
+    async def json(self) -> body.Json:
+        """Its body. Raises InvalidRequest."""
+        self._check_media_type()
+        return body.parse(await self._read())
+
+    def _check_media_type(self) -> None:
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type not in ("application/json", ""):
+            raise UnsupportedMediaType("the body must be application/json")
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise UnsupportedMediaType("the body must not be compressed")
+
+    async def _read(self) -> bytes:
+        if int(self.headers.get("content-length", "0")) > self.max_body_bytes:
+            raise self._too_large()
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                async for chunk in self.request.stream():
+                    data += chunk
+                    if len(data) > self.max_body_bytes:
+                        raise self._too_large()
+        except TimeoutError:
+            raise BodyTooSlow(f"the body was not there after {_BODY_TIMEOUT_S:g} s") from None
+        return bytes(data)
+
+    def _too_large(self) -> MessageTooLarge:
+        return MessageTooLarge(
+            f"the body is longer than {self.max_body_bytes} bytes (router.max_body_bytes)"
+        )
+
+
+Handler = Callable[[Call], Awaitable[ASGIApp]]
+ANY_METHOD = "*"
+
+
+class Endpoint:
+    """An ASGI application, asked for by ``method``, which may be ANY_METHOD. Who has one of the
+    ``scopes`` may ask; without any: everybody."""
+
+    def __init__(
+        self,
+        door: Door,
+        method: str,
+        handler: Handler,
+        scopes: tuple[callers.Scope, ...],
+        max_body_bytes: int,
+    ) -> None:
+        self._door = door
+        self._method = method
+        self._handler = handler
+        self._scopes = scopes
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        came, request = now(), Request(scope, receive)
+        call = Call(request, ANYONE, _headers(request), self._max_body_bytes, came)
+        if x_request_id := request_headers.x_request_id(call.headers):
+            call.told[request_headers.X_REQUEST_ID] = x_request_id
+        response = await self._answer(call)
+        if response is not None:
+            await response(scope, receive, _telling(call.told, send))
+
+    async def _answer(self, call: Call) -> ASGIApp | None:
+        """None where nobody waits for one any more."""
+        try:
+            self._check_method(call)
+            if self._scopes:
+                call.caller = self._door.admit(call.headers)
+                call.caller.check(*self._scopes)
+            return await self._handler(call)
+        except (Gone, ClientDisconnect):
+            return None
+        except EverliftError as error:
+            return refusal(error, call.params)
+        except Exception:
+            log.exception("a request failed", path=call.request.url.path)
+            unknown = EverliftError("internal error; the router's log says more")
+            return refusal(unknown, call.params)
+
+    def _check_method(self, call: Call) -> None:
+        if self._method == ANY_METHOD:
+            return
+        allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
+        if call.request.method not in allowed:
+            call.told["allow"] = ", ".join(allowed)
+            raise MethodNotAllowed(f"this is asked for by {self._method}")
+
+
+class Gone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` comes to; it is cancelled when the client goes. To be called when the body has
+    been read. Raises Gone."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(error: EverliftError, params: Mapping[str, str]) -> JsonResponse:
+    return JsonResponse(errors.described(error, params), error.http_status, errors.headers(error))
+
+
+def _telling(told: Mapping[str, str], send: Send) -> Send:
+    """As ``send``, for an answer that has these headers too."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [(name.encode(), value.encode()) for name, value in told.items()]
+            message["headers"] = [*message["headers"], *more]
+        await send(message)
+
+    return tell
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """What comes several times is one list."""
+    headers: dict[str, str] = {}
+    for name, value in request.headers.items():
+        headers[name] = f"{headers[name]},{value}" if name in headers else value
+    return headers

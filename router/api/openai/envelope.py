@@ -1,0 +1,50 @@
+"""What every answer that holds generated text has around it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from router.api.openai.transcript import Usage
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class UsageBody(TypedDict):
+    """``prompt_tokens_details`` is missing while the request goes on."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """``created`` is in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str | None
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    """Return the usage of an answer that is complete."""
+    return {
+        **usage_so_far(usage),
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def usage_so_far(usage: Usage) -> UsageBody:
+    """Return the usage of an answer that goes on."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

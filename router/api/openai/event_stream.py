@@ -1,0 +1,263 @@
+"""Server-sent events of a streamed answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from starlette.types import Receive, Scope, Send
+
+from everlift import logs
+from everlift.errors import EverliftError
+from everlift.explanation import spans_as_json
+from router.api.openai import errors
+from router.api.openai.encoding import encode
+from router.api.openai.endpoint import Gone, unless_gone
+from router.api.openai.generation import Generation
+from router.api.openai.transcript import News, Transcript, Usage
+from router.api.openai.writer import Writer
+
+log = logs.get(__name__)
+
+#: Events of one stream before others have their turn of the event loop.
+_AT_ONCE = 64
+#: So many bytes of them are enough: what has log probabilities takes long to write.
+_BYTES_AT_ONCE = 64 << 10
+#: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
+_COMMENT = b": keep-alive\n\n"
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # A proxy that collects what comes would hold tokens back.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class StreamedAnswer(Protocol):
+    """Writer of the chunks of one kind of answer."""
+
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk with the ``usage`` so far, if any, as JSON; None if there is nothing to
+        send."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Interval of a stream's signs of life, in seconds; 0 disables them.
+
+    Without an event for one interval the headers are sent, and with ``has_comments`` a comment line
+    for each interval."""
+
+    interval_s: float
+    has_comments: bool
+
+
+class Events:
+    """The events of one answer, which can be taken as they come. Who has it closes it.
+
+    With ``has_ids`` each says where the stream is. Clients that know no other line than ``data``
+    take an id for the beginning of their JSON."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        transcript: Transcript,
+        answer: StreamedAnswer,
+        *,
+        has_usage: bool,
+        has_continuous_usage: bool = False,
+        explains: bool = False,
+        has_ids: bool = False,
+    ) -> None:
+        self._generation = generation
+        self._transcript = transcript
+        self._answer = answer
+        self._has_ids = has_ids
+        #: the token counts that each chunk has, if any
+        self._usage = transcript.usage if has_continuous_usage else None
+        #: what comes behind the last piece, the last of it first
+        self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
+        if has_usage or explains:
+            self._last.append(lambda: encode(self._usage_chunk()))
+
+    def _usage_chunk(self) -> Mapping[str, Any]:
+        """Where it is asked for, with where the time went."""
+        chunk = self._answer.usage_chunk(self._transcript.usage)
+        spans = self._transcript.spans
+        return {**chunk, "timing": spans_as_json(spans)} if spans else chunk
+
+    def listen(self, on_more: Callable[[], None]) -> None:
+        """From now on ``on_more`` is told when there may be more."""
+        self._generation.on_more = on_more
+
+    @property
+    def is_over(self) -> bool:
+        return not self._last
+
+    def take(self) -> bytes | None:
+        """The next one, if it is there. Raises what one of the requests fails with."""
+        while (numbered := self._generation.take()) is not None:
+            news = self._transcript.read(*numbered)
+            if news is not None and (data := self._answer.data(news, self._usage)) is not None:
+                self._transcript.tell(news.choice)
+                return self.event(data)
+        if self._generation.is_over and self._last:
+            return self.event(self._last.pop()())
+        return None
+
+    def event(self, data: str) -> bytes:
+        """One that tells ``data`` where the stream is now."""
+        where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
+        return f"{where}data: {data}\n\n".encode()
+
+    @property
+    def resume_headers(self) -> Mapping[str, str]:
+        """Headers with which the same POST continues the stream where it is now."""
+        return self._transcript.resume_headers
+
+    async def first(self) -> bytes:
+        """Raises as ``take`` does."""
+        came = asyncio.Event()
+        self.listen(came.set)
+        while (event := self.take()) is None:
+            await came.wait()
+            came.clear()
+        return event
+
+    async def aclose(self) -> None:
+        await self._generation.aclose()
+
+
+class EventStream:
+    """ASGI response with server-sent events.
+
+    A request that fails before its first event has an HTTP status of its own, unless the keep-alive
+    interval ends before. A later failure is sent as the last event."""
+
+    def __init__(
+        self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
+    ) -> None:
+        """Send ``first``, which may be empty, and then the ``rest``."""
+        self._first = first
+        self._rest = rest
+        self._params = params
+        self._keep_alive = keep_alive
+
+    @classmethod
+    async def begin(cls, events: Events, params: Mapping[str, str], keep_alive: KeepAlive) -> Self:
+        """Wait for the first event, for one keep-alive interval at most.
+
+        Raises what one of the requests fails with by then."""
+        first = b""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(keep_alive.interval_s or None):
+                    first = await events.first()
+        except BaseException:
+            await events.aclose()
+            raise
+        return cls(first, events, params, keep_alive)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            with suppress(Gone):
+                await unless_gone(receive, self._tell(Writer.of(scope), send))
+
+    async def _tell(self, writer: Writer, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        comment_s = self._keep_alive.interval_s if self._keep_alive.has_comments else 0.0
+        if self._first or comment_s:
+            writer.write(self._first or _COMMENT)
+        try:
+            await _Carrier(self._rest, writer, comment_s).all_written()
+        except EverliftError as error:
+            self._fail(writer, error)
+        except Exception:
+            log.exception("a stream of events failed")
+            self._fail(writer, EverliftError("internal error; the router's log says more"))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _fail(self, writer: Writer, error: EverliftError) -> None:
+        body = errors.streamed(error, self._params, self._rest.resume_headers)
+        writer.write(self._rest.event(encode(body)))
+
+
+class _Carrier:
+    """Writes events to a client as they come, without a task that wakes up for each of them.
+
+    After ``comment_s`` seconds without an event it writes a comment line; 0 disables that."""
+
+    def __init__(self, events: Events, writer: Writer, comment_s: float) -> None:
+        self._events = events
+        self._writer = writer
+        self._comment_s = comment_s
+        self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def all_written(self) -> None:
+        """Return when the last event is written.
+
+        Raises as Events.take does; the events before are written."""
+        self._events.listen(self._soon)
+        self._writer.on_room = self._soon
+        self._soon()
+        if self._comment_s:
+            self._comment_after(self._comment_s)
+        try:
+            await self._done
+        finally:
+            # A call that is still scheduled has no effect after this.
+            self._done.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _comment_after(self, delay_s: float) -> None:
+        self._timer = self._loop.call_later(delay_s, self._comment_if_idle)
+
+    def _comment_if_idle(self) -> None:
+        """Write a comment line if no event was written for the interval.
+
+        The timer is set once for each interval: a token only notes when it was written."""
+        moment = self._loop.time()
+        left_s = self._written_at + self._comment_s - moment
+        if left_s <= 0:
+            if self._writer.has_room:
+                self._writer.write(_COMMENT)
+            self._written_at, left_s = moment, self._comment_s
+        self._comment_after(left_s)
+
+    def _soon(self) -> None:
+        """With all else that this turn of the event loop brings."""
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        self._is_due = False
+        if self._done.done():
+            return
+        events: list[bytes] = []
+        num_bytes = 0
+        try:
+            while self._writer.has_room and (event := self._events.take()) is not None:
+                events.append(event)
+                num_bytes += len(event)
+                if len(events) == _AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+                    self._soon()
+                    break
+            if self._events.is_over:
+                self._done.set_result(None)
+        except Exception as error:
+            self._done.set_exception(error)
+        if events:
+            self._written_at = self._loop.time()
+            self._writer.write(b"".join(events))

@@ -1,0 +1,283 @@
+"""Log probabilities as OpenAI's API writes them. Pure.
+
+The sampled tokens that the text is made of have an entry each, in their order. Tokens that add
+nothing to the text have none: special tokens, and tokens behind the place where a stop string or a
+stop token cut the text. The bytes of all entries together are the text in UTF-8, except that
+invalid byte sequences, for which the text has U+FFFD, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from typing_extensions import TypedDict
+
+from everlift.text import Vocabulary, decode_utf8
+from everlift.v1 import inference_pb2 as pb
+from router.api.openai.encoding import around, array, encode
+from router.api.openai.transcript import Collected, News
+
+#: JSON has no infinity; as in OpenAI's API this stands for it.
+_LEAST = -9999.0
+#: Log probabilities, including alternatives, that are written as one part: 5 to 10 ms.
+_AT_ONCE = 1024
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Placed(NamedTuple):
+    """A sampled token and its place in the text.
+
+    ``data`` are the bytes that it adds to the text, ``offset`` is the index of the character that
+    its first byte belongs to. ``before`` are the bytes of that character in the tokens before. The
+    text up to the index ``end`` holds all of its bytes. ``is_first``: no token of the text precedes
+    it.
+    """
+
+    token: int
+    scores: pb.TokenLogprobs
+    data: bytes
+    before: bytes
+    offset: int
+    end: int
+    is_first: bool
+
+
+class Alignment:
+    """Finds the places of one choice's tokens in its text, as both become known.
+
+    A token is held back until the text up to its end is known: a stop string may still cut it. So
+    the tokens that were placed depend only on how many tokens and characters are known.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._held: deque[Placed] = deque()
+        self._num_known = 0
+        #: of all tokens so far: complete characters, and the beginning of one that is not
+        self._num_characters = 0
+        self._rest = b""
+        self._is_first = True
+
+    def add(
+        self, tokens: Iterable[int], scores: Iterable[pb.TokenLogprobs], text: str, *, is_end: bool
+    ) -> list[Placed]:
+        """Return the tokens whose places are known now.
+
+        ``text`` and ``tokens`` follow those of the calls before. With ``is_end`` the text is
+        complete: what its tokens have beyond it was cut.
+        """
+        self._num_known += len(text)
+        for token, its_scores in zip(tokens, scores, strict=True):
+            self._place(token, its_scores)
+        placed: list[Placed] = []
+        while self._held and self._held[0].end <= self._num_known:
+            placed.append(self._held.popleft())
+        if is_end:
+            placed += [each for each in map(self._cut, self._held) if each.data]
+            self._held.clear()
+        return placed
+
+    def _place(self, token: int, scores: pb.TokenLogprobs) -> None:
+        is_first, begin, before = self._is_first, self._num_characters, self._rest
+        data = self._vocabulary.token_bytes(token, is_first=is_first)
+        if data is None:
+            return
+        self._is_first = False
+        text, self._rest = decode_utf8(before + data)
+        self._num_characters += len(text)
+        if before and not _continues(before, data):
+            before, begin = b"", begin + 1
+        end = self._num_characters + bool(self._rest)
+        self._held.append(Placed(token, scores, data, before, begin, end, is_first))
+
+    def _cut(self, placed: Placed) -> Placed:
+        """Return the token without the bytes that the known text lacks."""
+        room = self._num_known - placed.offset
+        lengths = range(1, len(placed.data) + 1)
+        length = sum(_num_begun(placed.before + placed.data[:each]) <= room for each in lengths)
+        return placed._replace(data=placed.data[:length])
+
+
+def _num_begun(data: bytes) -> int:
+    """Return the number of characters in ``data``, including an incomplete one at its end."""
+    text, rest = decode_utf8(data)
+    return len(text) + bool(rest)
+
+
+def placed(alignment: Alignment, news: News) -> list[Placed]:
+    """Return the tokens whose places ``news`` reveal, without those that the client has."""
+    known, tokens, scores = news.num_known, news.tokens, news.logprobs
+    alignment.add(tokens[:known], scores[:known], news.known_text, is_end=False)
+    is_end = news.finish_reason is not None
+    return alignment.add(tokens[known:], scores[known:], news.text, is_end=is_end)
+
+
+def _continues(rest: bytes, data: bytes) -> bool:
+    """Return whether ``data`` continues the character that ``rest`` begins."""
+    text, open_end = decode_utf8(rest + data[:1])
+    return not text or (len(text) == 1 and not open_end)
+
+
+def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
+    content: list[TokenLogprob] = [
+        {
+            **_top(vocabulary, each.token, each.scores.logprob, each.is_first),
+            "bytes": list(each.data),
+            "top_logprobs": [
+                _top(vocabulary, *top, each.is_first) for top in _alternatives(each.scores)
+            ],
+        }
+        for each in placed
+    ]
+    return {"content": content, "refusal": None}
+
+
+def written_of_chat(
+    vocabulary: Vocabulary, choice: Collected, begin: str, end: str
+) -> Iterator[str]:
+    """Write a whole choice's ``of_chat`` as JSON between ``begin`` and ``end``, in parts."""
+    before, behind = around(of_chat(vocabulary, ()), "content", [])
+    written = (
+        [text]
+        for part in _parts(vocabulary, choice)
+        if (text := _members(of_chat(vocabulary, part)["content"]))
+    )
+    return array(begin + before, written, behind + end)
+
+
+def of_completion(vocabulary: Vocabulary, placed: Iterable[Placed]) -> CompletionLogprobs:
+    shown: CompletionLogprobs = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for each in placed:
+        shown["tokens"].append(_key(vocabulary, each.token, each.is_first))
+        shown["token_logprobs"].append(_finite(each.scores.logprob))
+        shown["top_logprobs"].append(_by_key(vocabulary, each))
+        shown["text_offset"].append(each.offset)
+    return shown
+
+
+def written_of_completion(
+    vocabulary: Vocabulary, choice: Collected, begin: str, end: str
+) -> Iterator[str]:
+    """Write a whole choice's ``of_completion`` as JSON between ``begin`` and ``end``, in parts."""
+    scores: list[str] = []
+    tops: list[str] = []
+    offsets: list[str] = []
+
+    def tokens() -> Iterator[list[str]]:
+        """Write the tokens, and keep the rest, which follows them."""
+        for part in _parts(vocabulary, choice):
+            shown = of_completion(vocabulary, part)
+            if not shown["tokens"]:
+                continue
+            scores.append(_members(shown["token_logprobs"]))
+            tops.append(_members(shown["top_logprobs"]))
+            offsets.append(_members(shown["text_offset"]))
+            yield [_members(shown["tokens"])]
+
+    yield from array(f'{begin}{{"tokens":', tokens(), "")
+    yield f',"token_logprobs":[{",".join(scores)}]'
+    yield f',"top_logprobs":[{",".join(tops)}]'
+    yield f',"text_offset":[{",".join(offsets)}]}}{end}'
+
+
+def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
+    """Place a whole choice's tokens, a few log probabilities at a time."""
+    alignment = Alignment(vocabulary)
+    tokens, scores = choice.tokens, choice.logprobs
+    # All tokens of a request have as many alternatives.
+    step = max(1, _AT_ONCE // (1 + len(scores[0].top_ids))) if scores else 1
+    text = choice.text
+    for start in range(0, len(tokens), step):
+        part = slice(start, start + step)
+        yield alignment.add(tokens[part], scores[part], text, is_end=True)
+        text = ""
+
+
+def _members(values: Sequence[object]) -> str:
+    """Write the members of a JSON array, without its brackets."""
+    return encode(values)[1:-1]
+
+
+def _alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
+    return zip(scores.top_ids, scores.top_logprobs, strict=True)
+
+
+def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
+    """Return the most probable tokens, and the sampled one behind them if it is not among them.
+
+    A token whose string belongs to another one already gets its id as its key.
+    """
+    shown: dict[str, float] = {}
+    sampled = _key(vocabulary, placed.token, placed.is_first)
+    for token, logprob in _alternatives(placed.scores):
+        key = _key(vocabulary, token, placed.is_first)
+        if key in shown or (key == sampled and token != placed.token):
+            key = _name(token)
+        shown[key] = _finite(logprob)
+    shown.setdefault(sampled, _finite(placed.scores.logprob))
+    return shown
+
+
+def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
+    """Return a token's string as completions write it: bytes that are no text in hexadecimal."""
+    data = vocabulary.token_bytes(token, is_first=is_first)
+    if data is None:
+        return vocabulary.token_string(token) or _name(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(_PRINTED[byte] for byte in data)
+
+
+#: Each byte as completions write it where it is no text.
+_PRINTED = [
+    chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
+    for byte in range(256)
+]
+
+
+def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> TopLogprob:
+    """Return a token as chats write it: bytes that are no text are U+FFFD in its string."""
+    data = vocabulary.token_bytes(token, is_first=is_first)
+    if data is None:
+        string = vocabulary.token_string(token) or _name(token)
+        return {"token": string, "logprob": _finite(logprob), "bytes": None}
+    string = data.decode(errors="replace")
+    return {"token": string, "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _name(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _finite(logprob: float) -> float:
+    """Return the least value for NaN too."""
+    return logprob if logprob > _LEAST else _LEAST

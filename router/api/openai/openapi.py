@@ -1,0 +1,181 @@
+"""What the HTTP server says about itself, as OpenAPI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import models_json_schema
+from typing_extensions import TypedDict
+
+from router.api.openai.chat import ChatChunk, ChatCompletion
+from router.api.openai.completion import Completion
+from router.api.openai.errors import ErrorBody
+from router.api.openai.explaining import ExplanationBody
+from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+
+Json = dict[str, Any]
+_REF = "#/components/schemas/{model}"
+
+
+class Model(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    sampling_defaults: dict[str, float]
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(TypedDict):
+    prompt: str
+
+
+class Condition(TypedDict):
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """``answers`` by media type."""
+
+    method: str
+    path: str
+    summary: str
+    answers: Mapping[str, str]
+    body: str | None = None
+    #: what a query may have, by name
+    query: Mapping[str, str] = field(default_factory=dict)
+    is_open: bool = False
+
+
+_JSON = "application/json"
+_ANSWERS = (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Condition,
+    DetokenizedText,
+    ErrorBody,
+    ExplanationBody,
+    Model,
+    ModelList,
+    Tokens,
+)
+_BODIES = (ChatFields, CompletionFields, DetokenizeFields, TokenizeFields)
+_EVENTS = "text/event-stream"
+_NAMES = re.compile(r"{(\w+)}")
+_PATHS = (
+    _Path(
+        "post",
+        "/v1/completions",
+        "Text after a prompt. Events, if stream is true, are of the same form.",
+        {_JSON: "Completion", _EVENTS: ""},
+        "CompletionFields",
+    ),
+    _Path(
+        "post",
+        "/v1/chat/completions",
+        "The next message of a chat. Events, if stream is true, are ChatChunks.",
+        {_JSON: "ChatCompletion", _EVENTS: ""},
+        "ChatFields",
+    ),
+    _Path("get", "/v1/models", "What may be asked for as model", {_JSON: "ModelList"}),
+    _Path("get", "/v1/models/{model}", "One of them", {_JSON: "Model"}),
+    _Path(
+        "get",
+        "/v1/requests/{request_id}/explanation",
+        "Where the time of a request went",
+        {_JSON: "ExplanationBody"},
+        query={"what_if": "Orders of the queue: how long it would have taken under them"},
+    ),
+    _Path("post", "/tokenize", "Text to token ids", {_JSON: "Tokens"}, "TokenizeFields"),
+    _Path(
+        "post", "/detokenize", "Token ids to text", {_JSON: "DetokenizedText"}, "DetokenizeFields"
+    ),
+    _Path("get", "/metrics", "For Prometheus", {"text/plain": ""}),
+    _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/ready", "This router takes requests", {_JSON: "Condition"}, is_open=True),
+)
+
+
+@cache
+def document() -> Json:
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Everlift", "version": version("everlift")},
+        "paths": {
+            path: {each.method: _operation(each) for each in _PATHS if each.path == path}
+            for path in dict.fromkeys(each.path for each in _PATHS)
+        },
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(path: _Path) -> Json:
+    operation: Json = {
+        "summary": path.summary,
+        "responses": {
+            "200": {
+                "description": "It is so.",
+                "content": {media: _media(name) for media, name in path.answers.items()},
+            },
+            "default": {
+                "description": "It is not; code says why.",
+                "content": {_JSON: _media("ErrorBody")},
+            },
+        },
+        # Clusters without keys are open to everybody.
+        "security": [] if path.is_open else [{}, {"key": []}],
+    }
+    if path.body is not None:
+        body = {"required": True, "content": {_JSON: _media(path.body)}}
+        operation["requestBody"] = body
+    if parameters := [*_parameters(path)]:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _parameters(path: _Path) -> Iterator[Json]:
+    text = {"schema": {"type": "string"}}
+    for name in _NAMES.findall(path.path):
+        yield {"name": name, "in": "path", "required": True, **text}
+    for name, description in path.query.items():
+        yield {"name": name, "in": "query", "description": description, **text}
+
+
+def _media(name: str) -> Json:
+    """Empty is a text."""
+    return {"schema": {"$ref": _REF.format(model=name)} if name else {"type": "string"}}
+
+
+def _schemas() -> Json:
+    fields: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (kind, "validation") for kind in _BODIES
+    ]
+    _, bodies = models_json_schema(fields, ref_template=_REF)
+    answers: list[tuple[str, Literal["serialization"], TypeAdapter[Any]]] = [
+        (kind.__name__, "serialization", TypeAdapter(kind)) for kind in _ANSWERS
+    ]
+    _, made = TypeAdapter.json_schemas(answers, ref_template=_REF)
+    return {**bodies["$defs"], **made["$defs"]}

@@ -1,0 +1,189 @@
+"""From the fields of a body to what the gateway is asked. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
+from everlift.sampling import Grammar, unsigned_seed
+from everlift.v1 import inference_pb2 as pb
+from router.api.openai.fields import (
+    MAX_PROMPTS,
+    ChatFields,
+    CompletionFields,
+    Generation,
+    ResponseFormat,
+    StructuredOutputs,
+)
+
+#: What OpenAI's completions have where a client says nothing.
+_COMPLETION_TOKENS = 16
+#: Log probabilities of an answer that is not streamed, alternatives counted in: all of it is in the
+#: router's memory at once, 60 bytes of JSON for each of a chat's beside what they are made of.
+_MAX_WHOLE_LOGPROBS = 1 << 20
+
+
+def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
+    """A request for each prompt. Raises InvalidRequest, OutOfRange, Unsupported."""
+    prompts = fields.prompts
+    if len(prompts) > MAX_PROMPTS:
+        raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
+    if fields.suffix:
+        raise Unsupported("no text is made to fit before a suffix", field="suffix")
+    if fields.echo and fields.logprobs is not None:
+        raise Unsupported("echo has no log probabilities", field="echo")
+    message = _message(fields)
+    if fields.max_tokens is None:
+        message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
+    message.best_of = fields.best_of or 0
+    if fields.logprobs is not None:
+        message.sampling.logprobs = fields.logprobs
+    return [_prompted(message, prompt) for prompt in prompts]
+
+
+def _prompted(message: pb.GenerateRequest, prompt: str | list[int]) -> pb.GenerateRequest:
+    prompted = pb.GenerateRequest()
+    prompted.CopyFrom(message)
+    if isinstance(prompt, str):
+        prompted.text = prompt
+    else:
+        prompted.tokens.ids.extend(prompt)
+    return prompted
+
+
+def of_chat(
+    fields: ChatFields, prompt: tuple[int, ...], tools: Grammar | None
+) -> pb.GenerateRequest:
+    """Return the request for a chat whose rendered conversation is ``prompt``.
+
+    ``tools`` is the grammar of tool calls, if the output must be a tool call. It replaces the form
+    that response_format asks for. Raises InvalidRequest.
+    """
+    message = _message(fields)
+    if fields.max_completion_tokens is not None:
+        message.max_tokens = fields.max_completion_tokens
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    if fields.logprobs:
+        message.sampling.logprobs = fields.top_logprobs or 0
+    if tools is not None:
+        if fields.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs cannot be combined with a tool_choice that requires a call",
+                field="structured_outputs",
+            )
+        message.sampling.grammar.CopyFrom(tools.to_proto())
+    message.tokens.ids.extend(prompt)
+    return message
+
+
+def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
+    """Of what is answered as a whole by a model that holds ``context`` tokens. Raises OutOfRange
+    where its log probabilities may be too many."""
+    num_logprobs = sum(_num_logprobs(message, context) for message in messages)
+    if num_logprobs > _MAX_WHOLE_LOGPROBS:
+        raise OutOfRange(
+            f"an answer that is not streamed holds at most {_MAX_WHOLE_LOGPROBS} log "
+            f"probabilities, alternatives counted in; of this one there may be {num_logprobs}: "
+            "stream is for more, max_tokens for fewer",
+            field="logprobs",
+        )
+
+
+def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
+    """At most; of a text it is not known yet how many tokens it leaves."""
+    if not message.sampling.HasField("logprobs"):
+        return 0
+    room = max(0, context - len(message.tokens.ids))
+    num_tokens = min(room, message.max_tokens) if message.HasField("max_tokens") else room
+    return message.n * num_tokens * (1 + message.sampling.logprobs)
+
+
+def _message(fields: Generation) -> pb.GenerateRequest:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    return pb.GenerateRequest(
+        model=fields.model or "",
+        max_tokens=fields.max_tokens,
+        n=fields.n or 1,
+        sampling=_sampling(fields),
+        stop=stop,
+        stop_token_ids=fields.stop_token_ids,
+        ignore_eos=fields.ignore_eos or False,
+        include_stop=fields.include_stop_str_in_output or False,
+        cache_salt=fields.cache_salt or "",
+        priority=fields.priority or 0,
+        timeout_ms=fields.timeout_ms,
+        ttft_target_ms=fields.ttft_target_ms,
+        on_disconnect=f"ON_DISCONNECT_{(fields.on_disconnect or 'cancel').upper()}",  # type: ignore[arg-type]
+    )
+
+
+def _sampling(fields: Generation) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=0 if fields.top_k == -1 else fields.top_k,
+        min_p=fields.min_p,
+        seed=None if fields.seed is None else unsigned_seed(fields.seed),
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        min_tokens=fields.min_tokens or 0,
+        grammar=_grammar(fields),
+    )
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    """Its keys are token ids, as JSON has to write them."""
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32):
+            raise InvalidRequest("a key of logit_bias is no token id", field="logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def _grammar(fields: Generation) -> pb.Grammar | None:
+    forms = [
+        _format(fields.response_format) if fields.response_format else None,
+        _structured(fields.structured_outputs) if fields.structured_outputs else None,
+    ]
+    given = [form for form in forms if form is not None]
+    if len(given) > 1:
+        raise InvalidRequest(
+            "response_format and structured_outputs each ask for a form of the output",
+            field="structured_outputs",
+        )
+    return given[0] if given else None
+
+
+def _format(form: ResponseFormat) -> pb.Grammar | None:
+    match form.type:
+        case "text":
+            return None
+        case "json_object":
+            return pb.Grammar(json_schema='{"type":"object"}')
+        case "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise InvalidRequest(
+                    "response_format.json_schema.schema is missing",
+                    field="response_format.json_schema.schema",
+                )
+            return pb.Grammar(json_schema=json.dumps(form.json_schema.schema_))
+
+
+def _structured(form: StructuredOutputs) -> pb.Grammar:
+    given: dict[str, Any] = form.model_dump(exclude_none=True)
+    if len(given) != 1:
+        raise InvalidRequest("structured_outputs must have one form", field="structured_outputs")
+    if form.regex is not None:
+        return pb.Grammar(regex=form.regex)
+    if form.grammar is not None:
+        return pb.Grammar(ebnf=form.grammar)
+    if form.choice is not None:
+        return pb.Grammar(choice=pb.Choices(texts=form.choice))
+    schema = form.json_
+    return pb.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))

@@ -1,0 +1,56 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from everlift.errors import InvalidRequest
+from router.api.openai.conversation import Conversations
+from router.api.openai.endpoint import Call, JsonResponse
+from router.api.openai.fields import DetokenizeFields, TokenizeFields
+from router.chat.tools import ToolUse
+from router.requests import tokenizer_executor
+from router.requests.tokenizer import ServedModel
+
+
+class Texts:
+    def __init__(self, model: ServedModel, conversations: Conversations) -> None:
+        self._model = model
+        self._conversations = conversations
+
+    async def tokenize(self, call: Call) -> Response:
+        fields = await call.fields(TokenizeFields)
+        self._model.check_asked(fields.model or "")
+        tokens = await self._tokens(fields)
+        token_string = self._model.tokenizer.token_string
+        strings = (
+            await tokenizer_executor.with_text(len(tokens), lambda: [*map(token_string, tokens)])
+            if fields.return_token_strs
+            else None
+        )
+        return JsonResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": self._model.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
+
+    async def _tokens(self, fields: TokenizeFields) -> tuple[int, ...]:
+        if (fields.prompt is None) == (fields.messages is None):
+            raise InvalidRequest("either prompt or messages is to be tokenised", field="prompt")
+        if fields.messages is not None:
+            tools = ToolUse.of(fields.tools, None, parallel=True)
+            return await self._conversations.prompt(fields, tools)
+        text, has_special = fields.prompt or "", fields.add_special_tokens is not False
+        return await tokenizer_executor.with_text(
+            len(text), lambda: self._model.encode(text, add_special_tokens=has_special)
+        )
+
+    async def detokenize(self, call: Call) -> Response:
+        fields = await call.fields(DetokenizeFields)
+        self._model.check_asked(fields.model or "")
+        ids = fields.tokens
+        text = await tokenizer_executor.with_text(len(ids), lambda: self._model.decode(ids))
+        return JsonResponse({"prompt": text})

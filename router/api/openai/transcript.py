@@ -1,0 +1,184 @@
+"""Progress of one answer: what was read of its choices, and what its client has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from everlift.digest import TokenDigest
+from everlift.errors import DataLoss
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from router.api.openai.event_id import BEGIN, Position, written
+
+_FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
+
+
+class News(NamedTuple):
+    """The text and tokens that a piece adds to a choice.
+
+    ``known_text`` and the first ``num_known`` of ``tokens`` are those that the client had before
+    its connection was lost.
+    """
+
+    choice: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[pb.TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    known_text: str = ""
+    num_known: int = 0
+    is_begin: bool = False
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of the requests of one answer. ``cached_tokens`` are known at the end."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Transcript:
+    """Of one or several requests, each with as many choices; those of the first come first.
+
+    ``resumed`` is where its client was, who is told nothing twice, and nothing that does not go on
+    from what it has."""
+
+    def __init__(
+        self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
+    ) -> None:
+        """``name`` as in EventId."""
+        self.usage = Usage()
+        #: where the time of a request went, of several that of the last one, where it is asked for
+        self.spans: Sequence[pb.Span] = ()
+        self.num_choices = num_choices = num_requests * choices_each
+        self._name = name
+        self._choices_each = choices_each
+        self._read = [BEGIN] * num_choices
+        self._digests = [TokenDigest() for _ in range(num_choices)]
+        #: what the client has
+        self._told = list(resumed) or [BEGIN] * num_choices
+        self._resumed = tuple(self._told)
+        #: as it is written, since it is with every event, and most change one choice of it
+        self._written = [str(position) for position in self._told]
+        #: choices of which the client has something that was not compared yet
+        self._unproven = set(range(num_choices)) if resumed else set()
+
+    @property
+    def event_id(self) -> str:
+        return written(self._name, self._written)
+
+    @property
+    def resume_headers(self) -> dict[str, str]:
+        """Headers of a POST that continues the stream behind what its client was told.
+
+        A client that was told nothing yet sends the request again, under the same name."""
+        headers = {"idempotency-key": self._name}
+        if self._told != [BEGIN] * self.num_choices:
+            headers["last-event-id"] = self.event_id
+        return headers
+
+    @property
+    def had_output(self) -> bool:
+        """Whether the client had output before this stream: all requests were accepted then."""
+        return self._resumed != (BEGIN,) * self.num_choices
+
+    def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
+        """Read the next piece of a request; return None if the client has all of it.
+
+        Raises DataLoss if the client has other tokens, or more tokens than the choice got.
+        """
+        choice = request * self._choices_each + piece.choice
+        self.usage.completion_tokens += len(piece.token_ids)
+        if piece.HasField("usage"):
+            self.usage.cached_tokens += piece.usage.cached_tokens
+            self.spans = piece.timing.spans
+        before, resumed = self._read[choice], self._resumed[choice]
+        self._read[choice] = after = self._after(choice, before, piece)
+        if after.is_end and after.tokens < resumed.tokens:
+            raise _lost(choice, resumed, f"it ended after {after.tokens} tokens")
+        if resumed.is_end and after.tokens > resumed.tokens:
+            raise _lost(choice, resumed, "it did not end there")
+        if resumed.is_end:
+            return None
+        known = max(0, resumed.characters - before.characters)
+        return News(
+            choice,
+            piece.text[known:],
+            piece.token_ids,
+            piece.logprobs,
+            _FINISH_REASONS.get(piece.finish_reason),
+            _stop_reason(piece),
+            piece.text[:known],
+            min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
+            is_begin=self._told[choice] == BEGIN,
+        )
+
+    def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
+        """Where the choice is behind the piece. Raises DataLoss."""
+        digest = self._digests[choice]
+        tokens: Sequence[int] = piece.token_ids
+        if choice in self._unproven:
+            known = max(0, self._resumed[choice].tokens - before.tokens)
+            digest.add(tokens[:known])
+            if known <= len(tokens):
+                self._compare(choice)
+            tokens = tokens[known:]
+        digest.add(tokens)
+        return Position(
+            before.tokens + len(piece.token_ids),
+            before.characters + len(piece.text),
+            digest.value,
+            bool(piece.finish_reason),
+        )
+
+    def _compare(self, choice: int) -> None:
+        resumed = self._resumed[choice]
+        if self._digests[choice].value != resumed.digest:
+            raise _lost(choice, resumed, "the tokens before it are others")
+        self._unproven.remove(choice)
+
+    def tell(self, choice: int) -> None:
+        """The client is told all that was read of the choice."""
+        self._told[choice] = self._read[choice]
+        self._written[choice] = str(self._read[choice])
+
+
+def _stop_reason(piece: pb.GenerateResponse) -> str | int | None:
+    match piece.WhichOneof("stop_reason"):
+        case "stop_string":
+            return piece.stop_string
+        case "stop_token_id":
+            return piece.stop_token_id
+        case _:
+            return None
+
+
+def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
+    return DataLoss(f"choice {choice} cannot be continued at token {resumed.tokens}: {cause}")
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole choice, collected from its pieces."""
+
+    parts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, news: News) -> None:
+        self.parts.append(news.text)
+        self.tokens.extend(news.tokens)
+        self.logprobs.extend(news.logprobs)
+        if news.finish_reason:
+            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason

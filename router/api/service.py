@@ -1,0 +1,414 @@
+"""What clients may ask of a gateway, whatever they speak: who calls is known, and what goes wrong
+is an EverliftError."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from weakref import WeakSet
+
+from everlift.errors import (
+    EverliftError,
+    ForgottenRequest,
+    InvalidRequest,
+    OffsetOutOfRange,
+    OutOfRange,
+    RouterStopping,
+    UnknownRequest,
+)
+from everlift.messages import MAX_N, Submission
+from everlift.request_id import bare
+from everlift.trace_context import TraceContext
+from everlift.transport import Transport
+from everlift.v1 import inference_pb2 as pb
+from router.api import generate_many, page_token
+from router.api import headers as request_headers
+from router.api.opened import Opened
+from router.auth.caller import Caller
+from router.event_loop import now
+from router.ledger.base import MOST_LISTED
+from router.ledger.entry import Entry, Event, State
+from router.requests import sampling_defaults, tokenizer_executor
+from router.requests.delivered import Delivered
+from router.requests.manager import Requests, check_same_body, new_request_id
+from router.requests.registry import Elsewhere
+from router.requests.relay import Relay
+from router.requests.request import LiveRequest
+from router.requests.request_stream import RequestStream, lost
+from router.requests.source import Carried, Source
+from router.requests.stream import Pieces
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
+from router.requests.tracer import NO_TRACES, Tracer
+
+_WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
+_STATES = {number: state for state, number in _WIRE_STATE.items()}
+#: Of a listing, where its caller says nothing.
+_PAGE_SIZE = 100
+
+
+class Inference:
+    def __init__(
+        self,
+        requests: Requests,
+        model: ServedModel,
+        transport: Transport,
+        tracer: Tracer = NO_TRACES,
+    ) -> None:
+        self._requests = requests
+        self._model = model
+        self._relay = Relay(transport)
+        self._tracer = tracer
+        #: that are open, or have ended and not been collected
+        self._streams = WeakSet[RequestStream]()
+
+    async def generate(
+        self,
+        caller: Caller,
+        message: pb.GenerateRequest,
+        headers: Mapping[str, str],
+        journal: Journal,
+        timeout_s: float | None = None,
+    ) -> Opened:
+        """A request of this message and of what ``headers`` add to it, or the one that its id
+        already names. ``journal`` has what came before, ``timeout_s`` holds beside the message's
+        own.
+
+        A message without an id is given one, also where it is refused then. Raises InvalidRequest,
+        UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
+        LedgerUnavailable, Moved.
+        """
+        try:
+            request_headers.apply(message, headers)
+        except EverliftError as error:
+            self.turned_away(error)
+            raise
+        return await self._generate(caller, message, headers, journal, timeout_s)
+
+    def generate_many(
+        self,
+        caller: Caller,
+        message: pb.GenerateManyRequest,
+        headers: Mapping[str, str],
+        came: float,
+        timeout_s: float | None = None,
+    ) -> generate_many.Many:
+        """Each request of this message as ``generate`` would have it, but for a name in
+        ``headers``: it is all the requests', each with its place behind it. All of them ``came``
+        with their call. What is wrong with one of them is told of that one alone. Who has it closes
+        it in the end.
+
+        Raises InvalidRequest."""
+        until = None if timeout_s is None else now() + timeout_s
+        try:
+            generate_many.check_count(len(message.requests))
+            for place, request in enumerate(message.requests):
+                request_headers.apply(request, headers, place)
+            generate_many.check_names(message.requests)
+        except EverliftError as error:
+            self.turned_away(error)
+            raise
+
+        async def opened(request: pb.GenerateRequest) -> Opened:
+            left_s = None if until is None else max(until - now(), 0.001)
+            return await self._generate(caller, request, headers, Journal(came), left_s)
+
+        return generate_many.Many(message.requests, opened)
+
+    async def _generate(
+        self,
+        caller: Caller,
+        message: pb.GenerateRequest,
+        headers: Mapping[str, str],
+        journal: Journal,
+        timeout_s: float | None,
+    ) -> Opened:
+        trace = self._tracer.begin(headers.items())
+        x_request_id = request_headers.x_request_id(headers)
+        message.request_id = message.request_id or new_request_id()
+        with self._telling_refusals(trace, journal.came, x_request_id):
+            request_id = caller.qualify(message.request_id)
+            self._model.check_fits(message.text or message.tokens.ids)
+            submission = Submission.from_proto(
+                message,
+                request_id,
+                secrets.randbits(63),
+                trace,
+                x_request_id,
+                self._model.sampling_defaults,
+            )
+            fitted = caller.limits.fitted(submission)
+            request = await tokenizer_executor.with_text(
+                len(message.text), lambda: self._model.resolve(fitted)
+            )
+            journal.tokenised(now())
+            try:
+                live = await self._requests.submit(
+                    request, _earlier(submission.timeout_s, timeout_s), journal
+                )
+            except Elsewhere as elsewhere:
+                attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
+                source = Carried(self._relay.attach(elsewhere.address, attach))
+                stream = self._followed(attach, source, Delivered(), was_submitted=True)
+                return Opened(bare(request_id), None, stream)
+        attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
+        stream = self._followed(attach, self._stream(live, attach), was_submitted=True)
+        is_new = live.journal is journal
+        return Opened(bare(request_id), live.request.trace, stream, is_new)
+
+    async def attach(
+        self,
+        caller: Caller,
+        message: pb.AttachRequest,
+        *,
+        is_relayed: bool = False,
+        body_hash: bytes = b"",
+        had_output: bool = False,
+    ) -> Opened:
+        """Open a known request from the offsets of ``message`` on.
+
+        ``body_hash`` is the hash of the body that the client sent again, if it sent one.
+        ``had_output``: the client has output of the request, also where ``message`` has no offset.
+
+        Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, RequestConflict,
+        OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        if max(len(message.from_offsets), len(message.digests)) > MAX_N:
+            raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
+        had_output = had_output or any(message.from_offsets)
+        try:
+            trace, source = await self._source(message, is_relayed, body_hash)
+        except ForgottenRequest:
+            raise
+        except UnknownRequest as error:
+            raise lost(error) if had_output else error from None
+        request_id = bare(message.request_id)
+        if is_relayed:
+            # The router that relays follows the request.
+            return Opened(request_id, trace, source)
+        is_carried_whole = isinstance(source, Carried) and not any(message.from_offsets)
+        delivered = Delivered() if is_carried_whole else None
+        stream = self._followed(message, source, delivered, had_output=had_output)
+        return Opened(request_id, trace, stream)
+
+    async def _source(
+        self, message: pb.AttachRequest, is_relayed: bool = False, body_hash: bytes = b""
+    ) -> tuple[TraceContext | None, Source]:
+        """Return a known request's trace, and its pieces from the router that owns it."""
+        try:
+            live = await self._requests.attach(message.request_id)
+        except Elsewhere as elsewhere:
+            if body_hash:
+                stored, _ = await self._requests.get(message.request_id)
+                check_same_body(stored.request, body_hash)
+            return None, Carried(self._relay.attach(elsewhere.address, message))
+        if body_hash:
+            check_same_body(live.request, body_hash)
+        return live.request.trace, self._stream(live, message, is_relayed=is_relayed)
+
+    def _stream(
+        self, live: LiveRequest, message: pb.AttachRequest, *, is_relayed: bool = False
+    ) -> Pieces:
+        return self._requests.stream(
+            live,
+            message.from_offsets,
+            message.digests,
+            is_relayed=is_relayed,
+            explains=message.explain,
+        )
+
+    def _followed(
+        self,
+        message: pb.AttachRequest,
+        source: Source,
+        delivered: Delivered | None = None,
+        *,
+        was_submitted: bool = False,
+        had_output: bool = False,
+    ) -> RequestStream:
+        """Return a stream that reads from ``source`` and follows the request to other routers."""
+        stream = RequestStream(
+            message.request_id,
+            source,
+            partial(self._reopened, message.explain),
+            delivered,
+            was_submitted=was_submitted,
+            had_output=had_output,
+        )
+        self._streams.add(stream)
+        return stream
+
+    async def _reopened(self, explains: bool, message: pb.AttachRequest) -> Source:
+        message.explain = explains
+        _, source = await self._source(message)
+        return source
+
+    async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        try:
+            entry = await self._requests.cancel(message.request_id)
+        except Elsewhere as elsewhere:
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Cancel, message)
+        return pb.CancelResponse(state=_WIRE_STATE[entry.state])
+
+    async def forget(self, caller: Caller, message: pb.ForgetRequest) -> pb.ForgetResponse:
+        """Raises UnknownRequest, Moved, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        try:
+            await self._requests.forget(message.request_id)
+        except Elsewhere as elsewhere:
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Forget, message)
+        return pb.ForgetResponse()
+
+    async def get_request(
+        self, caller: Caller, message: pb.GetRequestRequest
+    ) -> pb.GetRequestResponse:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        stored, events = await self._requests.get(caller.qualify(message.request_id))
+        response = _described(stored.entry)
+        response.request_id = caller.name(stored.entry.request_id)
+        response.model = stored.request.model
+        response.prompt_tokens = len(stored.request.prompt_ids)
+        response.priority = stored.request.priority
+        if stored.request.trace is not None:
+            response.trace_id = stored.request.trace.trace_id
+        response.events.extend(map(_event, events))
+        return response
+
+    async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        return _named(caller, await self._explained(caller.qualify(message.request_id)))
+
+    async def _explained(self, request_id: str) -> pb.Explanation:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        try:
+            return await self._requests.explain(request_id)
+        except Elsewhere as elsewhere:
+            message = pb.ExplainRequest(request_id=request_id)
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
+
+    async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Raises UnknownModel, PromptTooLong."""
+        self._model.check_asked(message.model)
+        ids = await tokenizer_executor.with_text(
+            len(message.text), lambda: self._model.encode(message.text)
+        )
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
+
+    async def detokenize(
+        self, caller: Caller, message: pb.DetokenizeRequest
+    ) -> pb.DetokenizeResponse:
+        """Raises UnknownModel, OutOfRange."""
+        self._model.check_asked(message.model)
+        ids = message.token_ids
+        text = await tokenizer_executor.with_text(len(ids), lambda: self._model.decode(ids))
+        return pb.DetokenizeResponse(text=text)
+
+    def list_models(self) -> pb.ListModelsResponse:
+        model = self._model
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(
+                    name=model.name,
+                    max_model_len=model.max_model_len or 0,
+                    vocab_size=model.vocab_size,
+                    sampling_defaults=sampling_defaults.changed(model.sampling_defaults),
+                )
+            ]
+        )
+
+    async def list_requests(
+        self, caller: Caller, message: pb.ListRequestsRequest
+    ) -> pb.ListRequestsResponse:
+        """Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable."""
+        tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
+        if message.page_size > MOST_LISTED:
+            raise OutOfRange(f"page_size must be at most {MOST_LISTED}")
+        page = await self._requests.list_requests(
+            tenant,
+            [_state(number) for number in message.states],
+            message.page_size or _PAGE_SIZE,
+            page_token.read(message.page_token) if message.page_token else None,
+        )
+        return pb.ListRequestsResponse(
+            requests=[_summary(caller, entry) for entry in page.entries],
+            next_page_token=page_token.write(page.last) if page.last is not None else "",
+        )
+
+    def stop(self) -> None:
+        """End the streams that are left, so that their clients resume through another router."""
+        for stream in list(self._streams):
+            stream.fail(RouterStopping("this router stops: attach through another one"))
+
+    def turned_away(self, error: EverliftError) -> None:
+        """A submission that could not even be read."""
+        self._requests.turned_away(error)
+
+    @contextmanager
+    def _telling_refusals(
+        self, trace: TraceContext | None, came: float, x_request_id: str
+    ) -> Iterator[None]:
+        """What fails in it was never accepted."""
+        try:
+            yield
+        except Exception as error:
+            known = error if isinstance(error, EverliftError) else EverliftError()
+            self._requests.turned_away(known)
+            self._tracer.refused(trace, now() - came, known.slug, x_request_id)
+            raise
+
+
+def _described(entry: Entry) -> pb.GetRequestResponse:
+    return pb.GetRequestResponse(
+        state=_WIRE_STATE[entry.state],
+        attempts=entry.attempts,
+        worker_id=entry.worker,
+        output_tokens=sum(entry.num_tokens),
+        finish_reasons=[
+            reason.value if reason else pb.FINISH_REASON_UNSPECIFIED
+            for reason in entry.finish_reasons
+        ],
+        error_slug=entry.error_slug,
+        error_message=entry.error_message,
+        losses=entry.losses,
+    )
+
+
+def _named(caller: Caller, explanation: pb.Explanation) -> pb.Explanation:
+    """With its caller's names for requests: others' than its tenant's are not in it."""
+    explanation.request_id = caller.name(explanation.request_id)
+    for attempt in explanation.attempts:
+        for names in (attempt.neighbours, attempt.newcomers, attempt.occupants):
+            names[:] = map(caller.name, names)
+        if attempt.HasField("queue"):
+            attempt.queue.before[:] = map(caller.name, attempt.queue.before)
+    return explanation
+
+
+def _summary(caller: Caller, entry: Entry) -> pb.RequestSummary:
+    return pb.RequestSummary(
+        request_id=caller.name(entry.request_id),
+        state=_WIRE_STATE[entry.state],
+        arrived=entry.arrived,
+        attempts=entry.attempts,
+        output_tokens=sum(entry.num_tokens),
+        error_slug=entry.error_slug,
+    )
+
+
+def _state(number: pb.RequestState.ValueType) -> State:
+    """Raises InvalidRequest."""
+    if number not in _STATES:
+        raise InvalidRequest(f"states: there is no state {number}")
+    return _STATES[number]
+
+
+def _event(event: Event) -> pb.RequestEvent:
+    return pb.RequestEvent(time=event.time, move=event.move, detail=event.detail)
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    return min((t for t in (a, b) if t is not None), default=None)

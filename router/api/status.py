@@ -1,0 +1,96 @@
+"""What a router shows of its cluster."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from everlift.v1 import inference_pb2 as pb
+from router.auth.caller import Caller, Scope
+from router.heartbeat import Fleet
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.requests.manager import Requests
+from router.requests.tokenizer import ServedModel
+from router.worker_sessions import Sessions, WorkerLink
+
+
+class Status:
+    def __init__(
+        self,
+        cluster_id: str,
+        model: ServedModel,
+        requests: Requests,
+        sessions: Sessions,
+        line: AdmissionLine,
+        fleet: Fleet,
+        leader: Leader,
+        metrics_address: str,
+        http_address: str,
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._model = model
+        self._requests = requests
+        self._sessions = sessions
+        self._line = line
+        self._fleet = fleet
+        self._leader = leader
+        self._metrics_address = metrics_address
+        self._http_address = http_address
+
+    async def describe(self, caller: Caller) -> pb.GetStatusResponse:
+        """Whose requests run is nobody's business but an administrator's."""
+        workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
+        if Scope.ADMIN not in caller.scopes:
+            for sequence in chain.from_iterable(worker.running for worker in workers):
+                sequence.ClearField("request_id")
+        counters = self._requests.counters
+        return pb.GetStatusResponse(
+            cluster_id=self._cluster_id,
+            model=self._model.name,
+            leader=self._fleet.leader_id,
+            workers=workers,
+            queued=self._line.queued,
+            running=sum(worker.num_running for worker in workers if worker.alive),
+            completed=counters.completed,
+            failed=counters.failed,
+            migrated=counters.migrated,
+            output_tokens=counters.output_tokens,
+            preempted=counters.preempted,
+            moved=counters.moved,
+            recomputed_tokens=counters.recomputed_tokens,
+            false_alarms=self._sessions.false_alarms,
+            ledger=self._requests.ledger_status(),
+            metrics_address=self._metrics_address,
+            http_address=self._http_address,
+            missing_workers=await self._requests.missing_workers(),
+        )
+
+    def _worker(self, link: WorkerLink) -> pb.WorkerStatus:
+        worker, view = _worker(link), self._leader.view(link.info.worker_id)
+        if view is not None:
+            worker.step_s, worker.slow = view.pace.step_s, view.is_slow
+        return worker
+
+
+def _worker(link: WorkerLink) -> pb.WorkerStatus:
+    info, state = link.info, link.state
+    return pb.WorkerStatus(
+        worker_id=info.worker_id,
+        address=info.address,
+        pid=info.pid,
+        alive=link.is_up,
+        draining=state.draining,
+        num_running=state.num_running,
+        num_waiting=state.num_waiting,
+        blocks_used=state.blocks_used,
+        blocks_total=info.num_blocks,
+        output_tokens=state.output_tokens,
+        preemptions=state.preemptions,
+        step=state.step,
+        tensor_parallel=info.tensor_parallel,
+        running=link.running,
+        counters=state.counters,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        engine_policy=state.engine_policy,
+    )

@@ -1,0 +1,67 @@
+"""Who calls, and what they may do. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from everlift.errors import Forbidden
+from everlift.request_id import (
+    bare,
+    check_qualified,
+    check_request_id,
+    check_tenant,
+    is_qualified,
+    qualified,
+)
+from router.auth.limits import NO_LIMITS, Limits
+
+
+class Scope(Enum):
+    """What a credential is good for."""
+
+    #: requests, and what belongs to them
+    INFER = "infer"
+    #: what changes a cluster, and every tenant's requests
+    ADMIN = "admin"
+    #: what is to be seen of a cluster, without its requests
+    METRICS = "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """``tenant`` is empty where tenants are not told apart."""
+
+    tenant: str = ""
+    scopes: frozenset[Scope] = frozenset(Scope)
+    limits: Limits = NO_LIMITS
+
+    def check(self, *scopes: Scope) -> None:
+        """That it has one of them. Raises Forbidden."""
+        if not self.scopes.intersection(scopes):
+            names = " or ".join(scope.value for scope in scopes)
+            raise Forbidden(f"this credential is not for {names}")
+
+    def qualify(self, request_id: str) -> str:
+        """The name inside the cluster of what this caller calls ``request_id``. Who administers the
+        cluster may name any tenant's. Raises InvalidRequest."""
+        if is_qualified(request_id) and Scope.ADMIN in self.scopes:
+            return check_qualified(request_id)
+        return qualified(self.tenant, check_request_id(request_id))
+
+    def tenant_of_listing(self, tenant: str | None) -> str:
+        """Whose requests this caller is shown, who asks for those of ``tenant`` (None: its own);
+        empty: everybody's. Raises Forbidden for others' unless it administers the cluster,
+        InvalidRequest."""
+        its = self.tenant if tenant is None else tenant
+        if its != self.tenant or not its:
+            self.check(Scope.ADMIN)
+        return check_tenant(its) if its else its
+
+    def name(self, request_id: str) -> str:
+        """What this caller is told of a name inside the cluster."""
+        return request_id if Scope.ADMIN in self.scopes else bare(request_id)
+
+
+#: Where nobody has to say who they are, and for routers among themselves.
+ANYONE = Caller()

@@ -1,0 +1,163 @@
+"""All that is kept about who may come in, as a file or the ledger has it. Pure.
+
+    keys:
+      3f9a1c2b4d5e: {tenant: acme, scopes: [infer], sha256: ..., created: 2030-01-31T12:00:00Z}
+    tenants:
+      "*": {max_concurrent: 100}         # of every tenant that has no other one
+      acme: {requests_per_minute: 600, max_concurrent: null}
+
+A limit that a tenant has no value for is that of ``*``; null is no limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from everlift import settings
+from everlift.errors import InvalidRequest
+from everlift.request_id import check_tenant
+from everlift.settings import SettingsError
+from router.auth.key import Key, is_id
+from router.auth.limits import Limits
+
+#: Instead of a tenant's name: whoever has no limit of its own.
+EVERYBODY = "*"
+
+#: A tenant's own limits by their names.
+Own = Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """``keys`` are by their ids, ``tenants`` have what differs from EVERYBODY's limits."""
+
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    tenants: Mapping[str, Own] = field(default_factory=dict)
+
+    def with_key(self, key_id: str, key: Key | None) -> Document:
+        """None: without it."""
+        return replace(self, keys=_put(self.keys, key_id, key))
+
+    def with_tenant(self, tenant: str, own: Own) -> Document:
+        """Raises SettingsError."""
+        document = replace(self, tenants=_put(self.tenants, tenant, dict(own) or None))
+        document.limits_of(tenant)
+        return document
+
+    def limits_of(self, tenant: str) -> Limits:
+        own = self.tenants.get(tenant, {})
+        try:
+            return settings.load(Limits, self.tenants.get(EVERYBODY, {}), own)
+        except SettingsError as error:
+            raise SettingsError(f"tenants.{tenant}.{error}") from None
+
+    def to_plain(self) -> dict[str, Any]:
+        """As YAML and JSON write it."""
+        return {
+            "keys": {key_id: _plain_key(key) for key_id, key in self.keys.items()},
+            "tenants": {tenant: dict(own) for tenant, own in self.tenants.items()},
+        }
+
+    def to_records(self) -> dict[str, str]:
+        """As the ledger keeps it: a text for each key and each tenant."""
+        plain = self.to_plain()
+        return {
+            f"{section}/{name}": json.dumps(each)
+            for section in ("keys", "tenants")
+            for name, each in plain[section].items()
+        }
+
+
+def from_plain(plain: object) -> Document:
+    """Raises SettingsError, which names the place."""
+    if plain is None:
+        return Document()
+    sections = _mapping("the document", plain)
+    for name in sections.keys() - {"keys", "tenants"}:
+        raise SettingsError(f"{name}: there are keys and tenants alone")
+    keys = _mapping("keys", sections.get("keys"))
+    tenants = _mapping("tenants", sections.get("tenants"))
+    document = Document(
+        {_checked_id(key_id): _key(key_id, each) for key_id, each in keys.items()},
+        {name: _mapping(f"tenants.{name}", own) for name, own in tenants.items()},
+    )
+    for tenant in document.tenants:
+        _check_tenant(tenant)
+        document.limits_of(tenant)
+    return document
+
+
+def from_records(texts: Mapping[str, str]) -> Document:
+    """Raises SettingsError."""
+    plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
+    for name, text in texts.items():
+        section, _, rest = name.partition("/")
+        try:
+            plain.setdefault(section, {})[rest] = json.loads(text)
+        except ValueError:
+            raise SettingsError(f"{name}: is no JSON") from None
+    return from_plain(plain)
+
+
+def _mapping(at: str, value: object) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise SettingsError(f"{at}: must be a section with names in it")
+    return value
+
+
+def _key(key_id: str, value: object) -> Key:
+    at = f"keys.{key_id}"
+    fields = {name: _text(each) for name, each in _mapping(at, value).items()}
+    try:
+        return settings.load(Key, fields)
+    except SettingsError as error:
+        raise SettingsError(f"{at}.{error}") from None
+
+
+def _text(value: object) -> object:
+    """YAML makes a date of a moment without quotes."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value
+
+
+def _plain_key(key: Key) -> dict[str, object]:
+    """Less what it has not."""
+    return {name: each for name, each in settings.to_dict(key).items() if each not in (None, "")}
+
+
+def _checked_id(key_id: str) -> str:
+    if not is_id(key_id):
+        raise SettingsError(f"keys.{key_id[:12]!r}: an id is 12 hexadecimal digits")
+    return key_id
+
+
+def _check_tenant(tenant: str) -> None:
+    if tenant != EVERYBODY:
+        try:
+            check_tenant(tenant)
+        except InvalidRequest as error:
+            raise SettingsError(f"tenants.{tenant!r}: {error}") from None
+
+
+def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
+    changed = {**mapping, name: value}
+    return {each: it for each, it in changed.items() if it is not None}
+
+
+def changes(before: Document, after: Document) -> dict[str, str | None]:
+    """What makes the records of ``after`` of those of ``before``; None removes one."""
+
+    def differing() -> Iterator[tuple[str, str | None]]:
+        was, will_be = before.to_records(), after.to_records()
+        for name in was.keys() | will_be.keys():
+            if was.get(name) != will_be.get(name):
+                yield name, will_be.get(name)
+
+    return dict(differing())

@@ -1,0 +1,115 @@
+"""A file that says who may come in, in YAML.
+
+It holds hashes of secrets, so that who reads it has no key; who writes to it could make one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from everlift import logs
+from everlift.settings import SettingsError
+from router.auth.document import Document, from_plain
+from router.auth.store import Edit
+
+log = logs.get(__name__)
+
+#: What is another file is another one of these, also where the symbolic link to it was changed.
+_Identity = tuple[int, ...]
+
+
+def parse(text: str) -> Document:
+    """Raises SettingsError."""
+    try:
+        plain = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # In its own words it would quote the file. A date that there is not is a ValueError.
+        raise SettingsError("is not YAML") from None
+    return from_plain(plain)
+
+
+class FileStore:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: _Identity | None = None
+        self._is_open_told = False
+
+    async def news(self) -> Document | None:
+        identity = _identity(self._path.stat())
+        if identity == self._identity:
+            return None
+        try:
+            document = await asyncio.to_thread(self._read)
+        except SettingsError:
+            # It is told once, too.
+            self._identity = identity
+            raise
+        self._identity = identity
+        return document
+
+    async def change(self, edit: Edit) -> Document:
+        return await asyncio.to_thread(self._change, edit)
+
+    def _read(self) -> Document:
+        with self._path.open(encoding="utf-8") as file:
+            self._check_mode(os.fstat(file.fileno()).st_mode)
+            try:
+                return parse(file.read())
+            except UnicodeDecodeError:
+                raise SettingsError(f"{self._path} is not UTF-8") from None
+            except SettingsError as error:
+                raise SettingsError(f"{self._path}: {error}") from None
+
+    def _check_mode(self, mode: int) -> None:
+        if mode & stat.S_IWOTH:
+            raise SettingsError(f"{self._path}: everybody may write to it: chmod o-w")
+        if mode & stat.S_IROTH and not self._is_open_told:
+            self._is_open_told = True
+            log.warning("everybody may read the hashes of keys", path=str(self._path))
+
+    def _change(self, edit: Edit) -> Document:
+        with self._locked():
+            before = self._read() if self._path.exists() else Document()
+            after = edit(before)
+            if after != before:
+                self._write(after)
+        return after
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Its directory: the file itself is another one after each change."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, document: Document) -> None:
+        """Nobody else can read it at any time; it is whole or as it was. Behind a symbolic link it
+        is the file there that changes."""
+        path = self._path.resolve()
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                yaml.safe_dump(document.to_plain(), file, sort_keys=False, allow_unicode=True)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def _identity(found: os.stat_result) -> _Identity:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,0 +1,119 @@
+"""API keys. Pure, but for the randomness of new ones.
+
+    ev_3f9a1c2b4d5e_xGk...        ev, the key's id, its secret
+
+The id is no secret: it names the key in lists. The secret has 256 random bits, so that its hash
+needs neither salt nor slowness: nobody finds what it is the hash of. Nothing but the hash is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from everlift.errors import InvalidRequest
+from everlift.request_id import check_tenant
+from router.auth.caller import Scope
+
+_KEY = re.compile(r"ev_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_ID = re.compile(r"[0-9a-f]{12}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
+_ID_BYTES, _SECRET_BYTES = 6, 32
+_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of a key. ``created`` and ``expires`` are moments as ISO 8601 writes them, with
+    their offset from UTC; a key without ``expires`` holds until it is revoked."""
+
+    tenant: str
+    scopes: tuple[Scope, ...]
+    #: SHA-256 of the secret in hexadecimal
+    sha256: str = field(repr=False)
+    created: str
+    expires: str | None = None
+    #: for people
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            check_tenant(self.tenant)
+        except InvalidRequest as error:
+            raise ValueError(f"tenant: {error}") from None
+        if not self.scopes:
+            raise ValueError("scopes must name at least one")
+        if not _DIGEST.fullmatch(self.sha256):
+            raise ValueError("sha256 must be 64 hexadecimal digits")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError("name must be up to 128 characters, without control characters")
+        for name in ("created", "expires"):
+            if (text := getattr(self, name)) is not None:
+                _check_moment(name, text)
+
+    def opens_with(self, secret: str) -> bool:
+        """Takes as long for a wrong secret as for the right one."""
+        return hmac.compare_digest(hash_of(secret), self.sha256)
+
+    def has_expired(self, now: float) -> bool:
+        """``now`` is seconds since 1970."""
+        return self.expires is not None and _seconds(self.expires) <= now
+
+
+def _check_moment(name: str, text: str) -> None:
+    try:
+        is_placed = datetime.fromisoformat(text).utcoffset() is not None
+    except ValueError:
+        is_placed = False
+    if not is_placed:
+        raise ValueError(f"{name} must be a moment such as 2030-01-31T12:00:00Z")
+
+
+def _seconds(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def moment(seconds: float) -> str:
+    """Of seconds since 1970, to the second."""
+    return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
+
+
+def duration(text: str) -> float:
+    """Seconds of 30m, 12h or 90d. Raises ValueError."""
+    if (found := _DURATION.fullmatch(text)) is None:
+        raise ValueError(f"must be minutes, hours or days, such as 30m, 12h or 90d, not {text!r}")
+    return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
+
+
+def new_secret() -> str:
+    return secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def new_id() -> str:
+    return secrets.token_hex(_ID_BYTES)
+
+
+def is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def whole(key_id: str, secret: str) -> str:
+    """What its owner shows."""
+    return f"ev_{key_id}_{secret}"
+
+
+def parts(shown: str) -> tuple[str, str] | None:
+    """Id and secret of what somebody shows; None for what is no key."""
+    found = _KEY.fullmatch(shown)
+    return (found[1], found[2]) if found else None
+
+
+def hash_of(secret: str) -> str:
+    """As ``Key.sha256`` has it."""
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,0 +1,112 @@
+"""What this gateway's requests take of their tenants' limits, and when they give it back.
+
+    comes -> charge -> held while it is in this gateway's hands, or an heir's -> settled at its end
+
+What the ledger is not told, because a router died, stops to count when its lease is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from everlift.errors import LedgerUnavailable
+from everlift.messages import Request
+from everlift.request_id import tenant_of
+from router.auth.limits import NO_LIMITS, Limits
+from router.ledger.base import Ledger
+from router.ledger.quota import Charge, Settlement
+
+#: Longer than an heir needs to come, and a router to be restarted.
+_LEASE_S = 30.0
+#: Between two renewals, and until a ledger that is away is told again.
+_HOLD_S, _RETRY_S = _LEASE_S / 3, 0.1
+
+
+def unlimited(tenant: str) -> Limits:
+    return NO_LIMITS
+
+
+class Quotas:
+    def __init__(self, ledger: Ledger, limits_of: Callable[[str], Limits] = unlimited) -> None:
+        self._ledger = ledger
+        self._limits_of = limits_of
+        #: charged, or taken over, and in this gateway's hands
+        self._held: set[str] = set()
+        #: ends that the ledger has not been told
+        self._ended: dict[str, Settlement] = {}
+        self._has_ended = asyncio.Event()
+        self._telling = asyncio.Lock()
+
+    async def charge(self, request: Request) -> bool:
+        """Before a request is opened. False where there is nothing to give back if it is not:
+        without limits, or charged before. Raises RateLimited, LedgerFull, LedgerUnavailable."""
+        limits = self._limits_of(tenant_of(request.request_id))
+        if not limits.is_metered:
+            return False
+        # What ended here is free before its client can have seen the end.
+        await self.tell()
+        charge = Charge(
+            request.request_id,
+            len(request.prompt_ids),
+            request.n * request.max_tokens,
+            limits.requests_per_minute,
+            limits.tokens_per_minute,
+            limits.max_concurrent,
+        )
+        return await self._ledger.charge(charge, _LEASE_S)
+
+    def hold(self, request_id: str) -> None:
+        """It is in this gateway's hands."""
+        if self._is_metered(request_id):
+            self._held.add(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """It is in this gateway's hands no more."""
+        self._held.discard(request_id)
+
+    def settle(self, request_id: str, output_tokens: int | None) -> None:
+        """It has ended, here or in nobody's hands. None: as if it had never come."""
+        self.let_go(request_id)
+        if self._is_metered(request_id):
+            self._ended[request_id] = Settlement(request_id, output_tokens)
+            self._has_ended.set()
+
+    def _is_metered(self, request_id: str) -> bool:
+        return self._limits_of(tenant_of(request_id)).is_metered
+
+    async def run(self) -> None:
+        """Tells the ledger until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + _HOLD_S
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._has_ended.wait()
+            try:
+                await self.tell()
+                if loop.time() >= due:
+                    await self._hold_all()
+                    due = loop.time() + _HOLD_S
+            except LedgerUnavailable:
+                await asyncio.sleep(_RETRY_S)
+
+    async def tell(self) -> None:
+        """The ledger knows what has ended so far. Raises LedgerUnavailable."""
+        async with self._telling:
+            self._has_ended.clear()
+            if ended := list(self._ended.values()):
+                try:
+                    await self._ledger.settle(ended)
+                except BaseException:
+                    self._has_ended.set()
+                    raise
+                for each in ended:
+                    if self._ended.get(each.request_id) is each:
+                        del self._ended[each.request_id]
+
+    async def _hold_all(self) -> None:
+        async with self._telling:
+            if held := list(self._held):
+                await self._ledger.hold(held, _LEASE_S)

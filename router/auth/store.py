@@ -1,0 +1,47 @@
+"""Where it is kept who may come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from router.auth.document import Document, changes, from_records
+from router.ledger.base import Ledger
+
+Edit = Callable[[Document], Document]
+
+
+class Store(Protocol):
+    async def news(self) -> Document | None:
+        """What it holds; None if that is what was answered last. Raises SettingsError for what
+        cannot be used, OSError, LedgerUnavailable."""
+        ...
+
+    async def change(self, edit: Edit) -> Document:
+        """What it holds from now on. Raises what ``news`` does, and what ``edit`` does; then
+        nothing is changed."""
+        ...
+
+
+class LedgerStore:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._version = -1
+
+    async def news(self) -> Document | None:
+        records = await self._ledger.access(self._version)
+        if records is None:
+            return None
+        # A version that cannot be read is told once, too.
+        self._version = records.version
+        return from_records(records.texts)
+
+    async def change(self, edit: Edit) -> Document:
+        """Of two who change the same key or tenant at once the later one is right."""
+        records = await self._ledger.access()
+        assert records is not None
+        before = from_records(records.texts)
+        after = edit(before)
+        if changed := changes(before, after):
+            await self._ledger.put_access(changed)
+        return after

@@ -1,0 +1,230 @@
+"""Faults on purpose, in a cluster that was started with chaos allowed: who is meant is found here,
+and the fault is made there.
+
+    a client -> inject, at any router -> the worker, over its session
+                                      -> strike, at each router that it concerns
+
+What a router does itself: to end, to stop for a while, to hold its lines to workers and to the
+ledger, and to end or stop the ledger's server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+from everlift import logs, wire
+from everlift.errors import (
+    ChaosForbidden,
+    InvalidRequest,
+    LedgerUnavailable,
+    UnknownWorker,
+)
+from everlift.transport import GRPC, Transport
+from everlift.v1 import chaos_pb2 as pb
+from everlift.v1 import session_pb2_grpc
+from router import beginnings
+from router.config import RouterConfig
+from router.faults.faults import ANY_ROUTER, ANY_WORKER, LEADER, LEDGER, Part, check_fault
+from router.heartbeat import Fleet
+from router.ledger.base import Ledger
+from router.processes import Processes, RealProcesses
+from router.worker_sessions import Sessions, WorkerLink
+
+log = logs.get(__name__)
+
+#: The answer leaves this process before the fault comes.
+_ANSWER_S = 0.1
+_TELL_TIMEOUT_S = 5.0
+
+
+@runtime_checkable
+class Disturbable(Protocol):
+    """A ledger with a server of its own."""
+
+    def disturb(self, seconds: float, delay_s: float) -> None:
+        """For so long every call of this process takes so much longer; infinitely: it fails."""
+        ...
+
+    async def process_id(self) -> int:
+        """Of the server. Raises InvalidRequest where that is no process of this machine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Somebody by a full name. ``address`` is a router's, empty for this one's own; ``num_ranks`` a
+    worker's."""
+
+    part: Part
+    name: str
+    address: str = ""
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, link: WorkerLink) -> Self:
+        info = link.info
+        return cls(Part.WORKER, info.worker_id, num_ranks=info.tensor_parallel)
+
+
+class Chaos:
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        ledger: Ledger,
+        sessions: Sessions,
+        fleet: Fleet,
+        transport: Transport = GRPC,
+        processes: Processes | None = None,
+    ) -> None:
+        self._config = config
+        self._router_id = router_id
+        self._ledger = ledger
+        self._sessions = sessions
+        self._fleet = fleet
+        self._transport = transport
+        self._processes = processes or RealProcesses()
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def inject(self, fault: pb.Fault) -> str:
+        """Makes the fault happen; returns whom it strikes, by its full name.
+
+        Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker, Unreachable, and
+        LedgerUnavailable where the ledger's process cannot be asked for.
+        """
+        self._check_allowed()
+        target = await self._find(fault.target)
+        peer = await self._find(fault.peer) if fault.peer else None
+        check_fault(fault, target.part, peer.part if peer else None, target.num_ranks)
+        fault.target, fault.peer = target.name, peer.name if peer else ""
+        log.warning("fault", kind=pb.FaultKind.Name(fault.kind), target=target.name)
+        if target.part is Part.WORKER:
+            self._sessions.inject(target.name, fault)
+        else:
+            await self._tell(await self._concerned(fault, target, peer), fault)
+        return target.name
+
+    async def strike(self, fault: pb.Fault) -> None:
+        """What of a fault is this router's to do; names are full ones. Raises ChaosForbidden,
+        InvalidRequest, LedgerUnavailable."""
+        self._check_allowed()
+        match fault.kind:
+            case pb.FAULT_KIND_KILL:
+                pid = await self._process(fault.target)
+                self._later(lambda: self._processes.kill(pid))
+            case pb.FAULT_KIND_PAUSE:
+                pid = await self._process(fault.target)
+                self._later(lambda: self._run(self._processes.pause(pid, fault.seconds)))
+            case pb.FAULT_KIND_PARTITION:
+                self._cut_off(fault)
+            case pb.FAULT_KIND_SLOW:
+                self._disturbable().disturb(fault.seconds, fault.delay_s)
+
+    def _check_allowed(self) -> None:
+        if not self._config.chaos:
+            raise ChaosForbidden("this cluster was started without chaos: everlift up --chaos")
+
+    # who
+
+    async def _find(self, name: str) -> _Named:
+        """Raises UnknownWorker."""
+        if name == LEDGER:
+            return _Named(Part.LEDGER, LEDGER)
+        workers = {link.info.worker_id: link for link in self._sessions.links if link.is_up}
+        if name == ANY_WORKER and workers:
+            name = random.choice(sorted(workers))
+        if name in workers:
+            return _Named.of(workers[name])
+        return self._named(name, workers, await self._routers())
+
+    def _named(
+        self, name: str, workers: Mapping[str, WorkerLink], routers: Mapping[str, str]
+    ) -> _Named:
+        if name == ANY_ROUTER:
+            name = random.choice(sorted(routers))
+        if name == LEADER and not (name := self._fleet.leader_id):
+            raise UnknownWorker("nobody leads at this moment")
+        found = beginnings.find(name, [*workers, *routers])
+        if found is None:
+            raise UnknownWorker(f"no worker or router {name!r} is connected")
+        if found in workers:
+            return _Named.of(workers[found])
+        return _Named(Part.ROUTER, found, address=routers[found])
+
+    async def _routers(self) -> dict[str, str]:
+        """Internal addresses by id, empty for this one's own. While the ledger is away, no other
+        router is known."""
+        try:
+            return await self._ledger.gateways() | {self._router_id: ""}
+        except LedgerUnavailable:
+            return {self._router_id: ""}
+
+    # where
+
+    async def _concerned(
+        self, fault: pb.Fault, target: _Named, peer: _Named | None
+    ) -> Collection[str]:
+        """Addresses of the routers that have to do something about it."""
+        if target.part is Part.ROUTER:
+            return [target.address]
+        if peer is not None:
+            return [peer.address]
+        if fault.kind in (pb.FAULT_KIND_KILL, pb.FAULT_KIND_PAUSE):
+            return [""]
+        return (await self._routers()).values()
+
+    async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
+        """Raises the error of the one router that it concerns; of several, one that does not answer
+        needs no fault."""
+        told = (self._tell_one(address, fault) for address in addresses)
+        answers = await asyncio.gather(*told, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(errors) == len(answers):
+            raise errors[0]
+        for error in errors:
+            log.warning("fault not told to a router", cause=str(error))
+
+    async def _tell_one(self, address: str, fault: pb.Fault) -> None:
+        if not address:
+            await self.strike(fault)
+            return
+        async with self._transport.channel(address) as channel:
+            stub: session_pb2_grpc.RouterInternalAsyncStub
+            stub = session_pb2_grpc.RouterInternalStub(channel)
+            call = stub.Inject(fault, timeout=_TELL_TIMEOUT_S)
+            await wire.answer(call, call)
+
+    # what
+
+    async def _process(self, target: str) -> int:
+        if target == LEDGER:
+            return await self._disturbable().process_id()
+        return os.getpid()
+
+    def _cut_off(self, fault: pb.Fault) -> None:
+        """This router from the ledger, from one worker, or from all."""
+        end = LEDGER if fault.target == LEDGER else fault.peer
+        if end in ("", LEDGER):
+            self._disturbable().disturb(fault.seconds, math.inf)
+        for link in self._sessions.links:
+            if end in ("", link.info.worker_id):
+                link.hold(fault.seconds)
+
+    def _disturbable(self) -> Disturbable:
+        if not isinstance(self._ledger, Disturbable):
+            raise InvalidRequest("the ledger of this cluster has no server")
+        return self._ledger
+
+    def _later(self, do: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_later(_ANSWER_S, do)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)

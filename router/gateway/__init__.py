@@ -1,1 +1,0 @@
-"""The part of a router replica that speaks with clients."""

@@ -1,0 +1,170 @@
+"""Who is there: this replica's own beat, the workers it dials, the leader it follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Protocol
+
+from everlift import logs
+from everlift.errors import InvalidRequest, LedgerUnavailable
+from everlift.v1 import session_pb2
+from router.config import RouterConfig
+from router.hedged_call import first_answer
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.leader.policy_store import Rulebook
+from router.ledger.base import Ledger, Membership
+from router.worker_sessions import Sessions
+
+log = logs.get(__name__)
+
+
+#: While nobody leads, or the leader is silent, who leads next is found out sooner than at the next
+#: beat.
+_ANXIETY = 3
+
+
+class Gateway(Protocol):
+    """What this replica has of requests, and has to say of them to the ledger."""
+
+    def ledger_answered(self, membership: Membership) -> None: ...
+
+    def ledger_failed(self) -> None: ...
+
+    async def generation_changed(self, generation: str) -> None:
+        """Tells a ledger that may have lost something what it has to know, then the leader that
+        this is done."""
+        ...
+
+
+class Fleet:
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        address: str,
+        ledger: Ledger,
+        sessions: Sessions,
+        leader: Leader,
+        line: AdmissionLine,
+        gateway: Gateway,
+        rulebook: Rulebook,
+    ) -> None:
+        self._config = config
+        self._router_id = router_id
+        self._address = address
+        self._ledger = ledger
+        self._sessions = sessions
+        self._leader = leader
+        self._line = line
+        self._gateway = gateway
+        self._rulebook = rulebook
+        self._generation = ""
+        self._asserting: asyncio.Task[None] | None = None
+        self._workers_version = -1
+        self._dialling = asyncio.Lock()
+        self.leader_id = ""
+
+    async def run(self) -> None:
+        """Beats until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._beat()
+                except LedgerUnavailable as error:
+                    log.warning("beat failed", cause=str(error))
+                    self._gateway.ledger_failed()
+                await self._rest()
+        finally:
+            if self._asserting is not None:
+                self._asserting.cancel()
+
+    async def _rest(self) -> None:
+        """Until the next beat, or until it may be another one who leads."""
+        rest = self._config.beat / _ANXIETY if self._line.is_quiet else self._config.beat
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rest):
+                await self._leader.changed.wait()
+        self._leader.changed.clear()
+
+    async def announce(self, info: session_pb2.WorkerInfo) -> None:
+        """A worker is ready. Raises InvalidRequest for one that does not fit the others."""
+        for link in self._sessions.links:
+            if link.is_up:
+                _check_same(link.info, info)
+        await self._ledger.put_worker(info)
+        log.info("worker joined", worker_id=info.worker_id, address=info.address)
+        await self._dial()
+
+    def worker_starts(self, start: session_pb2.WorkerStart) -> None:
+        """One that is not ready yet. Who leads is told."""
+        self._line.worker_starts(start)
+
+    async def _beat(self) -> None:
+        membership = await first_answer(self._renewed, self._config.beat)
+        self._leader.heard(membership)
+        self._gateway.ledger_answered(membership)
+        if membership.generation != self._generation:
+            await self._put_workers_back()
+        self._assert_again(membership.generation)
+        if membership.workers_version != self._workers_version:
+            await self._dial()
+            self._workers_version = membership.workers_version
+        await self._rulebook.keep_up(membership.policy_version)
+        await self._follow(membership)
+        if self._leader.is_leading:
+            await self._forget_unreachable()
+
+    def _renewed(self) -> Coroutine[Any, Any, Membership]:
+        return self._ledger.beat(self._router_id, self._address, self._config.lease)
+
+    async def _put_workers_back(self) -> None:
+        """A ledger that lost its last moves may not know who joined."""
+        for link in self._sessions.links:
+            if link.is_up:
+                await self._ledger.put_worker(link.info)
+        # Versions count on from where they were: they say nothing of another generation.
+        self._workers_version = -1
+
+    def _assert_again(self, generation: str) -> None:
+        """Beats go on meanwhile. What came after the ledger's last change of servers is told after
+        what went before it."""
+        if generation != self._generation:
+            before, self._generation = self._asserting, generation
+            self._asserting = asyncio.create_task(self._tell_ledger(generation, before))
+
+    async def _tell_ledger(self, generation: str, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        try:
+            await self._gateway.generation_changed(generation)
+        except Exception:
+            log.exception("the ledger was not told again")
+
+    async def _dial(self) -> None:
+        async with self._dialling:
+            await self._sessions.reconcile(await self._ledger.workers())
+
+    async def _follow(self, membership: Membership) -> None:
+        self.leader_id = membership.leader
+        await self._line.follow(membership.leader, membership.leader_address)
+        self._line.tell_served()
+
+    async def _forget_unreachable(self) -> None:
+        for worker_id in self._sessions.unreachable():
+            log.warning("worker forgotten", worker_id=worker_id)
+            await self._ledger.drop_worker(worker_id)
+
+
+def _check_same(other: session_pb2.WorkerInfo, info: session_pb2.WorkerInfo) -> None:
+    """Workers of one cluster serve the same model in the same blocks."""
+    if other.worker_id == info.worker_id:
+        return
+    for field in ("fingerprint", "block_size"):
+        mine, theirs = getattr(info, field), getattr(other, field)
+        if mine != theirs:
+            raise InvalidRequest(
+                f"worker {info.worker_id} has {field} {mine}; the cluster's workers have {theirs}"
+            )

@@ -1,0 +1,1 @@
+"""The leader of the routers: its loop, lease and streams."""

@@ -1,0 +1,540 @@
+"""The leader of the admission queue: the loop around its decisions.
+
+Every router replica runs this; only the one that holds the leader's lease acts. Its queue lives in
+memory, for as long as it leads (``Tenure``): a new leader is told by the living gateways what they
+have waiting, and finds the requests of dead ones in the ledger.
+
+    lines of gateways --receive-->  Tenure  --place-->  ledger.dispatch  --> Dispatched, to gateways
+    workers' frames   --report--->  Placement --moves-->                     move, to gateways
+    its own gateway   --reserve-->  Tenure  --> the dispatch of a ledger.open, where nobody waits
+
+Nothing is dispatched or given away while the ledger is being told again what it may have lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from everlift.v1 import inference_pb2, session_pb2
+from router.admission.dispatch_message import dispatched
+from router.admission.fair_share import FairShare
+from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
+from router.admission.load import cluster_load
+from router.admission.load_shedding import Refusal
+from router.admission.placement import Placement
+from router.admission.policy import Rules
+from router.admission.request import Waiting
+from router.admission.scheduler import Placed, Tenure
+from router.admission.workers import Capacity, Load, WorkerView
+from router.config import RouterConfig
+from router.event_loop import now
+from router.leader.lease import Lease
+from router.leader.server import Lines
+from router.leader.sweep import Sweep
+from router.ledger.base import Ledger, Membership, NotQueued, StaleTerm
+from router.ledger.entry import Dispatch, Entry
+
+log = logs.get(__name__)
+
+#: Dispatches of which the ledger does not answer: so many may be under way besides the others.
+_MOST_LATE = 512
+#: Until the ledger is asked again, at first and at most.
+_RETRY_S, _MOST_RETRY_S = 0.2, 2.0
+#: Until it is asked again who of the gateways is alive, while they are waited for.
+_ROLL_CALL_S = 0.05
+
+
+#: A request that is about to come, by the moment in ledger time at which it does.
+Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A worker for a request that goes into the ledger as dispatched."""
+
+    leader: Leader
+    tenure: Tenure
+    placed: Placed
+    dispatch: Dispatch
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        return self.placed.waiting.predicted_ttft_s
+
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        return self.placed.waiting.predicted_tpot_s
+
+    def begun(self) -> bool:
+        """The ledger has let it begin. Whether who leads knows that."""
+        return self.leader.settle(self, has_begun=True)
+
+    def give_back(self) -> None:
+        """It did not begin."""
+        self.leader.settle(self, has_begun=False)
+
+
+class Leader:
+    """``weight_of`` answers a tenant's; None: tenants are not told apart."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        address: str,
+        ledger: Ledger,
+        weight_of: Callable[[str], float] | None = None,
+    ) -> None:
+        self._config = config
+        self._weight_of = weight_of
+        self._ledger = ledger
+        self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
+        self.rules = Rules.of(config)
+        self._placement = Placement(config)
+        self._tenure: Tenure | None = None
+        self._lines = Lines(self)
+        self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.end)
+        self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
+        self._generation = ""
+        #: ledger time less the router's clock
+        self._ledger_ahead = 0.0
+        self._move_after = 0.0
+        self._is_reporting = False
+        #: settings of the autoscaler, which it reads with the load
+        self.autoscale: Mapping[str, float] = {}
+        #: times that this replica took the lead
+        self.num_tenures = 0
+        #: workers lost without a drain while it led
+        self.num_losses = 0
+        #: dispatches under way, and those of them that the ledger did not answer at once
+        self._asking = self._late = 0
+        self._wake = asyncio.Event()
+        self._began = asyncio.Event()
+        self._ruled = asyncio.Event()
+        #: set when this replica begins or ceases to lead, or its line to the leader is over
+        self.changed = asyncio.Event()
+
+    @property
+    def is_leading(self) -> bool:
+        return self._lease.is_held
+
+    @property
+    def queued(self) -> int:
+        return self._tenure.queued if self._tenure else 0
+
+    @property
+    def running(self) -> int:
+        """Requests that workers have, as far as is known here; 0 where another replica knows."""
+        return self._tenure.running if self._tenure else 0
+
+    @property
+    def views(self) -> Mapping[str, WorkerView]:
+        """What is known of the workers that are up."""
+        return self._placement.workers
+
+    def view(self, worker_id: str) -> WorkerView | None:
+        """What is known of a worker that is up."""
+        return self.views.get(worker_id)
+
+    async def run(self) -> None:
+        """Campaigns, dispatches and sweeps until cancelled; then gives the lease back."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._lease.campaign())
+                tasks.create_task(self._call_roll())
+                tasks.create_task(self._obey_for_ever())
+                tasks.create_task(self._dispatch_for_ever(tasks))
+                tasks.create_task(self._tick(tasks))
+                tasks.create_task(self._sweep.run())
+        finally:
+            await self._lease.resign()
+
+    # leadership
+
+    async def stand_back(self) -> None:
+        """Leaves the lead to other replicas for as long as a lease lasts."""
+        await self._lease.stand_back()
+
+    def heard(self, membership: Membership) -> None:
+        """Who is there, by this replica's last beat."""
+        self._ledger_ahead = membership.now - now()
+        if not membership.leader:
+            self._lease.hurry()
+        if membership.generation != self._generation:
+            self._generation = membership.generation
+            self._lease.confirm()
+            self._sweep.hold_off()
+            if self._tenure is not None:
+                self._tenure.generations.change(self._generation, now())
+
+    def _begin(self) -> None:
+        self.num_tenures += 1
+        self._tenure = Tenure(
+            self._config,
+            self.rules,
+            self._placement,
+            self._occupants,
+            self._generation,
+            now(),
+            self._fair_share(),
+        )
+        self._sweep.hold_off()
+        self._began.set()
+        self.changed.set()
+
+    def _fair_share(self) -> FairShare | None:
+        if self._weight_of is None:
+            return None
+        config = self._config
+        return FairShare(config.prompt_token_weight, config.output_token_weight, self._weight_of)
+
+    def _step_down(self) -> None:
+        self._tenure = None
+        self._lines.hang_up()
+        self.changed.set()
+
+    async def _call_roll(self) -> None:
+        """At the beginning the living gateways are waited for, for a while."""
+        while True:
+            await self._began.wait()
+            self._began.clear()
+            tenure = self._tenure
+            while tenure is not None and tenure is self._tenure:
+                self._wake.set()
+                if not tenure.roll_call.is_gathering(now()):
+                    break
+                try:
+                    await self._recall(tenure)
+                    tenure.roll_call.living(await self._ledger.gateways())
+                except LedgerUnavailable:
+                    log.info("living gateways not known")
+                await asyncio.sleep(_ROLL_CALL_S)
+
+    # operators speak
+
+    def obey(self, rules: Rules) -> None:
+        """Other rules hold of the queue, here or wherever it is."""
+        self.rules = rules
+        self._placement.tpot_target = rules.tpot_target
+        self._ruled.set()
+
+    async def _obey_for_ever(self) -> None:
+        """The event loop goes on while a long queue is put into another order."""
+        while True:
+            await self._ruled.wait()
+            self._ruled.clear()
+            tenure = self._tenure
+            for _ in tenure.obey(self.rules) if tenure is not None else ():
+                await asyncio.sleep(0)
+                if tenure is not self._tenure or self._ruled.is_set():
+                    break
+            self._wake.set()
+
+    # gateways speak
+
+    async def converse(
+        self, messages: AsyncIterator[session_pb2.GatewayMessage]
+    ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
+        """A gateway's line, from its first message to its end or to that of the leadership."""
+        if not self.is_leading:
+            yield session_pb2.LeaderMessage(resigned=True)
+            return
+        async with aclosing(self._lines.converse(messages)) as answers:
+            async for message in answers:
+                yield message
+
+    def connected(self, gateway: str) -> None:
+        if self._tenure is None:
+            self._tell(gateway, session_pb2.LeaderMessage(resigned=True))
+        else:
+            self._tenure.connect(gateway, now())
+            self._tell(gateway, session_pb2.LeaderMessage())
+
+    def disconnected(self, gateway: str) -> None:
+        if self._tenure is not None:
+            self._tenure.disconnect(gateway)
+
+    def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
+        if self._tenure is None:
+            return
+        heard = self._tenure.hear(gateway, message, now())
+        self._refuse(heard.refused)
+        for taken in heard.taken:
+            self._tell_stale(taken)
+        if heard.withdrawn:
+            self._tell(gateway, session_pb2.LeaderMessage(withdrawn=heard.withdrawn))
+        self._wake.set()
+
+    def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
+        """A worker for a request of this replica's own gateway that the ledger does not have yet,
+        where it would leave the queue as soon as it came there. None: it has to wait."""
+        tenure = self._tenure
+        if tenure is None or gateway not in self._lines.gateways or not self._may_act():
+            return None
+        moment = now()
+        waiting = Waiting.told(gateway, request(moment + self._ledger_ahead))
+        placed = tenure.reserve(waiting, moment, _fresh_epoch)
+        if placed is None:
+            return None
+        dispatch = Dispatch(placed.worker_id, placed.epoch, self._lease.term)
+        return Reservation(self, tenure, placed, dispatch)
+
+    def settle(self, reservation: Reservation, *, has_begun: bool) -> bool:
+        """What became of it; whether that is known by who leads."""
+        tenure, placed = reservation.tenure, reservation.placed
+        if has_begun:
+            tenure.came(placed, placed.waiting.gateway)
+        else:
+            tenure.give_back(placed)
+            self._wake.set()
+        return tenure is self._tenure
+
+    def _refuse(self, refusals: Iterable[Refusal]) -> None:
+        for refusal in refusals:
+            waiting = refusal.waiting
+            told = session_pb2.Refusal(
+                request_id=waiting.request_id,
+                slug=refusal.slug,
+                retry_after_s=refusal.retry_after_s,
+                least_tokens=refusal.least_tokens,
+            )
+            self._tell(waiting.gateway, session_pb2.LeaderMessage(refusals=[told]))
+
+    def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+        message.queued = self.queued
+        self._lines.tell(gateway, message)
+
+    # workers speak
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None:
+        self._placement.join(info.worker_id, Capacity.told(info))
+        self._wake.set()
+
+    def worker_lost(self, worker_id: str) -> None:
+        view = self.view(worker_id)
+        self.num_losses += self.is_leading and view is not None and not view.load.draining
+        self._placement.leave(worker_id)
+        self._slots.pop(worker_id, None)
+        self._wake.set()
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        for epoch in frame.accepted_epochs:
+            self._placement.acknowledge(worker_id, epoch)
+        if frame.HasField("state"):
+            self._placement.report(worker_id, Load.told(frame.state), now())
+            if frame.state.running or not frame.state.num_running:
+                self._slots[worker_id] = frame.state.running
+            if self._tenure is not None and self._tenure.has_work:
+                self._wake.set()
+
+    def _occupants(self, worker_id: str) -> Collection[str]:
+        return {sequence.request_id for sequence in self._slots.get(worker_id, ())}
+
+    # dispatch
+
+    async def _dispatch_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+        """Each in a task of its own: a shard of the ledger that hangs keeps nobody else waiting."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._move()
+            if (tenure := self._tenure) is not None:
+                for placed in self._place(tenure):
+                    self._asking += 1
+                    tasks.create_task(self._dispatch(placed, tenure, self._lease.term))
+
+    def _may_act(self) -> bool:
+        """Whether the ledger knows all that it has to know."""
+        return (
+            self._tenure is not None
+            and self._lease.is_confirmed
+            and self._tenure.generations.agree(now())
+        )
+
+    def _move(self) -> None:
+        """Before anything is placed: what was preempted goes before what came later."""
+        moment = now()
+        if self._tenure is None or moment < self._move_after or not self._may_act():
+            return
+        self._move_after = moment + MOVES_S
+        for move in self._tenure.moves(moment, moment + self._ledger_ahead):
+            running = move.running
+            log.info(
+                "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id
+            )
+            self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
+
+    def _place(self, tenure: Tenure) -> list[Placed]:
+        moment, may_act = now(), self._may_act()
+        tenure.look_out(moment, may_act=may_act)
+        if not may_act:
+            return []
+        self._refuse(tenure.expire(moment + self._ledger_ahead))
+        return tenure.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
+
+    @property
+    def _limit(self) -> int:
+        """Dispatches that may begin now."""
+        at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
+        return max(0, at_once) if self._late < _MOST_LATE else 0
+
+    async def _dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+        try:
+            await self._try_dispatch(placed, tenure, term)
+        finally:
+            self._asking -= 1
+            self._wake.set()
+
+    async def _try_dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+        asked = now()
+        try:
+            entry = await self._ask(placed, term)
+        except NotQueued:
+            self._placement.acknowledge(placed.worker_id, placed.epoch)
+            self._tell_stale(placed.waiting)
+            return
+        except StaleTerm:
+            # Who took it from the queue is told of it again: by its gateway, on its next line.
+            if term == self._lease.term:
+                self._lease.lose()
+            return
+        # A gateway that is gone says itself what it has when it comes again.
+        if entry.gateway in self._lines.gateways:
+            tenure.begun(placed, entry.gateway)
+        self._tell_dispatched(placed, entry, now() - asked)
+        if entry.gateway != placed.waiting.gateway:
+            self._tell_stale(placed.waiting)
+        self._tell_victims(placed)
+
+    def _tell_dispatched(self, placed: Placed, entry: Entry, dispatch_s: float) -> None:
+        waiting = placed.waiting
+        told = dispatched(
+            entry,
+            placed.overtaken,
+            waiting.predicted_ttft_s,
+            waiting.predicted_tpot_s,
+            placed.stay,
+        )
+        if placed.stay is not None:
+            told.stay.dispatch_s = dispatch_s
+        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
+
+    def _tell_stale(self, waiting: Waiting) -> None:
+        """To the gateway that had it in the queue: it does not wait there any more."""
+        self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+
+    def _tell_victims(self, placed: Placed) -> None:
+        request_id = placed.waiting.request_id
+        for victim in placed.victims:
+            log.info("makes room", request_id=victim.request_id, to=request_id)
+            eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=request_id)
+            self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
+
+    async def _ask(self, placed: Placed, term: int) -> Entry:
+        """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
+        try:
+            return await self._ask_once(placed, term)
+        except LedgerUnavailable:
+            self._late += 1
+            self._wake.set()
+        try:
+            return await self._ask_again(placed, term)
+        finally:
+            self._late -= 1
+
+    async def _ask_again(self, placed: Placed, term: int) -> Entry:
+        pause_s = _RETRY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                return await self._ask_once(placed, term)
+            except LedgerUnavailable:
+                pause_s = min(2 * pause_s, _MOST_RETRY_S)
+
+    async def _ask_once(self, placed: Placed, term: int) -> Entry:
+        return await self._ledger.dispatch(
+            placed.waiting.request_id, placed.worker_id, placed.epoch, term
+        )
+
+    async def _tick(self, tasks: asyncio.TaskGroup) -> None:
+        """What time alone changes: credits that run out, what gateways know of the queue, and the
+        autoscaler of the work there is."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._placement.expire(now())
+            if self._tenure is not None:
+                self._tenure.look(now())
+                self._tenure.forget(now())
+                if not self._is_reporting:
+                    self._is_reporting = True
+                    tasks.create_task(self._report(self._tenure))
+            self._wake.set()
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """What gateways may rely on: that somebody leads, and what the queue is like."""
+        gateways = self._lines.gateways
+        outlooks = [self._tenure.outlook()] if self._tenure is not None else []
+        for gateway in gateways:
+            self._tell(gateway, session_pb2.LeaderMessage(outlooks=outlooks))
+
+    def load(self) -> session_pb2.ClusterLoad | None:
+        """What work there is; None where another replica knows."""
+        return self._load(self._tenure) if self._tenure is not None else None
+
+    def _load(self, tenure: Tenure) -> session_pb2.ClusterLoad:
+        workers, moment = self._placement.workers.values(), now()
+        ledger_now = moment + self._ledger_ahead
+        load = cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
+        load.autoscale.update(self.autoscale)
+        load.starting_workers = tenure.starts.count(moment)
+        load.starting_s = tenure.starts.longest_s(moment)
+        demand = tenure.demands.total(moment)
+        if demand.workers is not None:
+            load.wanted_workers = demand.workers
+        load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
+        return load
+
+    async def _recall(self, tenure: Tenure) -> None:
+        """What tenants were served under the leader before. Raises LedgerUnavailable."""
+        if not tenure.has_recalled:
+            report = await self._ledger.load()
+            tenure.recall(report.load.services if report is not None else ())
+
+    async def _read_scaling(self, tenure: Tenure) -> None:
+        """Raises LedgerUnavailable."""
+        if tenure.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
+            tenure.demands.scale(report.scaling, now() - report.age_s)
+
+    async def _report(self, tenure: Tenure) -> None:
+        try:
+            # In its place is what the leader before knew.
+            await self._recall(tenure)
+            await self._read_scaling(tenure)
+            await self._ledger.put_load(self._load(tenure))
+        except LedgerUnavailable as error:
+            log.info("load not reported", cause=str(error))
+        finally:
+            self._is_reporting = False
+
+    def _heirs(self) -> list[str]:
+        return self._lines.gateways if self._may_act() else []
+
+
+def _fresh_epoch() -> int:
+    return secrets.randbits(64) or 1

@@ -1,0 +1,122 @@
+"""The lease of whoever leads: taken when it is free, renewed while it is held, given back.
+
+Each leadership has a fresh random term, without which the ledger refuses to dispatch. A leader that
+was away for longer than its lease finds that out from the ledger, here or at its next dispatch. If
+another one led meanwhile, even if nobody does now, it begins anew under a fresh term: what it knows
+of the queue is old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.config import RouterConfig
+from router.event_loop import now
+from router.hedged_call import first_answer
+from router.ledger.base import Ledger
+
+log = logs.get(__name__)
+
+
+class Lease:
+    """``began`` and ``ended`` are called when this replica begins and ceases to lead."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        address: str,
+        ledger: Ledger,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._router_id = router_id
+        self._address = address
+        self._ledger = ledger
+        self._began = began
+        self._ended = ended
+        self._ends = 0.0
+        self._stands_back_until = 0.0
+        self._asking = asyncio.Lock()
+        self._hurry = asyncio.Event()
+        self.term = _fresh_term()
+        self.is_held = False
+        #: False while the ledger may have forgotten the term
+        self.is_confirmed = False
+
+    async def campaign(self) -> None:
+        """Until cancelled."""
+        while True:
+            async with self._asking:
+                if (moment := now()) >= self._stands_back_until:
+                    await self._renew(moment)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.beat):
+                    await self._hurry.wait()
+            self._hurry.clear()
+
+    def hurry(self) -> None:
+        """Nobody leads as far as one sees: no reason to wait for the next beat."""
+        self._hurry.set()
+
+    def confirm(self) -> None:
+        """The ledger's server came back without its last second: it is told the term again."""
+        self.is_confirmed = False
+        self._hurry.set()
+
+    async def _renew(self, moment: float) -> None:
+        term = self.term
+        try:
+            held = await first_answer(lambda: self._lead(term), self._config.beat)
+        except LedgerUnavailable:
+            held = self.is_held and moment < self._ends
+        else:
+            self._ends, self.is_confirmed = moment + self._config.lease, held
+        if held and not self.is_held:
+            self.is_held, self.term = True, term
+            log.info("leading", router_id=self._router_id)
+            self._began()
+        elif not held:
+            self.lose()
+
+    def _lead(self, term: int) -> Coroutine[Any, Any, bool]:
+        return self._ledger.lead(
+            self._router_id, self._address, term, self._config.lease, is_new=not self.is_held
+        )
+
+    def lose(self) -> None:
+        """Somebody else leads."""
+        if self.is_held:
+            log.warning("no longer leading", router_id=self._router_id)
+            self.is_held = self.is_confirmed = False
+            self.term = _fresh_term()
+            self._ended()
+
+    async def stand_back(self) -> None:
+        """Gives it back, if it is held, and leaves it to others for as long as it lasts."""
+        async with self._asking:
+            self._stands_back_until = now() + self._config.lease
+            await self.resign()
+
+    async def resign(self) -> None:
+        """Gives it back, if it is held."""
+        if self.is_held:
+            term = self.term
+            self.lose()
+            try:
+                await self._ledger.resign(term)
+            except LedgerUnavailable:
+                log.info("lease left to run out", router_id=self._router_id)
+
+
+def _fresh_term() -> int:
+    """For one leadership. It is asked for under the same term until it is had: where the answer was
+    lost, another one would be refused for as long as the lease."""
+    return secrets.randbits(64) or 1

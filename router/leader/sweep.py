@@ -1,0 +1,81 @@
+"""The requests of dead gateways: found in the ledger by who leads, given to living gateways."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container
+from typing import TypeAlias
+
+from everlift.errors import LedgerUnavailable
+from everlift.v1 import session_pb2
+from router.config import RouterConfig
+from router.event_loop import now
+from router.ledger.base import Ledger
+
+Tell: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
+
+#: Orphans that are asked for at once.
+_AT_ONCE = 256
+#: What was given to a gateway is not given to another one for so long.
+_ADOPTION_S = 5.0
+
+
+class Sweep:
+    """``heirs`` answers the gateways with a line, none while nothing may be given away; ``tell``
+    reaches them. ``bury`` is told of one whose lease is over although it has a line."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        ledger: Ledger,
+        heirs: Callable[[], list[str]],
+        tell: Tell,
+        bury: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._heirs = heirs
+        self._tell = tell
+        self._bury = bury
+        self._adopting: dict[str, float] = {}
+        self._next_heir = 0
+        self._after = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.beat)
+            if now() > self._after and self._heirs():
+                await self._sweep()
+
+    def hold_off(self) -> None:
+        """While the ledger was away, or this replica had not the lead, nobody could renew a lease,
+        or nobody looked: the living come first."""
+        self._after = now() + self._config.lease
+
+    async def _sweep(self) -> None:
+        try:
+            orphans = await self._ledger.orphans(_AT_ONCE)
+            living = await self._ledger.gateways() if orphans else {}
+        except LedgerUnavailable:
+            self.hold_off()
+            return
+        if orphans:
+            self._bury_all_but(living)
+        self._give_away(orphans, now())
+
+    def _bury_all_but(self, living: Container[str]) -> None:
+        """A gateway that is frozen has a line still: it would inherit what was its own, and what
+        waits there would take room at workers that nobody uses."""
+        for gateway in self._heirs():
+            if gateway not in living:
+                self._bury(gateway)
+
+    def _give_away(self, orphans: list[str], moment: float) -> None:
+        heirs = self._heirs()
+        self._adopting = {r: until for r, until in self._adopting.items() if until > moment}
+        for request_id in orphans if heirs else ():
+            if request_id not in self._adopting:
+                self._adopting[request_id] = moment + _ADOPTION_S
+                self._next_heir = (self._next_heir + 1) % len(heirs)
+                self._tell(heirs[self._next_heir], session_pb2.LeaderMessage(adopt=[request_id]))

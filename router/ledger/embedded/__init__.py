@@ -1,0 +1,1 @@
+"""A ledger server that a cluster runs itself."""

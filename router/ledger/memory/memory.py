@@ -1,0 +1,528 @@
+"""The ledger in the memory of one process: the same contract, gone with the process. Pure.
+
+For the durability class ``memory``, the simulator and tests. It knows no scripts or shards.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from everlift.errors import AttemptsExhausted, ForgottenRequest, RequestConflict, UnknownRequest
+from everlift.messages import Request
+from everlift.request_id import bare, tenant_of
+from everlift.v1 import session_pb2
+from router.ledger.base import (
+    MOST_LISTED,
+    NOTHING,
+    AccessRecords,
+    ClusterPolicy,
+    LoadReport,
+    Membership,
+    NotQueued,
+    Opened,
+    Page,
+    Position,
+    ScalingReport,
+    StaleTerm,
+    check_end,
+    check_listed,
+    check_nonce,
+    check_told,
+)
+from router.ledger.config import DEFAULTS, DurabilityClass, LedgerConfig
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Dispatch,
+    Entry,
+    Event,
+    Explained,
+    Move,
+    Reasserted,
+    State,
+    Stored,
+    Tally,
+    lost_too_often,
+)
+from router.ledger.listing import Listing, Part, Row
+from router.ledger.memory.memory_audit import MemoryAudit
+from router.ledger.memory.memory_quotas import MemoryQuotas
+from router.ledger.memory.record import Record
+from router.ledger.quota import Charge, Settlement
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    address: str
+    ends: float
+
+
+_NEVER = _Lease("", float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    router: str
+    address: str
+    term: int
+    ends: float
+
+
+_NOBODY = _Leader("", "", 0, float("-inf"))
+
+
+class MemoryLedger:
+    """A Ledger. ``clock`` answers seconds and never goes back."""
+
+    server = "memory"
+    durability_class: DurabilityClass = "memory"
+
+    def __init__(self, clock: Callable[[], float], config: LedgerConfig = DEFAULTS) -> None:
+        self._clock = clock
+        self._retention_s = config.retention
+        self._records: dict[str, Record] = {}
+        #: unfinished requests by gateway, no gateway without any
+        self._owned: dict[str, dict[str, None]] = {}
+        #: final requests in the order of their ends, with the time when each is forgotten
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        #: ids and arrivals of what was forgotten, with the time when nobody knows that any more
+        self._forgotten: OrderedDict[tuple[str, float], float] = OrderedDict()
+        #: ids of what was forgotten, with the same time
+        self._forgotten_ids: dict[str, float] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._leader = _NOBODY
+        self._term = 0
+        self._workers: dict[str, bytes] = {}
+        self._workers_version = 0
+        self._last_worker: bytes | None = None
+        self._load: tuple[float, bytes] | None = None
+        self._scaling: tuple[float, bytes] | None = None
+        self._quotas = MemoryQuotas(clock)
+        self._access = AccessRecords(0, {})
+        self._policy = ClusterPolicy()
+        self._cluster_id = secrets.token_hex(8)
+
+    def _find(self, request_id: str) -> Record | None:
+        self._forget_expired()
+        return self._records.get(request_id)
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        while self._ended and next(iter(self._ended.values())) <= now:
+            del self._records[self._ended.popitem(last=False)[0]]
+        while self._forgotten and next(iter(self._forgotten.values())) <= now:
+            (request_id, _), until = self._forgotten.popitem(last=False)
+            # An id that was forgotten again since is known for longer.
+            if self._forgotten_ids.get(request_id) == until:
+                del self._forgotten_ids[request_id]
+
+    def _get(self, request_id: str) -> Record:
+        if (record := self._find(request_id)) is None:
+            raise UnknownRequest(f"no request {bare(request_id)}")
+        return record
+
+    # requests
+
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
+        if dispatch is not None:
+            check_nonce(dispatch.epoch), check_nonce(dispatch.term)
+        record = self._find(request.request_id)
+        if record is None:
+            record = self._create(request, gateway, timeout_s)
+            if dispatch is not None and dispatch.term == self._term:
+                self._run(record, dispatch.worker, dispatch.epoch)
+            return Opened(record.entry, created=True)
+        if record.request.body_hash != request.body_hash:
+            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
+        return Opened(record.entry, created=False)
+
+    def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Record:
+        now = self._clock()
+        deadline = None if timeout_s is None else now + timeout_s
+        record = Record.blank(replace(request, deadline=deadline), gateway, now)
+        record.move(now, "open", gateway)
+        self._records[request.request_id] = record
+        self._own(record.entry)
+        return record
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        check_nonce(epoch), check_nonce(term)
+        record = self._find(request_id)
+        entry = record.entry if record else None
+        if entry and entry.epoch == epoch:
+            return entry
+        if term != self._term:
+            raise StaleTerm
+        if record is None or entry is None or entry.state not in Move.DISPATCH.sources:
+            raise NotQueued(entry)
+        self._run(record, worker, epoch)
+        return record.entry
+
+    def _run(self, record: Record, worker: str, epoch: int) -> None:
+        self._move(
+            record,
+            "dispatch",
+            worker,
+            state=State.RUNNING,
+            worker=worker,
+            epoch=epoch,
+            attempts=record.entry.attempts + 1,
+        )
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        return [self._append(item) for item in appends]
+
+    def _append(self, item: Append) -> Appended:
+        record = self._find(item.request_id)
+        if record is None or item.choice >= len(record.choices):
+            return Appended.UNKNOWN
+        choice = record.choices[item.choice]
+        if record.entry.state.is_final:
+            is_ours = record.finished_by == item.epoch
+            return Appended.FINISHED if is_ours and choice.is_repeated(item) else Appended.ENDED
+        if record.entry.state not in Move.APPEND.sources or record.entry.epoch != item.epoch:
+            return Appended.FENCED
+        if choice.finish_reason:
+            return Appended.OK if choice.is_repeated(item) else Appended.ENDED
+        return self._store(record, item)
+
+    def _store(self, record: Record, item: Append) -> Appended:
+        answer = record.store(item)
+        if answer is not Appended.OK or not record.is_complete:
+            return answer
+        record.finished_by = item.epoch
+        self._end(record, "finish", "", State.FINISHED)
+        return Appended.FINISHED
+
+    async def release(
+        self,
+        request_id: str,
+        epoch: int,
+        *,
+        loss: str | None,
+        max_losses: int,
+        tally: Tally = NOTHING,
+        explanation: bytes = b"",
+    ) -> Entry:
+        record = self._get(request_id)
+        if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
+            return record.entry
+        losses = record.entry.losses + (loss is not None)
+        record.put(losses=losses, tally=tally)
+        record.explain(explanation)
+        if loss is not None and losses >= max_losses:
+            message = lost_too_often(max_losses, loss)
+            self._end(record, "release", loss, State.FAILED, AttemptsExhausted.slug, message)
+        else:
+            self._queue(record, "release", loss or "")
+        return record.entry
+
+    async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
+        record = self._get(request_id)
+        if record.entry.state in Move.TAKE_OVER.sources and record.entry.gateway == owner:
+            self._disown(record.entry)
+            self._queue(record, "take_over", gateway, gateway=gateway)
+            self._own(record.entry)
+        return record.stored((), self._clock())
+
+    async def discard(self, request_id: str, owner: str) -> Entry | None:
+        if (record := self._find(request_id)) is None:
+            return None
+        if record.entry.state not in Move.DISCARD.sources or record.entry.gateway != owner:
+            return record.entry
+        self._disown(record.entry)
+        del self._records[request_id]
+        return None
+
+    async def end(
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
+    ) -> Entry:
+        check_end(state)
+        record = self._get(request_id)
+        if record.entry.state in Move.END.sources and owner in (None, record.entry.gateway):
+            record.explain(explanation)
+            self._end(record, "end", slug, state, slug, message)
+        return record.entry
+
+    def _move(self, record: Record, name: str, detail: str, **changes: object) -> None:
+        record.move(self._clock(), name, detail, **changes)
+
+    def _queue(self, record: Record, name: str, detail: str, **changes: object) -> None:
+        self._move(record, name, detail, state=State.QUEUED, worker="", epoch=0, **changes)
+
+    def _end(
+        self,
+        record: Record,
+        name: str,
+        detail: str,
+        state: State,
+        slug: str = "",
+        message: str = "",
+    ) -> None:
+        self._disown(record.entry)
+        ended = {"state": state, "error_slug": slug, "error_message": message}
+        self._move(record, name, detail, worker="", epoch=0, **ended)
+        self._retain(record.entry)
+
+    def _retain(self, entry: Entry) -> None:
+        self._ended[entry.request_id] = self._clock() + self._retention_s
+
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        for item in explained:
+            record = self._find(item.request_id)
+            if record is not None and record.is_of(item):
+                record.explain(item.explanation)
+
+    async def forget(self, request_id: str) -> Entry | None:
+        entry = self._get(request_id).entry
+        if entry.state not in Move.FORGET.sources:
+            return entry
+        del self._records[request_id], self._ended[request_id]
+        until = self._clock() + self._retention_s
+        self._forgotten[request_id, entry.arrived] = self._forgotten_ids[request_id] = until
+        return None
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        told = check_told(stored)
+        known = self._find(told.entry.request_id)
+        if (told.entry.request_id, told.entry.arrived) in self._forgotten:
+            return Reasserted.FORGOTTEN, told.entry
+        record = known or self._restore(told)
+        answer = record.judge(told)
+        if answer is Reasserted.OK and not record.entry.state.is_final:
+            answer = self._learn(record, told)
+        return answer, record.entry
+
+    def _restore(self, told: Stored) -> Record:
+        """A record that knows of none of the moves that are told."""
+        record = Record.blank(told.request, told.entry.gateway, told.entry.arrived)
+        self._records[told.entry.request_id] = record
+        self._own(record.entry)
+        return record
+
+    def _learn(self, record: Record, told: Stored) -> Reasserted:
+        self._disown(record.entry)
+        record.learn(told, self._clock())
+        if record.entry.state.is_final:
+            self._retain(record.entry)
+        else:
+            self._own(record.entry)
+        return record.judge(told)
+
+    async def events(self, request_id: str) -> tuple[Event, ...]:
+        return tuple(self._get(request_id).events)
+
+    async def get(self, request_id: str) -> Entry:
+        self._check_not_forgotten(request_id)
+        return self._get(request_id).entry
+
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        self._check_not_forgotten(request_id)
+        return self._get(request_id).stored(offsets, self._clock())
+
+    def _check_not_forgotten(self, request_id: str) -> None:
+        if self._find(request_id) is None and request_id in self._forgotten_ids:
+            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
+
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Collection[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page:
+        self._forget_expired()
+        entries = (record.entry for record in self._records.values())
+        rows = [
+            Row(
+                Position(round(it.arrived, 6), it.request_id),
+                it if not states or it.state in states else None,
+            )
+            for it in entries
+            if tenant in ("", tenant_of(it.request_id))
+        ]
+        listing = Listing(check_listed(limit), before)
+        listing.add([Part(rows, is_end=True)])
+        return listing.page()
+
+    # gateways
+
+    def _own(self, entry: Entry) -> None:
+        self._owned.setdefault(entry.gateway, {})[entry.request_id] = None
+
+    def _disown(self, entry: Entry) -> None:
+        owned = self._owned[entry.gateway]
+        del owned[entry.request_id]
+        if not owned:
+            del self._owned[entry.gateway]
+
+    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        now = self._clock()
+        self._leases[gateway] = _Lease(address, now + lease_s)
+        leader = self._leader if self._leader.ends > now else _NOBODY
+        return Membership(
+            now,
+            leader.router,
+            leader.address,
+            leader.term,
+            self._workers_version,
+            policy_version=self._policy.version,
+        )
+
+    async def leave(self, gateway: str) -> None:
+        if (lease := self._leases.get(gateway)) is not None:
+            self._leases[gateway] = replace(lease, ends=min(lease.ends, self._clock()))
+
+    async def gateways(self) -> dict[str, str]:
+        now = self._clock()
+        return {gateway: it.address for gateway, it in self._leases.items() if it.ends > now}
+
+    async def orphans(self, limit: int) -> list[str]:
+        now = self._clock()
+        ends = {gateway: self._leases.get(gateway, _NEVER).ends for gateway in self._owned}
+        dead = sorted((gateway for gateway in ends if ends[gateway] <= now), key=ends.__getitem__)
+        return list(islice(chain.from_iterable(self._owned[gateway] for gateway in dead), limit))
+
+    # leadership
+
+    @property
+    def term(self) -> int:
+        """Under which dispatches are taken: of who leads, or led last."""
+        return self._term
+
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
+        now, known = self._clock(), self._leader
+        was_deposed = known.term and not is_new
+        if known.term != check_nonce(term) and (known.ends > now or was_deposed):
+            return False
+        self._leader = _Leader(router, address, term, now + lease_s)
+        self._term = term
+        return True
+
+    async def resign(self, term: int) -> None:
+        if self._leader.term == term:
+            self._leader = replace(self._leader, ends=_NOBODY.ends)
+
+    # workers
+
+    async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
+        stored = info.SerializeToString(deterministic=True)
+        if self._workers.get(info.worker_id) != stored:
+            for other in await self.workers():
+                if other.address == info.address:
+                    del self._workers[other.worker_id]
+            self._workers[info.worker_id] = self._last_worker = stored
+            self._workers_version += 1
+
+    async def drop_worker(self, worker_id: str) -> None:
+        if self._workers.pop(worker_id, None) is not None:
+            self._workers_version += 1
+
+    async def workers(self) -> list[session_pb2.WorkerInfo]:
+        return [
+            session_pb2.WorkerInfo.FromString(info) for _, info in sorted(self._workers.items())
+        ]
+
+    async def last_worker(self) -> session_pb2.WorkerInfo | None:
+        stored = self._last_worker
+        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+
+    # load
+
+    async def put_load(self, load: session_pb2.ClusterLoad) -> None:
+        if load.term == self._leader.term:
+            self._load = (self._clock(), load.SerializeToString())
+
+    async def load(self) -> LoadReport | None:
+        if self._load is None:
+            return None
+        moment, load = self._load
+        return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
+
+    async def is_active(self) -> bool:
+        return True
+
+    async def activate(self) -> None:
+        pass
+
+    async def active_load(self) -> LoadReport | None:
+        return None
+
+    async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
+        self._scaling = (self._clock(), scaling.SerializeToString())
+
+    async def scaling(self) -> ScalingReport | None:
+        if self._scaling is None:
+            return None
+        moment, scaling = self._scaling
+        return ScalingReport(session_pb2.Scaling.FromString(scaling), self._clock() - moment)
+
+    # tenants
+
+    async def charge(self, charge: Charge, lease_s: float) -> bool:
+        return self._quotas.charge(charge, lease_s)
+
+    async def settle(self, ends: Sequence[Settlement]) -> None:
+        self._quotas.settle(ends)
+
+    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+        self._quotas.hold(request_ids, lease_s)
+
+    # who may come in
+
+    async def access(self, known: int = -1) -> AccessRecords | None:
+        return None if self._access.version == known else self._access
+
+    async def put_access(self, changes: Mapping[str, str | None]) -> None:
+        texts = {**self._access.texts, **changes}
+        self._access = AccessRecords(
+            self._access.version + 1,
+            {name: text for name, text in texts.items() if text is not None},
+        )
+
+    # policy
+
+    async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
+        known = self._policy
+        values = {name: text for name, text in {**known.values, **changes}.items() if text}
+        if values != known.values:
+            # A moment, as one that was lost must not come again.
+            version = max(round(self._clock() * 1e6), known.version + 1)
+            self._policy = ClusterPolicy(values, version)
+        return self._policy
+
+    async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
+        if policy.version > self._policy.version:
+            self._policy = policy
+        return self._policy
+
+    async def policy(self) -> ClusterPolicy:
+        return self._policy
+
+    async def cluster_id(self) -> str:
+        return self._cluster_id
+
+    def audit(self) -> MemoryAudit:
+        return MemoryAudit(self._records, self._owned)
+
+    async def close(self) -> None:
+        """Nothing to close."""

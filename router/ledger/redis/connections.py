@@ -1,0 +1,274 @@
+"""Connections to the ledger's servers: one server, the primary that sentinels name, or a cluster.
+
+What is sent here is tried once: ``shards.py`` tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import (
+    Connection,
+    ConnectionPool,
+    UnixDomainSocketConnection,
+)
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+)
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
+
+from everlift.reloaded import Reloaded
+from router.ledger.config import LedgerConfig
+from router.ledger.redis.address import Address, Kind, parse
+from router.ledger.redis.channel import Argument, Channel
+from router.ledger.redis.tls import SentinelTlsConnection, TlsConnection, context
+
+#: They are bounded here: a pool that counts them too would count for ever those
+#: whose way back was cancelled.
+_ANY_NUMBER = 1 << 31
+#: A sentinel that does not answer may cost so much of a call's time: then the next one is asked.
+_SENTINEL_PART = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``key`` says which server it is for; it is no argument by itself."""
+
+    key: str
+    arguments: Sequence[Argument]
+
+
+class Connections(Protocol):
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Their answers, refusals among them as exceptions. Those for one server go to it in one
+        piece, over one connection, in their order. Raises RedisError or RedisClusterException when
+        a server cannot be reached; what became of the commands is then unknown."""
+        ...
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        """The same for scripts that wait for nothing."""
+        ...
+
+    async def servers(self, keys: Sequence[str]) -> list[str]:
+        """Of the keys, one for each server that has some of them. Who they are is asked anew where
+        others than themselves decide that. Raises as ``send``."""
+        ...
+
+    async def look_again(self) -> None:
+        """Something failed because a server is gone, or is no longer the one for what it was sent:
+        the next ``send`` goes where the servers are by then."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def connections(config: LedgerConfig) -> Connections:
+    """Raises LedgerSetupError."""
+    address = parse(config.url)
+    if address.kind is Kind.CLUSTER:
+        return _Cluster(address, config)
+    if address.kind is Kind.SENTINEL:
+        return _SentinelPrimary(address, config)
+    return _OneServer(Redis.from_pool(_pool(address, config)), config)
+
+
+class _OneServer:
+    """Calls of scripts share a connection; what else is sent has one each time."""
+
+    def __init__(self, client: Redis, config: LedgerConfig) -> None:
+        self._client = client
+        self._channel = Channel(client.connection_pool.make_connection, _patience_s(config))
+        self._slots = asyncio.Semaphore(config.max_connections)
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        async with self._slots:
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command.arguments)
+            return await pipeline.execute(raise_on_error=False)
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        return await self._channel.send([command.arguments for command in commands])
+
+    async def servers(self, keys: Sequence[str]) -> list[str]:
+        return list(keys[:1])
+
+    async def look_again(self) -> None:
+        # Behind its name there may be another server by now. A connection in use ends by itself.
+        self._channel.retire()
+        await self._client.connection_pool.disconnect(inuse_connections=False)
+
+    async def close(self) -> None:
+        await self._channel.close()
+        await self._client.aclose()
+
+
+class _SentinelPrimary(_OneServer):
+    """Every connection asks the sentinels first who the primary is.
+
+    A primary that they have deposed may not know of it for ten seconds, and takes writes that will
+    be lost: so they are asked at every beat too.
+    """
+
+    def __init__(self, address: Address, config: LedgerConfig) -> None:
+        self._service = address.service
+        self._primary: tuple[str, int] | None = None
+        settings = _settings(address, config)
+        self._sentinel = Sentinel([])  # type: ignore[no-untyped-call]
+        self._sentinel.sentinels = _sentinels(address, settings, config.timeout * _SENTINEL_PART)
+        kind = SentinelTlsConnection if address.tls else SentinelManagedConnection
+        super().__init__(
+            self._sentinel.master_for(
+                address.service,
+                connection_class=kind,
+                db=address.db,
+                max_connections=_ANY_NUMBER,
+                **settings,
+            ),
+            config,
+        )
+
+    async def servers(self, keys: Sequence[str]) -> list[str]:
+        # While they do not answer, or have no primary, the one that is known is as good as before.
+        with suppress(MasterNotFoundError):
+            before = self._primary
+            self._primary = await self._sentinel.discover_master(self._service)
+            if before not in (None, self._primary):
+                self._channel.drop()
+                await self._client.connection_pool.disconnect()
+        return await super().servers(keys)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._sentinel.aclose()
+
+
+def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> list[Redis]:
+    """Each with our user, then without: many a sentinel has no users, and refuses ours."""
+    asking = settings | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), patience)
+    logins = [asking, asking | {"username": None, "password": None}]
+    kind = TlsConnection if address.tls else Connection
+    return [
+        Redis.from_pool(ConnectionPool(kind, host=host, port=port, **each))
+        for each in (logins if address.password else logins[:1])
+        for host, port in address.hosts
+    ]
+
+
+class _Cluster:
+    """Redirections are not followed but looked up and tried again. Least of all ASK: while a slot
+    moves, a part of a shard's keys is on either node, and a script that ran on one of them would
+    not see the others."""
+
+    def __init__(self, address: Address, config: LedgerConfig) -> None:
+        self._address = address
+        self._settings = _settings(address, config)
+        self._tls = self._settings.pop("tls", None)
+        self._client = self._make()
+        self._slots = asyncio.Semaphore(config.max_connections)
+
+    def _make(self) -> RedisCluster:
+        client = RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in self._address.hosts],
+            # A shard on slots that are covered works without the others.
+            require_full_coverage=False,
+            max_connections=_ANY_NUMBER,
+            **self._settings,
+        )
+        if self._tls is not None:
+            _use_tls(client, self._tls)
+        return client
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        # Each call has one connection to each server that it speaks with.
+        async with self._slots:
+            client = await self._client.initialize()
+            pipeline = client.pipeline()
+            for command in commands:
+                node = client.get_node_from_key(command.key)
+                pipeline.execute_command(*command.arguments, target_nodes=node)
+            return await pipeline.execute(raise_on_error=False, allow_redirections=False)
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        return await self.send(commands)
+
+    async def servers(self, keys: Sequence[str]) -> list[str]:
+        client = await self._client.initialize()
+        by_node = {client.get_node_from_key(key): key for key in keys}
+        return list(by_node.values())
+
+    async def look_again(self) -> None:
+        client = self._client
+        if not client.nodes_manager.slots_cache:
+            # It has not found the cluster yet: its next try begins with that.
+            return
+        try:
+            await client.nodes_manager.initialize()
+        except RedisClusterException:
+            # None of the nodes that it knew answers. What the url names may have other addresses.
+            if client is self._client:
+                self._client = self._make()
+                await asyncio.shield(_close(client))
+
+    async def close(self) -> None:
+        await _close(self._client)
+
+
+async def _close(client: RedisCluster) -> None:
+    await client.aclose()
+    # That does nothing for a client that was not ready, but may have connections.
+    for nodes in ("nodes_cache", "startup_nodes"):
+        await client.nodes_manager.aclose(nodes)
+
+
+def _use_tls(client: RedisCluster, tls: Reloaded[ssl.SSLContext]) -> None:
+    """It takes no class of connections: this is what it makes its nodes of."""
+    settings = client.connection_kwargs
+    settings.update(connection_class=TlsConnection, tls=tls)
+    known = client.nodes_manager.startup_nodes
+    for name, node in known.items():
+        known[name] = ClusterNode(node.host, node.port, **settings)
+
+
+def _pool(address: Address, config: LedgerConfig) -> ConnectionPool:
+    settings = _settings(address, config)
+    if address.path:
+        return ConnectionPool(
+            UnixDomainSocketConnection, _ANY_NUMBER, path=address.path, **settings
+        )
+    [(host, port)] = address.hosts
+    kind = TlsConnection if address.tls else Connection
+    return ConnectionPool(kind, _ANY_NUMBER, host=host, port=port, db=address.db, **settings)
+
+
+def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
+    """What every connection is made with."""
+    patience = _patience_s(config)
+    return {
+        "username": address.username,
+        "password": address.password,
+        "socket_timeout": patience,
+        "socket_connect_timeout": patience,
+        # The retries are ours alone, around whole calls.
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        # It would cost two more commands and their right.
+        "driver_info": None,
+        **({"tls": context(config)} if address.tls else {}),
+    }
+
+
+def _patience_s(config: LedgerConfig) -> float:
+    """A connection that says nothing is given up in time for a second one."""
+    return config.timeout / 2

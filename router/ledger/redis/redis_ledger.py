@@ -1,0 +1,597 @@
+"""The ledger in Redis or Valkey: each move one Lua script, each request on one shard.
+
+What a key holds is written in ``common.lua``; how it behaves, in ``base.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError
+
+from everlift import logs
+from everlift.errors import (
+    AttemptsExhausted,
+    ForgottenRequest,
+    InvalidRequest,
+    LedgerFull,
+    LedgerUnavailable,
+    OffsetOutOfRange,
+    RequestConflict,
+    UnknownRequest,
+)
+from everlift.messages import Request
+from everlift.request_id import bare, tenant_of
+from everlift.v1 import session_pb2
+from router.ledger.base import (
+    MOST_LISTED,
+    NOTHING,
+    AccessRecords,
+    ClusterPolicy,
+    LoadReport,
+    Membership,
+    NotQueued,
+    Opened,
+    Page,
+    Position,
+    ScalingReport,
+    StaleTerm,
+    check_end,
+    check_listed,
+    check_nonce,
+    check_told,
+)
+from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Dispatch,
+    Entry,
+    Event,
+    Explained,
+    Reasserted,
+    State,
+    Stored,
+    Tally,
+    lost_too_often,
+)
+from router.ledger.listing import Listing, Part
+from router.ledger.quota import Charge, Settlement, refusal
+from router.ledger.redis import codec, scripts
+from router.ledger.redis.address import parse
+from router.ledger.redis.channel import Argument
+from router.ledger.redis.connections import Command
+from router.ledger.redis.redis_audit import RedisAudit
+from router.ledger.redis.scripts import Script
+from router.ledger.redis.server import generation, memory_used
+from router.ledger.redis.setup import check_servers, layout, look
+from router.ledger.redis.shards import Call, Shards, root
+
+log = logs.get(__name__)
+
+#: Where the lease table, the leader and the workers are.
+_CONTROL = 0
+#: What may end a request, or let one begin. Appends settle what they end.
+_SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts.REASSERT)
+#: A client may try again so long after the ledger was full.
+_FULL_S = 1.0
+#: Sections of INFO that a beat looks at.
+_LIFE = ("server", "replication", "memory")
+#: What nobody moved for so long is forgotten, even unfinished. Deadlines are shorter.
+_UNFINISHED_MS = 8 * 24 * 3600 * 1000
+#: Looked at by one call of a listing: it keeps others waiting for some tenths of a millisecond.
+_LISTED_AT_ONCE = 128
+#: The active cluster stays so for so long after its routers asked last.
+_ACTIVE_MS = 10_000
+#: To pack more of them takes milliseconds, which are not the event loop's.
+_MANY_LOGPROBS = 2048
+
+
+async def connect(config: LedgerConfig | str) -> RedisLedger:
+    """The ledger at a url, its server and layout checked.
+
+    Raises LedgerSetupError for a server or layout that cannot be used, LedgerUnavailable for one
+    that does not answer, ValueError for what is no url.
+    """
+    config = LedgerConfig(url=config) if isinstance(config, str) else config
+    if config.url == EMBEDDED:
+        raise ValueError("an embedded ledger is reached by the url that its start answers")
+    shards = Shards(config)
+    try:
+        server, cluster_id = await look(shards, config)
+    except BaseException:
+        await shards.close()
+        raise
+    log.info("ledger connected", server=server, cluster_id=cluster_id, shards=config.shards)
+    return RedisLedger(shards, config, server, cluster_id)
+
+
+class RedisLedger:
+    """A Ledger. ``connect`` makes one."""
+
+    def __init__(self, shards: Shards, config: LedgerConfig, server: str, cluster_id: str) -> None:
+        self.server = server
+        self.durability_class = config.durability_class
+        self._shards = shards
+        self._retention_ms = round(config.retention * 1000)
+        #: longer than any call is tried again
+        self._call_ms = round(2000 * config.timeout)
+        self._cluster_id = cluster_id
+        #: a server that forgot everything (FLUSHALL) would give the next router another id
+        self._layout = layout(config, cluster_id)
+        self._config = config
+        self._generation = self._unfit = ""
+        self._is_local = bool(parse(config.url).path)
+
+    async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
+        """Return the script's first word and the rest of its answer.
+
+        Raises UnknownRequest, ForgottenRequest."""
+        shard = self._shards.of(request_id)
+        settles = script in _SETTLING
+        word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
+        if word == b"unknown":
+            raise UnknownRequest(f"no request {bare(request_id)}")
+        if word == b"erased":
+            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
+        return word.decode(), rest
+
+    # requests
+
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
+        with _noticing_full():
+            word, rest = await self._open(request, gateway, timeout_s, dispatch)
+        if word == "conflict":
+            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
+        return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
+
+    async def _open(
+        self, request: Request, gateway: str, timeout_s: float | None, dispatch: Dispatch | None
+    ) -> tuple[str, Any]:
+        return await self._move(
+            scripts.OPEN,
+            request.request_id,
+            gateway,
+            "" if timeout_s is None else codec.microseconds(timeout_s),
+            request.max_tokens,
+            request.n,
+            int(codec.has_logprobs(request)),
+            request.body_hash,
+            request.to_bytes(),
+            os.urandom(8),
+            _UNFINISHED_MS,
+            *_dispatch_arguments(dispatch),
+        )
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        word, rest = await self._move(
+            scripts.DISPATCH,
+            request_id,
+            worker,
+            check_nonce(epoch),
+            check_nonce(term),
+            _UNFINISHED_MS,
+        )
+        if word == "stale_term":
+            raise StaleTerm
+        if word == "not_queued":
+            raise NotQueued(codec.entry(request_id, rest[0]) if rest[0] else None)
+        return codec.entry(request_id, rest[0])
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        if len(self._shards) == 1:
+            [answer] = await self._shards.run_all([self._append_call(0, appends)])
+            return codec.appended(answer, len(appends))
+        places = [self._shards.of(item.request_id) for item in appends]
+        by_shard: dict[int, list[Append]] = {}
+        for shard, item in zip(places, appends, strict=True):
+            by_shard.setdefault(shard, []).append(item)
+        answers = await self._shards.run_all(
+            [self._append_call(shard, items) for shard, items in by_shard.items()]
+        )
+        # Each shard answers in the order of its own items.
+        words = {
+            shard: iter(codec.appended(answer, len(items)))
+            for (shard, items), answer in zip(by_shard.items(), answers, strict=True)
+        }
+        return [next(words[shard]) for shard in places]
+
+    def _append_call(self, shard: int, items: Sequence[Append]) -> Call:
+        settles = any(item.finish_reason is not None for item in items)
+        return Call(scripts.APPEND, shard, [self._retention_ms, codec.appends(items)], settles)
+
+    async def release(
+        self,
+        request_id: str,
+        epoch: int,
+        *,
+        loss: str | None,
+        max_losses: int,
+        tally: Tally = NOTHING,
+        explanation: bytes = b"",
+    ) -> Entry:
+        _, rest = await self._move(
+            scripts.RELEASE,
+            request_id,
+            epoch,
+            int(loss is not None),
+            loss or "",
+            max_losses,
+            AttemptsExhausted.slug,
+            lost_too_often(max_losses, loss or ""),
+            codec.tally_text(tally),
+            self._retention_ms,
+            _UNFINISHED_MS,
+            explanation,
+        )
+        return codec.entry(request_id, rest[0])
+
+    async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
+        _, rest = await self._move(
+            scripts.TAKE_OVER, request_id, gateway, owner, os.urandom(8), _UNFINISHED_MS
+        )
+        return await _stored(request_id, (), rest)
+
+    async def discard(self, request_id: str, owner: str) -> Entry | None:
+        word, rest = await self._move(scripts.DISCARD, request_id, owner)
+        return None if word == "gone" else codec.entry(request_id, rest[0])
+
+    async def end(
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
+    ) -> Entry:
+        _, rest = await self._move(
+            scripts.END,
+            request_id,
+            check_end(state).value,
+            slug,
+            message,
+            self._retention_ms,
+            explanation,
+            *([] if owner is None else [owner]),
+        )
+        return codec.entry(request_id, rest[0])
+
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        fields = (
+            (it.request_id, it.gateway, codec.microseconds(it.arrived), it.explanation)
+            for it in explained
+        )
+        await self._run_by_shard(scripts.EXPLAIN, (), fields)
+
+    async def forget(self, request_id: str) -> Entry | None:
+        word, rest = await self._move(
+            scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms, self._retention_ms
+        )
+        return None if word == "gone" else codec.entry(request_id, rest[0])
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        told = check_told(stored).entry
+        word, rest = await self._move(scripts.REASSERT, told.request_id, *await self._told(stored))
+        return Reasserted(word), codec.entry(told.request_id, rest[0]) if rest else told
+
+    async def _told(self, stored: Stored) -> list[Argument]:
+        def pack() -> list[Argument]:
+            return codec.told_fields(stored, self._retention_ms, _UNFINISHED_MS)
+
+        logprobs = [stored.prompt_logprobs, *(choice.logprobs for choice in stored.choices)]
+        many = sum(map(len, logprobs)) > _MANY_LOGPROBS
+        return await asyncio.to_thread(pack) if many else pack()
+
+    async def events(self, request_id: str) -> tuple[Event, ...]:
+        _, rest = await self._move(scripts.EVENTS, request_id)
+        return tuple(map(codec.event, rest[0]))
+
+    async def get(self, request_id: str) -> Entry:
+        _, rest = await self._move(scripts.GET, request_id)
+        return codec.entry(request_id, rest[0])
+
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        word, rest = await self._move(scripts.READ, request_id, *offsets)
+        if word == "beyond":
+            raise OffsetOutOfRange(f"offsets {list(offsets)} are not stored")
+        return await _stored(request_id, offsets, rest)
+
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Collection[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page:
+        listing = Listing(check_listed(limit), before)
+        while not listing.is_over:
+            # One more than is asked for, to see whether that was all.
+            count = _LISTED_AT_ONCE if states else min(_LISTED_AT_ONCE, listing.missing + 1)
+            listing.add(await self._parts(tenant, states, listing.last, count))
+        return listing.page()
+
+    async def _parts(
+        self, tenant: str, states: Collection[State], last: Position | None, count: int
+    ) -> list[Part]:
+        start = "+inf" if last is None else codec.microseconds(last.arrived)
+        arguments = [tenant, start, count, *(state.value for state in states)]
+        calls = [Call(scripts.LIST, shard, arguments) for shard in range(len(self._shards))]
+        return [codec.part(answer) for answer in await self._shards.run_all(calls)]
+
+    # gateways
+
+    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        arguments = (gateway, address, codec.microseconds(lease_s))
+        answer, infos = await self._shards.run_with_info(
+            Call(scripts.BEAT, _CONTROL, arguments), _LIFE, self._layout
+        )
+        await self._check_again(generation(infos))
+        return replace(
+            codec.membership(answer),
+            generation=self._generation,
+            memory_used=memory_used(infos),
+            unfit=self._unfit,
+        )
+
+    async def _check_again(self, generation: str) -> None:
+        """Whoever took over, or began anew, may have other settings; until they are right again."""
+        if generation == self._generation and not self._unfit:
+            return
+        try:
+            await check_servers(self._shards, self._config)
+            unfit = ""
+        except LedgerSetupError as error:
+            unfit = str(error)
+        if unfit and unfit != self._unfit:
+            log.error("ledger unfit", cause=unfit)
+        self._generation, self._unfit = generation, unfit
+
+    async def leave(self, gateway: str) -> None:
+        await self._shards.run(scripts.LEAVE, _CONTROL, gateway)
+
+    async def gateways(self) -> dict[str, str]:
+        now, leases = await self._leases()
+        return {gateway: address for gateway, address, ends in leases if int(ends) > now}
+
+    async def _leases(self) -> tuple[int, list[tuple[str, str, bytes]]]:
+        """Now in µs, and of every gateway that has or had a lease: id, address, end of it in µs."""
+        now, *fields = await self._shards.run(scripts.LEASES, _CONTROL)
+        leases = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
+        return int(now), [(g.decode(), address.decode(), ends) for g, address, ends in leases]
+
+    async def orphans(self, limit: int) -> list[str]:
+        now, leases = await self._leases()
+        ends = [field for gateway, _, end in leases for field in (gateway, end)]
+        calls = [
+            Call(scripts.ORPHANS, shard, [limit, now, *ends]) for shard in range(len(self._shards))
+        ]
+        found = [pair for answer in await self._shards.run_all(calls) for pair in answer]
+        found.sort(key=lambda pair: int(pair[0]))
+        return [request_id.decode() for _, request_id in found[:limit]]
+
+    # leadership
+
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
+        since = await self._shards.run(
+            scripts.LEAD,
+            _CONTROL,
+            router,
+            address,
+            check_nonce(term),
+            codec.microseconds(lease_s),
+            int(is_new),
+        )
+        if since is None:
+            return False
+        fences = [Call(scripts.FENCE, n, [term, since]) for n in range(len(self._shards))]
+        return all(await self._shards.run_all(fences))
+
+    async def resign(self, term: int) -> None:
+        await self._shards.run(scripts.RESIGN, _CONTROL, term)
+
+    # workers
+
+    async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
+        stored = info.SerializeToString(deterministic=True)
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, info.worker_id, stored, info.address)
+
+    async def drop_worker(self, worker_id: str) -> None:
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"", "")
+
+    async def workers(self) -> list[session_pb2.WorkerInfo]:
+        key = self._shards.key("workers", _CONTROL)
+        [stored] = await self._shards.ask("workers", Command(key, ("HVALS", key)))
+        return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
+
+    async def last_worker(self) -> session_pb2.WorkerInfo | None:
+        key = self._shards.key("last_worker", _CONTROL)
+        [stored] = await self._shards.ask("last worker", Command(key, ("GET", key)))
+        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+
+    # load
+
+    async def put_load(self, load: session_pb2.ClusterLoad) -> None:
+        await self._shards.run(scripts.SET_LOAD, _CONTROL, load.term, load.SerializeToString())
+
+    async def load(self) -> LoadReport | None:
+        return _load_report(await self._shards.run(scripts.GET_LOAD, _CONTROL))
+
+    async def is_active(self) -> bool:
+        return await self._active_prefix() == self._config.key_prefix
+
+    async def activate(self) -> None:
+        await self._active_prefix(takes=True)
+
+    async def active_load(self) -> LoadReport | None:
+        active = await self._active_prefix()
+        if active == self._config.key_prefix:
+            return None
+        # A cluster of a version with another schema keeps it elsewhere, and so has none.
+        key = root(active, _CONTROL)
+        return _load_report(await self._shards.run(scripts.GET_LOAD, _CONTROL, key=key))
+
+    async def _active_prefix(self, *, takes: bool = False) -> str:
+        config = self._config
+        if not config.active_key:
+            return config.key_prefix
+        arguments = config.key_prefix, _ACTIVE_MS, int(takes)
+        key = config.active_key
+        active: bytes = await self._shards.run(scripts.ACTIVE, _CONTROL, *arguments, key=key)
+        return active.decode()
+
+    async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
+        await self._shards.run(scripts.SET_SCALING, _CONTROL, scaling.SerializeToString())
+
+    async def scaling(self) -> ScalingReport | None:
+        answer = await self._shards.run(scripts.GET_SCALING, _CONTROL)
+        if not answer:
+            return None
+        scaling, age = answer
+        return ScalingReport(session_pb2.Scaling.FromString(scaling), codec.seconds(age))
+
+    # tenants
+
+    async def charge(self, charge: Charge, lease_s: float) -> bool:
+        tenant = tenant_of(charge.request_id)
+        with _noticing_full():
+            word, *rest = await self._shards.run(
+                scripts.CHARGE,
+                self._shards.of(tenant),
+                tenant,
+                charge.request_id,
+                os.urandom(8).hex(),
+                codec.microseconds(lease_s),
+                charge.prompt_tokens,
+                charge.tokens,
+                *map(
+                    codec.optional,
+                    (charge.requests_per_minute, charge.tokens_per_minute, charge.max_concurrent),
+                ),
+            )
+        if word == b"refused":
+            limit, wait_us = rest
+            raise refusal(charge, limit.decode(), int(wait_us))
+        return bool(word == b"charged")
+
+    async def settle(self, ends: Sequence[Settlement]) -> None:
+        fields = (
+            (tenant_of(end.request_id), end.request_id, codec.optional(end.output_tokens))
+            for end in ends
+        )
+        await self._run_by_shard(scripts.SETTLE, (), fields)
+
+    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+        fields = ((tenant_of(request_id), request_id) for request_id in request_ids)
+        await self._run_by_shard(scripts.HOLD, [codec.microseconds(lease_s)], fields)
+
+    async def _run_by_shard(
+        self, script: Script, first: Sequence[Argument], fields: Iterable[tuple[Argument, ...]]
+    ) -> None:
+        """One call for each shard; each of ``fields`` begins with the name that is placed there."""
+        by_shard: dict[int, list[Argument]] = {}
+        for each in fields:
+            arguments = by_shard.setdefault(self._shards.of(str(each[0])), [*first])
+            arguments.extend(each)
+        await self._shards.run_all([Call(script, *item) for item in by_shard.items()])
+
+    # who may come in
+
+    async def access(self, known: int = -1) -> AccessRecords | None:
+        answer = await self._shards.run(scripts.GET_ACCESS, _CONTROL, known)
+        if not answer:
+            return None
+        version, fields = answer
+        texts = [field.decode() for field in fields]
+        return AccessRecords(int(version), dict(zip(texts[::2], texts[1::2], strict=True)))
+
+    async def put_access(self, changes: Mapping[str, str | None]) -> None:
+        fields = [field for name, text in changes.items() for field in (name, text or "")]
+        await self._shards.run(scripts.SET_ACCESS, _CONTROL, *fields, settles=True)
+
+    # policy
+
+    async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
+        return await self._set_policy("", changes)
+
+    async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
+        return await self._set_policy(policy.version, policy.values)
+
+    async def _set_policy(self, version: int | str, values: Mapping[str, str]) -> ClusterPolicy:
+        fields = [text for pair in values.items() for text in pair]
+        answer = await self._shards.run(scripts.SET_POLICY, _CONTROL, version, *fields)
+        return codec.policy(answer)
+
+    async def policy(self) -> ClusterPolicy:
+        return await self.set_policy({})
+
+    async def cluster_id(self) -> str:
+        return self._cluster_id
+
+    async def time(self) -> float:
+        """The server's clock, in seconds since 1970; of several servers the first one's."""
+        answers = await self._shards.ask_each_server("time", "TIME")
+        seconds, microseconds = answers[0]
+        return float(seconds) + float(microseconds) / 1e6
+
+    def disturb(self, seconds: float, delay_s: float) -> None:
+        """A fault on purpose: for so long every call takes ``delay_s`` longer; inf: the ledger does
+        not answer. 0 seconds ends it."""
+        self._shards.disturb(seconds, delay_s)
+
+    async def process_id(self) -> int:
+        """Of the server. Raises InvalidRequest where that may be no process of this machine: it is
+        one where its url is a socket; LedgerUnavailable."""
+        if not self._is_local:
+            raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
+        [info] = await self._shards.ask_each_server("process", "INFO", "server")
+        return int(info["process_id"])
+
+    def audit(self) -> RedisAudit:
+        return RedisAudit(self._shards)
+
+    async def close(self) -> None:
+        await self._shards.close()
+
+
+def _load_report(answer: Sequence[Any]) -> LoadReport | None:
+    if not answer:
+        return None
+    load, age = answer
+    return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
+
+
+@contextmanager
+def _noticing_full() -> Iterator[None]:
+    """What lets a request begin is refused by a server without memory for it. Raises LedgerFull."""
+    try:
+        yield
+    except LedgerUnavailable as error:
+        if isinstance(error.__cause__, OutOfMemoryError):
+            raise LedgerFull("the ledger is full", retry_after_s=_FULL_S) from error
+        raise
+
+
+async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
+    # Hundreds of thousands of log probabilities take a second: not of the event loop's.
+    return await asyncio.to_thread(codec.stored, request_id, offsets, answer)
+
+
+def _dispatch_arguments(dispatch: Dispatch | None) -> Sequence[Argument]:
+    if dispatch is None:
+        return ()
+    return dispatch.worker, check_nonce(dispatch.epoch), check_nonce(dispatch.term)

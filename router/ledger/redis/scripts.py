@@ -1,0 +1,71 @@
+"""The ledger's moves as Lua scripts, one file each, ``common.lua`` in front of every one. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.ledger.entry import MAX_EVENTS
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """``sha`` is the name under which a server that has loaded ``source`` runs it."""
+
+    name: str
+    source: str
+    sha: str
+
+
+def script(name: str, common: str, own: str) -> Script:
+    """Of the texts of ``common.lua`` and of its own file."""
+    source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
+    # Redis names scripts so; nothing is secured by it.
+    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+def text(name: str) -> str:
+    return (_HERE / "scripts" / f"{name}.lua").read_text("utf-8")
+
+
+def _load(name: str) -> Script:
+    return script(name, text("common"), text(name))
+
+
+OPEN = _load("open")
+DISPATCH = _load("dispatch")
+APPEND = _load("append")
+RELEASE = _load("release")
+TAKE_OVER = _load("take_over")
+DISCARD = _load("discard")
+END = _load("end")
+EXPLAIN = _load("explain")
+FORGET = _load("forget")
+REASSERT = _load("reassert")
+EVENTS = _load("events")
+AUDIT = _load("audit")
+GET = _load("get")
+READ = _load("read")
+LIST = _load("list")
+BEAT = _load("beat")
+LEAVE = _load("leave")
+LEASES = _load("leases")
+ORPHANS = _load("orphans")
+LEAD = _load("lead")
+FENCE = _load("fence")
+RESIGN = _load("resign")
+SET_WORKER = _load("set_worker")
+SET_LOAD = _load("set_load")
+GET_LOAD = _load("get_load")
+ACTIVE = _load("active")
+SET_SCALING = _load("set_scaling")
+GET_SCALING = _load("get_scaling")
+CHARGE = _load("charge")
+SETTLE = _load("settle")
+HOLD = _load("hold")
+GET_ACCESS = _load("get_access")
+SET_ACCESS = _load("set_access")
+SET_POLICY = _load("set_policy")

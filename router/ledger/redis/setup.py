@@ -1,0 +1,121 @@
+"""The first look at a ledger: its servers, what they promise, and what they hold."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import ssl
+
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.ledger.config import LedgerConfig, LedgerSetupError
+from router.ledger.redis.address import Kind, parse
+from router.ledger.redis.connections import Command
+from router.ledger.redis.server import (
+    SCHEMA,
+    Info,
+    check_durability,
+    check_layout,
+    check_server,
+    knows_waitaof,
+)
+from router.ledger.redis.shards import Shards
+
+log = logs.get(__name__)
+
+
+async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
+    """Name and version of the server, and the cluster's id; of several servers the first one.
+
+    Raises LedgerSetupError for what cannot be used, LedgerUnavailable for what does not answer.
+    """
+    try:
+        server = await check_servers(shards, config)
+        return server, await _cluster_id(shards, config)
+    except LedgerUnavailable as error:
+        if reason := _refusal(error):
+            raise LedgerSetupError(reason) from error
+        raise
+
+
+async def check_servers(shards: Shards, config: LedgerConfig) -> str:
+    """Name and version of the first one. Raises LedgerSetupError, LedgerUnavailable."""
+    is_cluster = parse(config.url).kind is Kind.CLUSTER
+    infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
+    settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")
+    if None in infos:
+        raise LedgerSetupError("the ledger's server does not let us ask for INFO")
+    known = [info for info in infos if info is not None]
+    names = [check_server(info, is_cluster=is_cluster) for info in known]
+    for info, setting in zip(known, settings, strict=True):
+        check_durability(config.durability_class, info, (setting or {}).get("appendfsync"))
+    _warn(config, known, are_asked=all(settings))
+    shards.knows_waitaof = all(map(knows_waitaof, known))
+    return names[0]
+
+
+def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
+    demanded = config.durability_class
+    if demanded in ("always", "replicated") and not are_asked:
+        log.warning("appendfsync cannot be checked", durability_class=demanded)
+    if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
+        # It may be on its way.
+        log.warning("the ledger has no replica: it takes no request before there is one")
+
+
+async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
+    """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
+    key = _layout_key(config)
+    asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
+    [stored] = await shards.ask("connect", asking)
+    if None in stored:
+        # A server that is full would refuse to write what is there already, too.
+        *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
+    schema, num_shards, cluster_id = stored
+    check_layout(config, int(schema), int(num_shards))
+    return str(cluster_id.decode())
+
+
+def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
+    """Writes down what is not there."""
+    key = _layout_key(config)
+    fields: dict[str, str | int] = {
+        "schema": SCHEMA,
+        "shards": config.shards,
+        "cluster_id": cluster_id,
+    }
+    return [Command(key, ("HSETNX", key, name, value)) for name, value in fields.items()]
+
+
+def _layout_key(config: LedgerConfig) -> str:
+    return f"{config.key_prefix}:layout"
+
+
+def _refusal(error: BaseException) -> str:
+    """Why it does not help to try again; empty if it may."""
+    causes = _causes(error)
+    for cause in causes:
+        if isinstance(cause, AuthenticationError):
+            return "the ledger's server refuses our user or password"
+        if isinstance(cause, NoPermissionError):
+            return f"the ledger's server refuses our user {_command(cause)}; README.md has its rule"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"the ledger's server has a wrong certificate: {cause.verify_message}"
+        if isinstance(cause, ResponseError) and "cluster support disabled" in str(cause):
+            return "the ledger's server is no cluster: begin its url with redis:// or rediss://"
+    return ""
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while inner := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(inner)
+    return causes
+
+
+def _command(error: NoPermissionError) -> str:
+    """Which one, in the server's words; never more of them than its name."""
+    found = re.search(r"'([a-z|]+)' command", str(error))
+    return f"the command {found[1]}" if found else "a command or its keys"

@@ -1,0 +1,332 @@
+"""Calls of scripts on the ledger's shards: retried, bounded in time, their failures one error."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterError,
+    ConnectionError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import (
+    TimeoutError as ServerTimeout,
+)
+
+from everlift.errors import LedgerUnavailable
+from router.ledger.config import LedgerConfig
+from router.ledger.redis.channel import Argument
+from router.ledger.redis.connections import Command, connections
+from router.ledger.redis.scripts import Script
+from router.ledger.redis.server import SCHEMA, Info
+from router.stalls import Expiry
+
+T = TypeVar("T")
+
+#: Waits of up to 10, 20, 40, ... 320 ms between tries: a server that restarts is met again.
+_BACKOFF = ExponentialWithJitterBackoff(base=0.005, cap=0.32)
+#: A replica has so much of a call's time to say that it has something, and as much again to say
+#: that its disk has it, before all is done again. Both have to fit into a connection's patience.
+_SETTLE_PART = 0.2
+#: The key that is written to before a replica is asked is kept for so long after the last time.
+_SETTLED_KEY_MS = 24 * 3600 * 1000
+
+#: Where a server is gone, or not (or no longer) the one to ask.
+_ELSEWHERE = (
+    ConnectionError,
+    ServerTimeout,
+    ReadOnlyError,
+    AskError,
+    ClusterError,
+    RedisClusterException,
+)
+#: What a server answers that will have time for us, or disk, or replicas, later.
+_PASSING_WORDS = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
+_KILLED = "Script killed by user"
+_FORBIDDEN = "The user executing the script can't run this command"
+_FAILURES = (RedisError, RedisClusterException)
+
+
+class NotReplicated(RedisError):
+    """No replica has said in time that it has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``settles``: a promise begins with it. Under durability class replicated it is done when a
+    replica has it too."""
+
+    script: Script
+    shard: int
+    arguments: Sequence[Argument]
+    settles: bool = False
+    #: key of the script, if it is not the shard's root
+    key: str = ""
+
+
+def root(key_prefix: str, shard: int) -> str:
+    """Return what all keys of a shard begin with."""
+    return f"{key_prefix}:{SCHEMA}:{{{shard}}}:"
+
+
+class Shards:
+    """Every script may run twice, because its answer can be lost: scripts are written for that."""
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self._timeout_s = config.timeout
+        self._roots = [root(config.key_prefix, n) for n in range(config.shards)]
+        self._connections = connections(config)
+        self._is_replicated = config.durability_class == "replicated"
+        #: set by each look at the servers
+        self.knows_waitaof = False
+        self._disturbed_until = 0.0
+        self._disturbance_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def of(self, request_id: str) -> int:
+        return zlib.crc32(request_id.encode()) % len(self._roots)
+
+    def key(self, name: str, shard: int = 0) -> str:
+        return self._roots[shard] + name
+
+    async def run(
+        self,
+        script: Script,
+        shard: int,
+        *arguments: Argument,
+        settles: bool = False,
+        key: str = "",
+    ) -> Any:
+        """What the script answers. Raises LedgerUnavailable."""
+        return (await self.run_all([Call(script, shard, arguments, settles, key)]))[0]
+
+    async def run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """What each of the scripts answers, in one round trip. Raises LedgerUnavailable."""
+        if not calls:
+            return []
+        return await self.attempt(calls[0].script.name, lambda: self._run(calls))
+
+    async def run_with_info(
+        self, call: Call, sections: Sequence[str], more: Sequence[Command]
+    ) -> tuple[Any, list[Info]]:
+        """What the script answers, and these sections of INFO of every server that has a shard;
+        ``more`` is done too, but by a server that is full. In one round trip, so that the answer
+        and its server are of the same life. Raises LedgerUnavailable."""
+        info = ("INFO", *sections)
+
+        async def run() -> tuple[Any, list[Info]]:
+            asked = [Command(key, info) for key in await self._connections.servers(self._roots)]
+            answer, *rest = await self._run([call], [*asked, *more])
+            return answer, rest[: len(asked)]
+
+        return await self.attempt(call.script.name, run)
+
+    async def ask(self, name: str, *commands: Command) -> list[Any]:
+        """What the commands answer. Raises LedgerUnavailable."""
+        return await self.attempt(name, lambda: self._answered(commands))
+
+    async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
+        """What each server that has a shard answers; a refusal of the command is None. Raises
+        LedgerUnavailable."""
+
+        async def ask() -> list[Any]:
+            keys = await self._connections.servers(self._roots)
+            answers = await self._connections.send([Command(key, arguments) for key in keys])
+            for answer in answers:
+                if isinstance(answer, RedisError) and _passes(answer):
+                    raise answer
+            return [None if isinstance(answer, RedisError) else answer for answer in answers]
+
+        return await self.attempt(name, ask)
+
+    async def servers(self) -> list[str]:
+        """Roots, one for each server that has a shard. Raises LedgerUnavailable."""
+        return await self.attempt("servers", lambda: self._connections.servers(self._roots))
+
+    def disturb(self, seconds: float, delay_s: float) -> None:
+        """For so long every call takes ``delay_s`` longer; inf: it gets no answer before that is
+        over. 0 seconds ends it."""
+        self._disturbed_until = asyncio.get_running_loop().time() + seconds
+        self._disturbance_s = delay_s
+
+    async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
+        """Does it until it succeeds or the time is up. Raises LedgerUnavailable, whose cause is
+        what failed last."""
+        failure: Exception | None = None
+        failures = 0
+        try:
+            async with asyncio.timeout(None) as limit:
+                expiry = Expiry(limit, self._timeout_s)
+                try:
+                    if self._disturbed_until:
+                        await self._disturbance()
+                    # The cancellation is lost where a node's answer fails in the same moment: then
+                    # asyncio.gather tells of that alone.
+                    while not (limit.expired() or expiry.is_extended):
+                        try:
+                            if isinstance(failure, _ELSEWHERE):
+                                await self._connections.look_again()
+                            return await do()
+                        except _FAILURES as error:
+                            failure = _root(error)
+                            if not _passes(failure):
+                                raise
+                        failures += 1
+                        await asyncio.sleep(_BACKOFF.compute(failures))
+                    raise TimeoutError
+                finally:
+                    expiry.cancel()
+        except TimeoutError as error:
+            what = "no answer" if failure is None else kind(failure)
+            raise LedgerUnavailable(f"{name}: {what} within {self._timeout_s:g} s") from (
+                failure or error
+            )
+        except _FAILURES as error:
+            raise LedgerUnavailable(f"{name}: {kind(_root(error))}") from _root(error)
+
+    async def _disturbance(self) -> None:
+        left = self._disturbed_until - asyncio.get_running_loop().time()
+        if left > 0:
+            await asyncio.sleep(min(left, self._disturbance_s))
+        else:
+            self._disturbed_until = 0.0
+
+    async def _run(self, calls: Sequence[Call], more: Sequence[Command] = ()) -> list[Any]:
+        """What the scripts answer, then what ``more`` does."""
+        commands = [self._command(call) for call in calls]
+        settling = self._settling(calls)
+        per_shard = 4 if self.knows_waitaof else 3
+        asked = [*commands, *more, *settling]
+        # What waits for a replica, or is no script, does not go where others wait behind it.
+        send = self._connections.send if settling or more else self._connections.call
+        answers = await send(asked)
+        missing = [
+            call
+            for call, answer in zip(calls, answers, strict=False)
+            if isinstance(answer, NoScriptError)
+        ]
+        if missing:
+            await self._load(missing)
+            answers = await send(asked)
+        kept = len(commands) + len(more)
+        _raise_first(answers[: len(commands)])
+        _raise_first(
+            answer
+            for answer in answers[len(commands) : kept]
+            if not isinstance(answer, OutOfMemoryError)
+        )
+        _check_settled(answers[kept:], per_shard)
+        return answers[:kept]
+
+    def _command(self, call: Call) -> Command:
+        key = self._key(call)
+        return Command(key, ("EVALSHA", call.script.sha, 1, key, *call.arguments))
+
+    def _key(self, call: Call) -> str:
+        return call.key or self._roots[call.shard]
+
+    def _settling(self, calls: Sequence[Call]) -> list[Command]:
+        """What follows the calls to make sure that a replica has them.
+
+        A replica is asked for all that its primary wrote before what this connection wrote last. So
+        something is written behind the calls in any case: one that is repeated writes nothing.
+        PEXPIRE is replicated always, and done by a server that is full as well.
+
+        WAITAOF alone takes a second: a replica that is asked tells what was on its disk before it
+        got what it is asked for, and again only with its next beat. Behind WAIT it has got it.
+        """
+        if not self._is_replicated:
+            return []
+        wait_ms = max(1, round(self._timeout_s * _SETTLE_PART * 1000))
+        waits: list[tuple[Argument, ...]] = [("WAIT", 1, wait_ms)]
+        if self.knows_waitaof:
+            waits.append(("WAITAOF", 1, 1, wait_ms))
+        commands = []
+        for shard in {call.shard for call in calls if call.settles}:
+            key = self.key("settled", shard)
+            writes = ("SET", key, "", "NX"), ("PEXPIRE", key, _SETTLED_KEY_MS)
+            commands += [Command(key, arguments) for arguments in (*writes, *waits)]
+        return commands
+
+    async def _load(self, calls: Sequence[Call]) -> None:
+        sources = {(self._key(call), call.script.source) for call in calls}
+        loading = [Command(key, ("SCRIPT LOAD", source)) for key, source in sources]
+        await self._answered(loading)
+
+    async def _answered(self, commands: Sequence[Command]) -> list[Any]:
+        answers = await self._connections.send(commands)
+        _raise_first(answers)
+        return answers
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+
+def kind(error: BaseException) -> str:
+    """What failed, in a word. Never a server's own words beyond the first: they may repeat
+    arguments."""
+    if isinstance(error, NotReplicated):
+        return "not replicated"
+    words = str(error)
+    if _FORBIDDEN in words:
+        return NoPermissionError.__name__
+    word = words.partition(" ")[0]
+    if type(error) is ResponseError and word.isalpha() and word.isupper():
+        return word
+    return type(error).__name__
+
+
+def _raise_first(answers: Iterable[Any]) -> None:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+
+
+def _check_settled(answers: Sequence[Any], per_shard: int) -> None:
+    """Raises NotReplicated; RedisError for what was refused."""
+    for start in range(0, len(answers), per_shard):
+        # A full server refuses to make the key, but not to write to one that is there.
+        _, written, replicas, *on_disks = answers[start : start + per_shard]
+        _raise_first([written, replicas, *on_disks])
+        if not written or min([replicas, *chain(*on_disks)]) < 1:
+            raise NotReplicated
+
+
+def _root(error: BaseException) -> Exception:
+    """What went wrong on the way to a connection, or to all nodes of a cluster, comes wrapped."""
+    assert isinstance(error, Exception)
+    inner = error.__cause__ or error.__context__
+    if isinstance(error, RedisClusterException | ConnectionError) and isinstance(inner, _FAILURES):
+        return _root(inner)
+    return error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it may be different the next time."""
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        return False
+    if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
+        return False
+    if isinstance(error, (*_ELSEWHERE, TryAgainError, NoScriptError, NotReplicated)):
+        return True
+    words = str(error)
+    return words.partition(" ")[0] in _PASSING_WORDS or _KILLED in words

@@ -1,0 +1,161 @@
+"""The same under vLLM's names, as far as vLLM has it, for dashboards that know these.
+
+``engine`` is a worker's id where a worker is meant, and 0 where it is the router that counts. What
+is read here is counted nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import Metric as Family
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+from router.observability.metrics.catalogue import CATALOGUE
+from router.observability.metrics.collector import Leader, Link, Requests, Sessions
+from router.observability.metrics.instruments import Instruments
+
+_ROUTER = "0"
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": "everlift_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "everlift_inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds": "everlift_request_latency_seconds",
+    "vllm:request_queue_time_seconds": "everlift_queue_wait_seconds",
+    "vllm:request_prefill_time_seconds": "everlift_prefill_seconds",
+    "vllm:request_decode_time_seconds": "everlift_decode_seconds",
+    "vllm:request_prompt_tokens": "everlift_request_prompt_tokens",
+    "vllm:request_generation_tokens": "everlift_request_output_tokens",
+}
+#: By outcome, where a request did not finish by a token.
+_FINISHED_REASONS = {
+    "cancelled": "abort",
+    "deadline_exceeded": "abort",
+    "attempts_exhausted": "error",
+    "data_loss": "error",
+    "engine_failed": "error",
+    "internal": "error",
+    "no_worker": "error",
+}
+
+
+def _kv_usage(link: Link) -> float:
+    return link.state.blocks_used / max(1, link.info.num_blocks)
+
+
+_WORKER_GAUGES: Mapping[str, tuple[str, Callable[[Link], float]]] = {
+    "vllm:num_requests_running": ("Sequences in a batch.", lambda it: it.state.num_running),
+    "vllm:num_requests_waiting": (
+        "Sequences that wait at a worker; engine 0: requests in the admission queue.",
+        lambda it: it.state.num_waiting,
+    ),
+    "vllm:kv_cache_usage_perc": ("Part of the KV cache's blocks in use, 0 to 1.", _kv_usage),
+}
+_WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[Link], float]]] = {
+    "vllm:prefix_cache_queries": (
+        "Known tokens of sequences when they came into the batch.",
+        lambda it: it.state.counters.prompt_tokens,
+    ),
+    "vllm:prefix_cache_hits": (
+        "Of these, tokens found in the KV cache.",
+        lambda it: it.state.counters.prefix_hit_tokens,
+    ),
+    "vllm:num_preemptions": (
+        "Times that a sequence gave up its blocks.",
+        lambda it: it.state.preemptions,
+    ),
+    "vllm:spec_decode_num_draft_tokens": (
+        "Tokens proposed by speculation.",
+        lambda it: it.state.counters.draft_tokens,
+    ),
+    "vllm:spec_decode_num_accepted_tokens": (
+        "Of these, what the model itself drew.",
+        lambda it: it.state.counters.accepted_tokens,
+    ),
+}
+
+
+class VllmCollector:
+    """``model`` is the label model_name."""
+
+    def __init__(
+        self,
+        model: str,
+        instruments: Instruments,
+        requests: Requests,
+        sessions: Sessions,
+        leader: Leader,
+    ) -> None:
+        self._model = model
+        self._instruments = instruments
+        self._requests = requests
+        self._sessions = sessions
+        self._leader = leader
+
+    def collect(self) -> Iterator[Family]:
+        for name, ours in _HISTOGRAMS.items():
+            yield self._histogram(name, ours)
+        yield from self._of_workers()
+        yield self._tokens("vllm:prompt_tokens", "everlift_prompt_tokens_total")
+        generated = self._counter("vllm:generation_tokens", "Output tokens.")
+        generated.add_metric([self._model, _ROUTER], self._requests.counters.output_tokens)
+        yield generated
+        yield self._successes()
+
+    def _histogram(self, name: str, ours: str) -> HistogramMetricFamily:
+        """Of all classes."""
+        buckets: Counter[str] = Counter()
+        total = 0.0
+        for sample in self._instruments.samples(ours):
+            if sample.name.endswith("_bucket"):
+                buckets[sample.labels["le"]] += int(sample.value)
+            elif sample.name.endswith("_sum"):
+                total += sample.value
+        family = HistogramMetricFamily(name, CATALOGUE[ours].help, labels=["model_name", "engine"])
+        family.add_metric([self._model, _ROUTER], list(buckets.items()), total)
+        return family
+
+    def _of_workers(self) -> Iterator[Family]:
+        """By the router that leads."""
+        load = self._leader.load()
+        links = [link for link in self._sessions.links if load is not None and link.is_up]
+        for name, (text, gauge) in _WORKER_GAUGES.items():
+            gauges = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
+            for link in links:
+                gauges.add_metric([self._model, link.info.worker_id], gauge(link))
+            if load is not None and name == "vllm:num_requests_waiting":
+                gauges.add_metric([self._model, _ROUTER], load.queued)
+            yield gauges
+        for name, (text, count) in _WORKER_COUNTERS.items():
+            counters = self._counter(name, text)
+            for link in links:
+                counters.add_metric([self._model, link.info.worker_id], count(link))
+            yield counters
+
+    def _tokens(self, name: str, ours: str) -> CounterMetricFamily:
+        family = self._counter(name, CATALOGUE[ours].help)
+        for sample in self._instruments.samples(ours):
+            if sample.name == ours:
+                family.add_metric([self._model, _ROUTER], sample.value)
+        return family
+
+    def _successes(self) -> CounterMetricFamily:
+        """By choice, as vLLM counts them."""
+        reasons = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
+        for sample in self._instruments.samples("everlift_requests_total"):
+            if (reason := _FINISHED_REASONS.get(sample.labels["outcome"])) is not None:
+                reasons[reason] += sample.value if sample.name.endswith("_total") else 0.0
+        for sample in self._instruments.samples("everlift_choices_finished_total"):
+            if sample.name.endswith("_total"):
+                reasons[sample.labels["reason"]] = sample.value
+        family = self._counter("vllm:request_success", "Choices that ended.", "finished_reason")
+        for reason, count in reasons.items():
+            family.add_metric([self._model, _ROUTER, reason], count)
+        return family
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(name, text, labels=["model_name", "engine", *labels])

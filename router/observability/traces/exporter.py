@@ -1,0 +1,124 @@
+"""Where spans go: to nobody, or over OTLP to whatever collects them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Protocol
+
+from everlift.settings import SettingsError
+from router.observability.traces.spans import Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext, TraceState
+
+_SCOPE = "everlift"
+#: How long a router that stops waits for its collector.
+CLOSE_S = 2.0
+
+
+class Exporter(Protocol):
+    def export(self, spans: Iterable[Span]) -> None:
+        """Must not wait."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left, for ``CLOSE_S`` at most. Waits for that."""
+        ...
+
+
+class OtlpExporter:
+    """Sends spans in batches, from a thread of its own. What does not fit into its queue while the
+    collector is away is dropped."""
+
+    def __init__(self, exporter: SpanExporter, router_id: str) -> None:
+        """``exporter`` is OpenTelemetry's."""
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        ours = Resource(
+            {
+                "service.name": _SCOPE,
+                "service.version": version("everlift"),
+                "service.instance.id": router_id,
+            }
+        )
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are the operator's, and go before ours.
+        self._resource = ours.merge(OTELResourceDetector().detect())
+        self._exporter = exporter
+        self._scope = InstrumentationScope(_SCOPE, version("everlift"))
+        self._processor = BatchSpanProcessor(exporter)
+
+    def export(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._processor.on_end(self._readable(span))
+
+    def close(self) -> None:
+        # Its own end has no bound that can be set: what is under way is broken off.
+        breaking = threading.Timer(CLOSE_S, self._exporter.shutdown)
+        breaking.start()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        breaking.cancel()
+
+    def _readable(self, span: Span) -> ReadableSpan:
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        context = span.context
+        parent = _context(context.parent_id, span) if context.parent_id else None
+        return ReadableSpan(
+            span.name,
+            _context(context.span_id, span),
+            parent,
+            self._resource,
+            dict(span.attributes),
+            [Event(name, timestamp=_nanoseconds(time)) for time, name in span.events],
+            kind=SpanKind.SERVER if span.is_root else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR if span.error else StatusCode.UNSET, span.error or None),
+            start_time=_nanoseconds(span.start),
+            end_time=_nanoseconds(span.end),
+            instrumentation_scope=self._scope,
+        )
+
+
+def otlp(endpoint: str, router_id: str) -> Exporter:
+    """To a collector that speaks OTLP over gRPC; https:// for TLS. OpenTelemetry's own variables,
+    OTEL_EXPORTER_OTLP_HEADERS and others, set headers and certificates. Raises SettingsError."""
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise SettingsError(
+            "router.trace_endpoint: traces need OpenTelemetry's exporter:"
+            " pip install 'everlift[traces]'"
+        ) from None
+    return OtlpExporter(OTLPSpanExporter(endpoint=endpoint), router_id)
+
+
+def _context(span_id: str, span: Span) -> SpanContext:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    context = span.context
+    return SpanContext(
+        int(context.trace_id, 16),
+        int(span_id, 16),
+        is_remote=span_id != context.span_id,
+        trace_flags=TraceFlags(context.is_sampled),
+        trace_state=_state(context.state) if context.state else None,
+    )
+
+
+@lru_cache(maxsize=64)
+def _state(state: str) -> TraceState:
+    """The spans of a request have the same."""
+    from opentelemetry.trace import TraceState
+
+    return TraceState.from_header([state])
+
+
+def _nanoseconds(time: float) -> int:
+    return round(time * 1e9)

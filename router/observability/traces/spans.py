@@ -1,0 +1,246 @@
+"""A request's trace: its moves in the ledger, and what its gateway saw between them. Pure.
+
+    <operation> <model>                    from the call to the last move
+      everlift.accept                      tokenised, written into the ledger
+      everlift.queue                       for each time in the admission queue
+      everlift.attempt                     for each worker that had it
+        everlift.engine.wait               there, until its first step
+        everlift.engine.prefill            until its first new token
+        everlift.engine.decode             until its last one
+        everlift.engine.preempted          for each time without KV blocks
+
+Attempts are the ledger's, so they are all there when gateways were lost on the way; the engine's
+phases are those that the last gateway saw. Neither prompt nor output is in a span, nor the text of
+an error, which may quote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everlift.messages import Request
+from everlift.trace_context import TraceContext
+from router.ledger.entry import Entry, Event, State
+from router.requests.attempt import Attempt
+from router.requests.timing import Journal
+
+Value = str | int | float | Sequence[str]
+
+_OPERATION = "text_completion"
+_PROVIDER = "everlift"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Times are seconds since 1970. ``error`` is a slug, empty where there is none; ``events`` are
+    times and names."""
+
+    name: str
+    context: TraceContext
+    start: float
+    end: float
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    error: str = ""
+    events: tuple[tuple[float, str], ...] = ()
+    #: the whole request, as its client knows it
+    is_root: bool = False
+
+
+def request_spans(
+    request: Request,
+    entry: Entry,
+    events: Sequence[Event],
+    journal: Journal,
+    new_span_id: Callable[[], str],
+) -> list[Span]:
+    """Of a request that has ended and is traced, its root last."""
+    assert request.trace is not None
+    seen = {attempt.number: attempt for attempt in journal}
+    walk = _Walk(request, request.trace, entry, events, seen, new_span_id)
+    spans = list(walk)
+    accepted, ended = entry.arrived, events[-1].time if events else entry.arrived
+    began = accepted - (journal.accept_s or 0.0)
+    if journal.accept_s is not None:
+        spans.append(Span("everlift.accept", walk.child(), began, accepted))
+    spans.append(
+        Span(
+            # As OpenTelemetry's conventions for generative AI have it.
+            f"{_OPERATION} {request.model}",
+            request.trace,
+            began,
+            ended,
+            _request_attributes(request) | _entry_attributes(request, entry),
+            entry.error_slug,
+            _root_events(entry, events, journal),
+            is_root=True,
+        )
+    )
+    return spans
+
+
+def refusal_span(
+    trace: TraceContext, start: float, end: float, slug: str, x_request_id: str
+) -> Span:
+    """Of a request that was never accepted. What it said may be anything, so nothing of it is
+    here."""
+    attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
+    return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
+
+
+class _Walk:
+    """Along the request's moves."""
+
+    def __init__(
+        self,
+        request: Request,
+        trace: TraceContext,
+        entry: Entry,
+        events: Sequence[Event],
+        seen: Mapping[int, Attempt],
+        new_span_id: Callable[[], str],
+    ) -> None:
+        self._priority = request.priority
+        self._trace = trace
+        self._events = events
+        self._seen = seen
+        self._new_span_id = new_span_id
+        dispatches = sum(event.move == "dispatch" for event in events)
+        #: of the attempt that runs, or ran last: the first ones may have gone from the events
+        self._number = entry.attempts - dispatches
+        self._queued: float | None = None
+        self._dispatch: Event | None = None
+
+    def child(self, of: TraceContext | None = None) -> TraceContext:
+        return (of or self._trace).child(self._new_span_id())
+
+    def __iter__(self) -> Iterator[Span]:
+        for event in self._events:
+            match event.move:
+                case "open":
+                    self._queued = event.time
+                case "dispatch":
+                    yield from self._leave_queue(event.time)
+                    self._number += 1
+                    self._dispatch = event
+                case "release":
+                    outcome = "lost" if event.detail else "returned"
+                    yield from self._end_attempt(event.time, outcome, event.detail)
+                    self._queued = event.time
+                case "take_over":
+                    yield from self._end_attempt(event.time, "gateway_lost")
+                    self._queued = event.time if self._queued is None else self._queued
+                case "finish":
+                    yield from self._end_attempt(event.time, "finished")
+                case "end":
+                    yield from self._leave_queue(event.time)
+                    yield from self._end_attempt(event.time, event.detail)
+
+    def _leave_queue(self, now: float) -> Iterator[Span]:
+        if self._queued is not None:
+            attributes = {
+                "everlift.attempt": self._number + 1,
+                "everlift.priority": self._priority,
+            }
+            yield Span("everlift.queue", self.child(), self._queued, now, attributes)
+        self._queued = None
+
+    def _end_attempt(self, now: float, outcome: str, cause: str = "") -> Iterator[Span]:
+        dispatch, self._dispatch = self._dispatch, None
+        if dispatch is None:
+            return
+        attributes: dict[str, Value] = {
+            "everlift.attempt": self._number,
+            "everlift.worker_id": dispatch.detail,
+            "everlift.outcome": outcome,
+        }
+        context, attempt = self.child(), self._seen.get(self._number)
+        if attempt is not None:
+            attributes["everlift.new_tokens"] = attempt.new_tokens
+            attributes["everlift.cached_tokens"] = attempt.cached_tokens
+            yield from self._phases(context, attempt, dispatch.time, now)
+        error = "lost" if cause else ""
+        yield Span("everlift.attempt", context, dispatch.time, now, attributes, error)
+
+    def _phases(
+        self, parent: TraceContext, attempt: Attempt, start: float, end: float
+    ) -> Iterator[Span]:
+        """The gateway's clock is set to the ledger's where both saw the same: the dispatch."""
+
+        def at(time: float) -> float:
+            return min(max(start, start + time - attempt.dispatched), end)
+
+        def phase(name: str, since: float, until: float) -> Span:
+            return Span(f"everlift.engine.{name}", self.child(parent), since, until)
+
+        if attempt.waited_s is not None:
+            first_step = at(attempt.dispatched + attempt.waited_s)
+            yield phase("wait", start, first_step)
+            first_token = at(attempt.first_token) if attempt.first_token is not None else end
+            yield phase("prefill", first_step, first_token)
+        if attempt.first_token is not None and attempt.last_token is not None:
+            yield phase("decode", at(attempt.first_token), at(attempt.last_token))
+        for pause in attempt.pauses:
+            until = end if pause.until is None else at(pause.until)
+            yield phase("preempted", at(pause.since), until)
+
+
+_OURS: Mapping[str, Value] = {
+    "gen_ai.operation.name": _OPERATION,
+    "gen_ai.provider.name": _PROVIDER,
+}
+
+
+def _request_attributes(request: Request) -> dict[str, Value]:
+    sampling = request.sampling
+    labels = {
+        "session.id": request.session_id,
+        "everlift.fairness_id": request.fairness_id,
+        "everlift.application": request.application,
+    }
+    return {
+        **{name: label for name, label in labels.items() if label},
+        **_x_request_id(request.x_request_id),
+        **_OURS,
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.choice.count": request.n,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "everlift.priority": request.priority,
+    }
+
+
+def _x_request_id(value: str) -> dict[str, Value]:
+    """As OpenTelemetry's conventions have a header."""
+    return {"http.request.header.x-request-id": [value]} if value else {}
+
+
+def _entry_attributes(request: Request, entry: Entry) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        "gen_ai.response.id": entry.request_id,
+        "gen_ai.usage.input_tokens": len(request.prompt_ids),
+        "gen_ai.usage.output_tokens": sum(entry.num_tokens),
+        "gen_ai.response.finish_reasons": [
+            reason.name.lower() for reason in entry.finish_reasons if reason
+        ],
+        "everlift.state": entry.state.value,
+        "everlift.attempts": entry.attempts,
+        "everlift.losses": entry.losses,
+        "everlift.preemptions": entry.tally.preemptions,
+        "everlift.migrations": entry.tally.migrations,
+        "everlift.recomputed_tokens": entry.tally.recomputed_tokens,
+    }
+    if entry.state is not State.FINISHED:
+        attributes["error.type"] = entry.error_slug
+    return attributes
+
+
+def _root_events(
+    entry: Entry, events: Sequence[Event], journal: Journal
+) -> tuple[tuple[float, str], ...]:
+    told = [(event.time, event.move) for event in events if event.move in ("take_over", "reassert")]
+    if journal.readable_s is not None:
+        told.append((entry.arrived + journal.readable_s, "first_token"))
+    return tuple(sorted(told))

@@ -1,0 +1,1 @@
+"""A request's life in the router that owns it."""

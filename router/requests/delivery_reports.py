@@ -1,0 +1,53 @@
+"""What came after the ledger was told where a request's time went: the way of its end there and
+back, and how long its client read on. Where that is much of its time, the ledger is told again."""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+from router.ledger.base import Ledger
+from router.ledger.entry import Entry, Explained
+from router.requests.request import LiveRequest
+
+#: Of a request's seconds, and as a part of them: what is less is not told.
+_LEAST_S, _LEAST_PART = 1e-3, 0.01
+#: Requests between two calls of the ledger: of others it knows no more than before.
+_MOST = 1000
+
+
+class Deliveries:
+    """``tell`` is called from time to time: one call for all that were noted since."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._untold: list[Explained] = []
+        #: for as long as somebody else holds them: what has ended is its readers'
+        self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
+
+    def begin(self, live: LiveRequest) -> None:
+        """A client reads it."""
+        self._read[live.request_id] = live
+
+    def going_on(self, entry: Entry) -> LiveRequest | None:
+        """The request of this entry, where it has ended here and a client still reads it."""
+        live = self._read.get(entry.request_id)
+        if live is None or live.arrived != entry.arrived:
+            return None
+        return live if live.has_untold_end and live.has_readers else None
+
+    def note(self, live: LiveRequest) -> None:
+        """A client of it is gone, or has all."""
+        journal, entry = live.journal, live.entry
+        if not live.has_untold_end or not journal.is_delivered:
+            return
+        live.has_untold_end = False
+        is_much = journal.behind_s > max(_LEAST_S, _LEAST_PART * journal.total_s)
+        if is_much and len(self._untold) < _MOST:
+            packed = live.packed_explanation(journal.heard)
+            self._untold.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
+
+    async def tell(self) -> None:
+        """What cannot be told now is not told again. Raises LedgerUnavailable."""
+        untold, self._untold = self._untold, []
+        if untold:
+            await self._ledger.explain(untold)

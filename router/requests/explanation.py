@@ -1,0 +1,182 @@
+"""Where the time of a request went, as it is told and as the ledger keeps it. Pure.
+
+What a gateway knows of a request goes into the ledger with each of its moves, in so many bytes at
+most. What came later, up to the last move, the ledger's own events say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from everlift.messages import Request
+from everlift.v1 import inference_pb2 as pb
+from router.ledger.entry import Entry, Event, State, Stored
+from router.prediction.predictor import Prediction
+from router.requests.attempt import Attempt
+from router.requests.slow_readers import Unread
+from router.requests.timing import FINISHED, Journal, Span
+
+#: In the ledger.
+MAX_BYTES = 4096
+#: Of how an attempt ended; an error may quote anything.
+_MAX_END = 200
+
+#: Before the request was in the ledger.
+ACCEPTING = (
+    pb.SPAN_KIND_DOOR,
+    pb.SPAN_KIND_RENDERING,
+    pb.SPAN_KIND_LIMITS,
+    pb.SPAN_KIND_OPENING,
+)
+
+
+def explained(
+    journal: Journal,
+    entry: Entry,
+    request: Request,
+    prediction: Prediction,
+    predicted_ttft_s: float | None,
+    unread_tokens: int,
+) -> pb.Explanation:
+    explanation = pb.Explanation(
+        request_id=entry.request_id,
+        state=pb.RequestState.Value(f"REQUEST_STATE_{entry.state.name}"),
+        total_s=journal.total_s,
+        prompt_tokens=len(request.prompt_ids),
+        output_tokens=sum(entry.num_tokens),
+        predicted_output_tokens=prediction.output_tokens(request),
+        prediction_distrusted=prediction.is_distrusted,
+        ttft_s=journal.ttft_s,
+        ledger_s=journal.ledger_s,
+        predicted_ttft_s=predicted_ttft_s,
+        dropped_attempts=journal.num_dropped,
+        unread_s=journal.unread_s,
+        unread_tokens=unread_tokens,
+        overtaken=journal.overtaken,
+    )
+    # In place: to make messages and copy them takes twice as long.
+    for kind, seconds, attempt in journal.spans:
+        explanation.spans.add(kind=kind, seconds=seconds, attempt=attempt)
+    explanation.attempts.extend(journal.earlier_attempts)
+    for each in journal.told:
+        _add(each, explanation)
+    return explanation
+
+
+def summed(spans: Iterable[Span]) -> list[pb.Span]:
+    """The seconds of each kind together, in the kinds' order."""
+    seconds: dict[pb.SpanKind.ValueType, float] = {}
+    for span in spans:
+        seconds[span.kind] = seconds.get(span.kind, 0.0) + span.seconds
+    return [pb.Span(kind=kind, seconds=seconds[kind]) for kind in sorted(seconds)]
+
+
+def _span(span: Span) -> pb.Span:
+    return pb.Span(kind=span.kind, seconds=span.seconds, attempt=span.attempt)
+
+
+def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
+    account = attempt.account
+    explanation.attempts.add(
+        number=attempt.number,
+        worker_id=attempt.worker_id,
+        known_tokens=attempt.known_tokens,
+        cached_tokens=attempt.cached_tokens,
+        prefilled_tokens=attempt.prefilled_tokens if not attempt.new_tokens else 0,
+        new_tokens=attempt.new_tokens,
+        preemptions=attempt.preemptions,
+        recomputed_tokens=attempt.recomputed_tokens,
+        end=attempt.end[:_MAX_END],
+        steps=attempt.steps,
+        most_neighbours=account.most_neighbours if account is not None else 0,
+        neighbours=attempt.neighbours,
+        newcomers=attempt.newcomers,
+        occupants=attempt.occupants,
+        queue=attempt.queue,
+    )
+
+
+# in the ledger
+
+
+def packed(explanation: pb.Explanation) -> bytes:
+    """In MAX_BYTES: of the first attempts the names of other requests are left out, who came later
+    before those that were there, and if that is not enough all but their time. What is true for a
+    moment alone is not kept."""
+    explanation.ClearField("unread_tokens")
+    for shorter in _shorter(explanation):
+        if shorter.ByteSize() <= MAX_BYTES:
+            return shorter.SerializeToString()
+    raise AssertionError("sums alone fit")
+
+
+def _shorter(explanation: pb.Explanation) -> Iterator[pb.Explanation]:
+    """Itself first, then less and less of it."""
+    yield explanation
+    for attempt in explanation.attempts:
+        del attempt.newcomers[:], attempt.occupants[:]
+        yield explanation
+    for attempt in explanation.attempts:
+        del attempt.neighbours[:], attempt.queue.before[:]
+        yield explanation
+    while explanation.attempts:
+        _drop_first(explanation)
+        yield explanation
+
+
+def _drop_first(explanation: pb.Explanation) -> None:
+    number = explanation.attempts.pop(0).number
+    explanation.dropped_attempts += 1
+    spans = list(_spans(explanation))
+    later = [span for span in spans if span.attempt > number]
+    del explanation.spans[:]
+    explanation.spans.extend(summed(span for span in spans if span.attempt <= number))
+    explanation.spans.extend(map(_span, later))
+
+
+def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
+    """What the ledger has of a request that is in no gateway's hands. What it was not told is the
+    last span: the way of the end into the ledger, or what came after a gateway that is lost."""
+    entry = stored.entry
+    explanation = pb.Explanation.FromString(stored.explanation)
+    explanation.request_id = entry.request_id
+    explanation.state = pb.RequestState.Value(f"REQUEST_STATE_{entry.state.name}")
+    explanation.prompt_tokens = len(stored.request.prompt_ids)
+    explanation.output_tokens = sum(entry.num_tokens)
+    is_over = entry.state.is_final and bool(events)
+    if entry.state is State.FINISHED and explanation.attempts:
+        explanation.attempts[-1].end = FINISHED
+    left_s = _untold_s(explanation, entry, events[-1].time if is_over else stored.now)
+    if left_s > 0.0:
+        is_told = is_over and bool(explanation.spans)
+        kind = pb.SPAN_KIND_STORING if is_told else pb.SPAN_KIND_ELSEWHERE
+        explanation.spans.add(kind=kind, seconds=left_s)
+        explanation.total_s += left_s
+    return explanation
+
+
+def resumed(stored: Stored, now: float) -> Journal:
+    """Of a request that another gateway had until this moment."""
+    explanation = pb.Explanation.FromString(stored.explanation)
+    untold_s = _untold_s(explanation, stored.entry, stored.now)
+    journal = Journal(now - explanation.total_s - max(0.0, untold_s))
+    journal.adopted(list(_spans(explanation)), stored.entry.attempts, now)
+    journal.earlier_attempts = tuple(explanation.attempts)
+    journal.earlier_dropped = explanation.dropped_attempts
+    journal.unread = Unread(explanation.unread_s)
+    journal.overtaken = explanation.overtaken
+    if explanation.HasField("ttft_s"):
+        journal.ttft_s = explanation.ttft_s
+    if explanation.HasField("ledger_s"):
+        journal.ledger_s = explanation.ledger_s
+    return journal
+
+
+def _untold_s(explanation: pb.Explanation, entry: Entry, moment: float) -> float:
+    """Until this moment in ledger time."""
+    accepting_s = sum(it.seconds for it in explanation.spans if it.kind in ACCEPTING)
+    return accepting_s + (moment - entry.arrived) - explanation.total_s
+
+
+def _spans(explanation: pb.Explanation) -> Iterator[Span]:
+    return (Span(it.kind, it.seconds, it.attempt) for it in explanation.spans)

@@ -1,0 +1,132 @@
+"""What workers and the leader are told of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from everlift.messages import Request
+from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
+from router.prediction.predictor import Prediction
+from router.requests.choice import Choice
+from router.requests.request import LiveRequest
+
+
+def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
+    """Lets a worker begin a choice, or go on exactly where it ends."""
+    request = live.request
+    return session_pb2.Start(
+        epoch=live.epoch,
+        choice=choice.index,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        output_ids=choice.output.tokens,
+        max_tokens=request.max_tokens,
+        sampling=_sampling(live, choice).to_proto(),
+        stop_token_ids=request.stop_token_ids,
+        salt=request.salt,
+        num_computed=_num_computed(live, choice),
+        priority=request.priority,
+        predicted_tokens=live.prediction.length.to_come(0, request.max_tokens),
+        confirm_first_step=live.confirms_first_step,
+    )
+
+
+def _num_computed(live: LiveRequest, choice: Choice) -> int:
+    """To draw a token, all before it were computed."""
+    known = len(live.request.prompt_ids) + len(choice.output)
+    drawn = known - 1 if len(choice.output) else 0
+    return min(max(choice.num_computed, drawn), known)
+
+
+def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
+    """The prompt is scored once, for the first choice, which draws nothing until then."""
+    sampling = live.request.sampling
+    if sampling.prompt_logprobs is None or (choice.index == 0 and live.lacks_prompt_logprobs):
+        return sampling
+    return replace(sampling, prompt_logprobs=None)
+
+
+def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+    request, unfinished = live.request, live.unfinished
+    length = live.prediction.length
+    return session_pb2.Waiting(
+        request_id=request.request_id,
+        arrived=live.arrived,
+        prompt_tokens=live.known_tokens,
+        max_tokens=request.max_tokens * len(unfinished) - _output_tokens(live),
+        attempt=live.attempts,
+        accepted=live.accepted,
+        avoid=live.avoid,
+        choices=len(unfinished),
+        priority=request.priority,
+        deadline=request.deadline or 0.0,
+        ttft_deadline=_moment(live.ttft_deadline),
+        moves_left=moves_left,
+        suspect=is_suspect,
+        predicted_tokens=sum(
+            length.to_come(len(choice.output), request.max_tokens) for choice in unfinished
+        ),
+        predicted_total=live.predicted_total,
+        predicted_rank=live.predicted_rank,
+        predicted_work_rank=live.predicted_work_rank,
+        foreseen_wait_s=live.foreseen_wait_s,
+        least_tokens=live.prediction.least_tokens(request),
+    )
+
+
+def arriving(
+    request: Request,
+    arrived: float,
+    timeout_s: float | None,
+    prediction: Prediction,
+    moves_left: int,
+) -> session_pb2.Waiting:
+    """Of a request that arrives at this moment in ledger time, as ``waiting`` will have it."""
+    target_s = request.ttft_target_s
+    return session_pb2.Waiting(
+        request_id=request.request_id,
+        arrived=arrived,
+        prompt_tokens=len(request.prompt_ids),
+        max_tokens=request.max_tokens * request.n,
+        choices=request.n,
+        priority=request.priority,
+        deadline=0.0 if timeout_s is None else arrived + timeout_s,
+        ttft_deadline=0.0 if target_s is None else arrived + target_s,
+        moves_left=moves_left,
+        predicted_tokens=prediction.output_tokens(request),
+        predicted_total=prediction.ordered_tokens(request),
+        predicted_rank=prediction.rank,
+        predicted_work_rank=prediction.work_rank,
+        foreseen_wait_s=prediction.foreseen_wait_s,
+        least_tokens=prediction.least_tokens(request),
+    )
+
+
+def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
+    return session_pb2.Running(
+        request_id=live.request_id,
+        worker_id=live.worker_id,
+        epoch=live.epoch,
+        priority=live.priority,
+        known_tokens=live.known_tokens,
+        moves_left=moves_left,
+        preempted=live.is_preempted,
+        arrived=live.arrived,
+        choices=len(live.unfinished),
+        due=_moment(live.due),
+        predicted_total=live.predicted_total,
+        predicted_rank=live.predicted_rank,
+        predicted_work_rank=live.predicted_work_rank,
+        foreseen_wait_s=live.foreseen_wait_s,
+    )
+
+
+def _output_tokens(live: LiveRequest) -> int:
+    return sum(len(choice.output) for choice in live.unfinished)
+
+
+def _moment(moment: float) -> float:
+    """As it is said on the wire: 0 if there is none."""
+    return 0.0 if moment == inf else moment

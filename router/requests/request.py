@@ -1,0 +1,480 @@
+"""A request that this gateway answers for, from its acceptance to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from math import inf
+
+from everlift.errors import EverliftError
+from everlift.messages import Request
+from everlift.request_id import bare, tenant_of
+from everlift.sampling import TokenLogprobs
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
+from router.prediction.predictor import NOTHING
+from router.requests.attempt import Speaker
+from router.requests.choice import Choice
+from router.requests.explanation import explained, packed, summed
+from router.requests.latencies import Moments
+from router.requests.losses import Losses
+from router.requests.observer import ClassObserver
+from router.requests.output import Output
+from router.requests.timing import FINISHED, Journal
+
+
+class Phase(Enum):
+    #: in the admission queue, or on its way there
+    WAITING = "waiting"
+    #: a worker has it
+    RUNNING = "running"
+    #: the last tokens of its choices are on their way into the ledger
+    FINISHING = "finishing"
+    #: its end, not by its last token, is on its way into the ledger
+    ENDING = "ending"
+    #: finished, or ended with an error
+    OVER = "over"
+
+
+class LiveRequest:
+    """``entry`` is the ledger's, as of the last move that is known here. ``now`` is the router's
+    clock in seconds. ``outputs`` are by choice; ``journal`` has what came before."""
+
+    def __init__(
+        self,
+        request: Request,
+        entry: Entry,
+        outputs: Sequence[Output],
+        now: float,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+        journal: Journal | None = None,
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.entry = entry
+        self.choices = tuple(
+            Choice(request.request_id, index, output, entry.finish_reasons[index])
+            for index, output in enumerate(outputs)
+        )
+        sampling = request.sampling
+        #: of its tokens or of its prompt's, log probabilities are asked for
+        self.has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+        #: of the prompt's tokens from the second one on, as far as they are known
+        self.prompt_logprobs = list(prompt_logprobs)
+        self.phase = Phase.WAITING
+        self.on_disconnect = request.on_disconnect
+        self.epoch = 0
+        self.worker_id = ""
+        #: choices that the worker has now
+        self.at_worker: set[int] = set()
+        #: the leader knows that it is preempted
+        self.is_known_preempted = False
+        self.error: EverliftError | None = None
+        self.preemptions = entry.tally.preemptions
+        self.migrations = entry.tally.migrations
+        self.recomputed_tokens = entry.tally.recomputed_tokens
+        #: prompt tokens that the first attempt found in the prefix cache; None: not known yet
+        self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
+        self.losses = Losses()
+        #: whether the worker runs the first step of this attempt only when its report is confirmed,
+        #: and whether the report came
+        self.confirms_first_step = False
+        self.has_stepped = False
+        #: of its outputs, made when it came here
+        self.prediction = NOTHING
+        #: times that it was moved because it was preempted
+        self.num_moved = 0
+        #: the leader has had it before
+        self.accepted = False
+        #: a worker that could not be reached, or not go on with it
+        self.avoid = ""
+        self.deadline: asyncio.TimerHandle | None = None
+        self.grace: asyncio.TimerHandle | None = None
+        self.worker_wait: asyncio.TimerHandle | None = None
+        self._watchers: set[Callable[[], None]] = set()
+        self._num_readers = 0
+        self.journal = journal or Journal(now)
+        self.journal.outputs = outputs
+        self._moments = Moments(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
+        self._ended: float | None = None
+        #: it ended here, and the ledger does not know what became of it since
+        self.has_untold_end = False
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What it is called in a log line, whoever looks for it there."""
+        names = {"request_id": self.request_id, "tenant": tenant_of(self.request_id)}
+        if self.request.x_request_id:
+            names["x_request_id"] = self.request.x_request_id
+        return names
+
+    @property
+    def arrived(self) -> float:
+        return self.entry.arrived
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def ttft_deadline(self) -> float:
+        """Ledger time; infinite if there is none, or the first token has come."""
+        target_s = self.request.ttft_target_s
+        return inf if target_s is None or self.num_tokens else self.arrived + target_s
+
+    @property
+    def due(self) -> float:
+        """Ledger time by which its end or its first token is wanted; infinite: none."""
+        deadline = self.request.deadline
+        return min(inf if deadline is None else deadline, self.ttft_deadline)
+
+    @property
+    def known_tokens(self) -> int:
+        """The prompt, once, and the unfinished choices' outputs."""
+        outputs = sum(len(choice.output) for choice in self.unfinished)
+        return len(self.request.prompt_ids) + outputs
+
+    @property
+    def predicted_total(self) -> int:
+        """Tokens of its prompt and all its outputs, as predicted when it came here; 0 where
+        requests are not ordered by that."""
+        return self.prediction.ordered_tokens(self.request)
+
+    @property
+    def predicted_rank(self) -> float:
+        """Of its outputs among those predicted lately."""
+        return self.prediction.rank
+
+    @property
+    def predicted_work_rank(self) -> float:
+        """The same of its prompt and all its outputs."""
+        return self.prediction.work_rank
+
+    @property
+    def foreseen_wait_s(self) -> float:
+        """By what waited when it came here."""
+        return self.prediction.foreseen_wait_s
+
+    @property
+    def attempts(self) -> int:
+        return self.entry.attempts
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(
+            self.preemptions, self.migrations, self.recomputed_tokens, self.cached_tokens or 0
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.output) for choice in self.choices)
+
+    @property
+    def unfinished(self) -> list[Choice]:
+        """The choices that go on."""
+        return [choice for choice in self.choices if not choice.finish_reason]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """They are asked for and not all there yet."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase is Phase.OVER
+
+    @property
+    def is_ending(self) -> bool:
+        """Over, or about to be: nothing else may happen to it."""
+        return self.phase in (Phase.ENDING, Phase.OVER)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Its worker has it, and computes none of its choices."""
+        return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Clients may have seen tokens that the ledger does not have."""
+        return any(choice.readable > choice.stored for choice in self.choices)
+
+    @property
+    def has_readers(self) -> bool:
+        return self._num_readers > 0
+
+    def runs_under(self, epoch: int) -> bool:
+        return self.phase is Phase.RUNNING and self.epoch == epoch
+
+    def age_s(self, now: float) -> float:
+        """Since its call."""
+        return self._moments.age_s(now)
+
+    # what happens to it
+
+    def observe(self, observer: ClassObserver) -> None:
+        """From now on it hears of it."""
+        self._moments.observer = observer
+
+    def begin(
+        self,
+        dispatched: session_pb2.Dispatched,
+        neighbours: tuple[str, ...],
+        worker: Speaker,
+        now: float,
+        occupants: tuple[str, ...] = (),
+    ) -> None:
+        """A worker gets what is unfinished of it, under a fresh epoch."""
+        self.phase = Phase.RUNNING
+        self.accepted, self.avoid = True, ""
+        self.is_known_preempted = False
+        self.epoch, self.worker_id = dispatched.epoch, dispatched.worker_id
+        self.entry = replace(
+            self.entry,
+            state=State.RUNNING,
+            worker=dispatched.worker_id,
+            epoch=dispatched.epoch,
+            attempts=dispatched.attempt,
+            # A ledger that lost moves of it counts fewer than there were.
+            moves=max(dispatched.moves, self.entry.moves + 1),
+        )
+        self.migrations += bool(self.num_tokens)
+        self.has_stepped = False
+        self.at_worker = {choice.index for choice in self.unfinished}
+        for choice in self.unfinished:
+            choice.begin(dispatched.epoch)
+        self._moments.dispatched(dispatched, now)
+        self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
+
+    def note_cached(self, num_tokens: int) -> None:
+        """Note the prefix-cache hits of an attempt; only those of the first one count."""
+        if self.cached_tokens is None:
+            self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
+
+    def wait_again(self, entry: Entry, now: float) -> None:
+        """Its worker is gone or gave it back, and the ledger knows."""
+        self.phase, self.entry = Phase.WAITING, entry
+        self.epoch, self.worker_id = 0, ""
+        self.at_worker.clear()
+        self._moments.queued_again(now)
+        self.journal.queued_again(now)
+
+    def mark_stored(self, choice: Choice, count: int, now: float) -> None:
+        """The first ``count`` tokens of the choice are in the ledger."""
+        if choice.mark_stored(count):
+            self._more_to_read(choice, now)
+        self.wake()
+
+    def run_ahead(self, choice: Choice, now: float) -> None:
+        """All tokens of the choice may be seen before the ledger has them."""
+        if choice.run_ahead():
+            self._more_to_read(choice, now)
+        self.wake()
+
+    def _more_to_read(self, choice: Choice, now: float) -> None:
+        if choice.is_late:
+            self._late(choice, now)
+        self._moments.more_to_read(choice.index, now)
+
+    def judge_tpot(self, now: float) -> float | None:
+        """Its last token came. How many times as long each after the first one took as was
+        predicted; None where nobody can say."""
+        return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
+
+    def complete(self, now: float) -> None:
+        """The ledger has all that came: every choice is at its end."""
+        for choice in self.choices:
+            self.mark_stored(choice, len(choice.output), now)
+            choice.complete()
+        self.settle(now)
+
+    def settle(self, now: float, error: EverliftError | None = None) -> None:
+        """The end: complete, or with ``error``."""
+        if self.is_over:
+            return
+        self.phase, self.error, self._ended = Phase.OVER, error, now
+        self._look_at_unread(now)
+        self.journal.ended(FINISHED if error is None else error.slug, now)
+        self.end_grace()
+        self.end_worker_wait()
+        if self.deadline is not None:
+            self.deadline.cancel()
+        self._tell_end(now)
+        self.wake()
+
+    def _tell_end(self, now: float) -> None:
+        if self.error is not None:
+            self._moments.observer.failed(self.error.slug)
+            return
+        reasons = [choice.finish_reason for choice in self.choices if choice.finish_reason]
+        self._moments.finished(len(self.request.prompt_ids), self.num_tokens, reasons, now)
+
+    def end_grace(self) -> None:
+        if self.grace is not None:
+            self.grace.cancel()
+            self.grace = None
+
+    def end_worker_wait(self) -> None:
+        if self.worker_wait is not None:
+            self.worker_wait.cancel()
+            self.worker_wait = None
+
+    # who reads it
+
+    def join(self, wake: Callable[[], None]) -> None:
+        """A client that reads: ``wake`` is called whenever there may be more."""
+        self._num_readers += 1
+        self.end_grace()
+        self._watchers.add(wake)
+
+    def part(self, wake: Callable[[], None]) -> None:
+        """It reads no more."""
+        self._num_readers -= 1
+        self._watchers.discard(wake)
+
+    def wake(self) -> None:
+        for wake in self._watchers:
+            wake()
+
+    def caught_up(self, choice: Choice, now: float) -> None:
+        """A client has taken all of the choice that it was late with."""
+        choice.is_late = False
+        self.journal.unread.end(choice.index, now)
+
+    def _look_at_unread(self, now: float) -> None:
+        for choice in self.choices:
+            if choice.taken < choice.readable:
+                self._late(choice, now)
+
+    def _late(self, choice: Choice, now: float) -> None:
+        choice.is_late = True
+        self.journal.unread.begin(choice.index, self._moments.readable_since(choice.index, now))
+
+    async def all_stored(self) -> None:
+        """Waits until the ledger has all that came so far, or the request is over."""
+        changed = asyncio.Event()
+        self._watchers.add(changed.set)
+        try:
+            while not self.is_over and not all(choice.is_stored for choice in self.choices):
+                changed.clear()
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed.set)
+
+    # what it looks like outside
+
+    def head(self, offset: int) -> pb.GenerateResponse:
+        """Return the first piece of a stream, which says that the request is known."""
+        return pb.GenerateResponse(
+            request_id=bare(self.request_id),
+            offset=offset,
+            prompt_tokens=len(self.request.prompt_ids),
+        )
+
+    def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
+        """As the choice's own, with what belongs to the request."""
+        piece = choice.piece(offset)
+        if self.has_logprobs:
+            prompt_logprobs = self._prompt_logprobs(choice, offset)
+            piece.prompt_logprobs.extend(it.to_proto() for it in prompt_logprobs)
+        return piece
+
+    def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
+        """Make ``piece`` the last one of a stream; ``explains`` adds the time breakdown."""
+        assert self._ended is not None
+        self.journal.delivered(now)
+        piece.usage.CopyFrom(
+            pb.Usage(
+                prompt_tokens=len(self.request.prompt_ids),
+                output_tokens=self.num_tokens,
+                cached_tokens=self.cached_tokens or 0,
+            )
+        )
+        piece.timing.CopyFrom(self._timing(self._ended))
+        if explains:
+            piece.timing.spans.extend(summed(self.journal.spans))
+
+    def _timing(self, ended: float) -> pb.Timing:
+        return pb.Timing(
+            queued_s=self._moments.queued_s,
+            time_to_first_token_s=self._moments.ttft_s(ended),
+            total_s=self.age_s(ended),
+            attempts=self.attempts,
+            migrations=self.migrations,
+            preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
+            overtaken=self.journal.overtaken,
+        )
+
+    def explanation(self, now: float) -> pb.Explanation:
+        """Where its time went, until this moment."""
+        self._look_at_unread(now)
+        return explained(
+            self.journal.until(now, is_read=self.has_readers),
+            self.as_entry(),
+            self.request,
+            self.prediction,
+            self._moments.foreseen_ttft_s,
+            sum(choice.readable - choice.taken for choice in self.choices),
+        )
+
+    def packed_explanation(self, now: float) -> bytes:
+        """As the ledger keeps it."""
+        return packed(self.explanation(now))
+
+    # what the ledger is told of it
+
+    def append(self, choice: Choice, offset: int) -> Append:
+        """Return the append that stores a choice's tokens from ``offset`` on."""
+        output = choice.output
+        is_first = (choice.index, offset) == (0, 0)
+        has_tally = choice.finish_reason or (is_first and self.cached_tokens)
+        return Append(
+            self.request_id,
+            self.epoch,
+            offset,
+            tuple(output.tokens[offset:]),
+            choice.index,
+            choice.finish_reason,
+            logprobs=tuple(output.logprobs[offset:]),
+            prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
+            tally=self.tally if has_tally else None,
+            explanation=self._last_explanation if choice.finish_reason else b"",
+        )
+
+    @property
+    def _last_explanation(self) -> bytes:
+        """Once all choices are at their ends."""
+        return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
+
+    def held(self) -> Stored:
+        """All that is known of it here, for a ledger that lost some of it."""
+        entry = self.as_entry()
+        choices = tuple(
+            StoredChoice(tuple(choice.output.tokens[:count]), tuple(choice.output.logprobs[:count]))
+            for choice, count in zip(self.choices, entry.num_tokens, strict=True)
+        )
+        prompt_logprobs = () if self.lacks_prompt_logprobs else tuple(self.prompt_logprobs)
+        told = self.packed_explanation(self.journal.heard)
+        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, told)
+
+    def as_entry(self) -> Entry:
+        """As the ledger would say it if it had all that came, or as it said it at the end: it did
+        not take what came later."""
+        if self.entry.state.is_final:
+            return self.entry
+        return replace(
+            self.entry,
+            num_tokens=tuple(len(choice.output) for choice in self.choices),
+            finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            tally=self.tally,
+        )
+
+    def _prompt_logprobs(self, choice: Choice, offset: int) -> tuple[TokenLogprobs, ...]:
+        """They go with the first tokens of the first choice, all together."""
+        is_first = (choice.index, offset) == (0, 0)
+        return tuple(self.prompt_logprobs) if is_first and not self.lacks_prompt_logprobs else ()

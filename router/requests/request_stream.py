@@ -1,0 +1,175 @@
+"""A request's stream that follows the request to the router that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from everlift import logs
+from everlift.errors import (
+    DataLoss,
+    EverliftError,
+    ForgottenRequest,
+    LedgerUnavailable,
+    Moved,
+    RouterStopping,
+    UnknownRequest,
+)
+from everlift.v1 import inference_pb2 as pb
+from router.event_loop import now
+from router.requests.delivered import Delivered
+from router.requests.manager import given_up
+from router.requests.source import Source
+
+log = logs.get(__name__)
+
+#: Seconds for which a stream looks for its request. A dead router's lease ends well before.
+_RESUME_S = 10.0
+#: Seconds before the first look for its owner, and at most before each further one: each reads the
+#: request from the ledger.
+_RETRY_S = 0.05
+_MAX_RETRY_S = 0.4
+
+Reopen = Callable[[pb.AttachRequest], Awaitable[Source]]
+
+
+class RequestStream(Source):
+    """Pieces of one request across changes of the router that owns it.
+
+    When the request leaves the router that it is read from, ``reopen`` finds its new owner, and
+    the stream continues exactly behind the last piece that was taken. Where that is impossible
+    the stream fails with the error of its last source."""
+
+    def __init__(
+        self,
+        request_id: str,
+        source: Source,
+        reopen: Reopen,
+        delivered: Delivered | None,
+        *,
+        was_submitted: bool = False,
+        had_output: bool = False,
+    ) -> None:
+        """Read from ``source``, whose pieces are added to ``delivered``.
+
+        Without ``delivered`` the source itself is asked for it, if it knows. ``was_submitted``: the
+        client can submit the request again. ``had_output``: the client has output from an earlier
+        stream."""
+        super().__init__()
+        self._request_id = request_id
+        self._source = source
+        self._reopen = reopen
+        self._delivered = delivered
+        self._was_submitted = was_submitted
+        self._had_output = had_output
+        self._opening: asyncio.Task[Source] | None = None
+        self._error: EverliftError | None = None
+        #: until which a new source is looked for; None while one is read from
+        self._deadline: float | None = None
+        #: seconds before the next look for a source
+        self._retry_s = _RETRY_S
+        #: when the last source was found
+        self._opened_at = now()
+        source.on_more = self._wake
+
+    def _wake(self) -> None:
+        self.on_more()
+
+    @property
+    def is_over(self) -> bool:
+        return self._opening is None and self._source.is_over
+
+    def take(self) -> pb.GenerateResponse | None:
+        """Return the next piece that can be read now. Raises what the request fails with."""
+        try:
+            piece = self._take() if self._opening is None or self._is_reopened() else None
+        except UnknownRequest as error:
+            raise self._reason(error) from None
+        if piece is None and self._error is not None and not self.is_over:
+            raise self._error
+        return piece
+
+    def fail(self, error: EverliftError) -> None:
+        """End the stream with ``error`` behind what can be read now."""
+        self._error = error
+        self._wake()
+
+    def _is_reopened(self) -> bool:
+        """Return whether the next source is found, from now on the stream's."""
+        assert self._opening is not None
+        if not self._opening.done():
+            return False
+        opening, self._opening = self._opening, None
+        if opening.cancelled():
+            raise RouterStopping("this router stops: attach through another one")
+        self._source = opening.result()
+        self._opened_at = now()
+        self._source.on_more = self._wake
+        return True
+
+    def _take(self) -> pb.GenerateResponse | None:
+        try:
+            piece = self._source.take()
+            if self._delivered is None:
+                return piece
+            while piece is not None:
+                if (new := self._delivered.take(piece)) is not None:
+                    self._deadline, self._retry_s = None, _RETRY_S
+                    return new
+                piece = self._source.take()
+        except self._source.resumable as error:
+            self._resume(error)
+        return None
+
+    def _resume(self, error: EverliftError) -> None:
+        if self._delivered is None:
+            self._delivered = self._source.delivered()
+        moment = now()
+        if self._deadline is None or moment - self._opened_at >= _RESUME_S:
+            self._deadline, self._retry_s = moment + _RESUME_S, _RETRY_S
+            log.info("stream follows its request", request_id=self._request_id, cause=str(error))
+        if self._delivered is None or moment >= self._deadline:
+            raise error
+        message = self._delivered.attach_request(self._request_id)
+        self._opening = asyncio.create_task(self._reopened(message, self._deadline, error))
+        self._opening.add_done_callback(lambda _: self._wake())
+
+    async def _reopened(
+        self, message: pb.AttachRequest, deadline: float, cause: EverliftError
+    ) -> Source:
+        """Return the next source. Raises ``cause`` after the deadline."""
+        await self._source.aclose()
+        while True:
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+            try:
+                async with asyncio.timeout(max(0.0, deadline - now())):
+                    return await self._reopen(message)
+            except (Moved, LedgerUnavailable, TimeoutError):
+                if now() >= deadline:
+                    raise cause from None
+
+    def _reason(self, error: UnknownRequest) -> EverliftError:
+        """Return what it means that no router knows a request that was known before."""
+        if isinstance(error, ForgottenRequest):
+            return error
+        if self._had_output or (self._delivered is not None and self._delivered.has_output):
+            return lost(error)
+        return given_up() if self._was_submitted else error
+
+    async def aclose(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            [opened] = await asyncio.gather(self._opening, return_exceptions=True)
+            self._opening = None
+            if isinstance(opened, Source):
+                await opened.aclose()
+        await self._source.aclose()
+
+
+def lost(error: UnknownRequest) -> DataLoss:
+    """Return the error of a request that is unknown although its client has output of it."""
+    return DataLoss(
+        f"the cluster has lost output that it had delivered: {error}, which is neither forgotten"
+        " nor refused; its retention may be over"
+    )

@@ -1,0 +1,463 @@
+"""What a gateway has to know of the served model: its tokenizer and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import tokenizers
+
+from everlift import model_files, text
+from everlift.blockhash import BLOCK_SIZE
+from everlift.checks import check_range
+from everlift.end_tokens import end_token_ids
+from everlift.errors import (
+    ContextLengthExceeded,
+    EmptyPrompt,
+    OutOfRange,
+    PromptTextTooLong,
+    PromptTooLong,
+    RouterStopping,
+    UnknownModel,
+)
+from everlift.messages import Request, Submission
+from everlift.model_name import name_for_clients
+from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
+from everlift.vocabulary import byte_level, byte_piece, decoder_types
+from router.requests.sampling_defaults import of_model
+
+#: The longest tokens of common vocabularies are runs of 128 spaces.
+_MAX_CHARACTERS_PER_TOKEN = 128
+#: A text with more bytes for each token of the context is counted before it is tokenised. Prose has
+#: 3 to 5, so that few texts that fit are counted.
+_COUNTED_BYTES_PER_TOKEN = 6
+#: Characters that are counted at once.
+_COUNTED_AT_ONCE = 1 << 14
+#: What families call the longest context in their configuration.
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+#: Where a configuration does not say it: a worker does, and no request outgrows that.
+_UNBOUNDED = 1 << 30
+#: Log probabilities of a prompt, alternatives counted in: they go to the ledger, and to the client,
+#: in one piece, and more would keep the gateway from all others for too long.
+_MAX_PROMPT_LOGPROBS = 1 << 18
+#: The same of the output of all choices, which stays in the memory of gateway and ledger.
+_MAX_LOGPROBS = 1 << 22
+
+
+class Tokenizer(text.Vocabulary, Protocol):
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class HuggingFaceTokenizer:
+    def __init__(self, path: Path) -> None:
+        """Raises UnknownModel for a file that is no tokenizer."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises no class of its own
+            raise UnknownModel(f"{path} is no tokenizer: {error}") from None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        decoder = self._tokenizer.decoder
+        types = decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._is_byte_level = "ByteLevel" in types
+        self._has_byte_pieces = "ByteFallback" in types
+        #: bytes by token id and whether the token is the first one of a text
+        self._bytes: dict[tuple[int, bool], bytes] = {}
+
+    # Of batches the library lets go of Python's lock, else not.
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        return str(text)
+
+    def token_string(self, token_id: int) -> str | None:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        key = token_id, is_first
+        if (data := self._bytes.get(key)) is None:
+            if token_id in self._special or (token := self.token_string(token_id)) is None:
+                return None
+            data = self._bytes[key] = self._bytes_of(token_id, token, is_first=is_first)
+        return data
+
+    def _bytes_of(self, token_id: int, token: str, *, is_first: bool) -> bytes:
+        if self._is_byte_level:
+            return byte_level(token)
+        if self._has_byte_pieces and (piece := byte_piece(token)) is not None:
+            return piece
+        first = self.decode([token_id])
+        # Decoders treat the first token of a text differently from the others.
+        text = first if is_first else self.decode([token_id] * 2)[len(first) :]
+        return text.encode()
+
+
+#: Each of the byte tokenizer's tokens.
+_BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(1024)]
+
+
+class ByteTokenizer:
+    """The fake runner's tokenizer: tokens below 256 are bytes, others are written as numbers."""
+
+    vocab_size = len(_BYTES)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(_BYTES.__getitem__, ids)).decode(errors="replace")
+
+    def token_string(self, token_id: int) -> str | None:
+        if 128 <= token_id < 256:
+            return f"<0x{token_id:02X}>"
+        return _BYTES[token_id].decode() if token_id < self.vocab_size else None
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        return _BYTES[token_id] if token_id < self.vocab_size else None
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """The served model's tokenizer and limits.
+
+    ``context`` is the context length of the model's configuration. ``max_model_len`` is the number
+    of tokens of prompt and output together that every worker can hold, or None until a worker has
+    announced it. ``fingerprint`` is the workers', or empty until then. ``directory`` is None for
+    the fake model. ``sampling_defaults`` apply to parameters that a request does not set. With
+    ``clamps_max_tokens``, the max_tokens of every request is lowered to what the context leaves.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    context: int
+    directory: Path | None = None
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    clamps_max_tokens: bool = False
+    max_model_len: int | None = field(default=None, init=False)
+    fingerprint: str = ""
+    #: clients are sent to this model, and not to that of another cluster (router.active)
+    is_active: bool = field(default=True, init=False)
+    #: clients may still reach this router for another model, or soon reach the other's
+    is_switching: bool = field(default=False, init=False)
+    #: tokens of the longest sequence of each worker, by worker id
+    _rooms: dict[str, int] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        revision: str = "",
+        *,
+        sampling_defaults: Literal["model", "none"] = "model",
+    ) -> Self:
+        """Return the model in a Hugging Face directory, of a hub id whose files were fetched, or
+        "fake". ``sampling_defaults`` is the router's setting.
+
+        Raises UnknownModel, ModelUnavailable.
+        """
+        if model == "fake":
+            return cls("fake", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
+        directory = model_files.locate(model, revision, weights=False)
+        config, tokenizer = directory / "config.json", directory / "tokenizer.json"
+        for path in (config, tokenizer):
+            if not path.is_file():
+                raise UnknownModel(f"no model at {model!r}: {path.name} is missing there")
+        facts = _facts(config)
+        return cls(
+            name=name_for_clients(model, revision),
+            tokenizer=HuggingFaceTokenizer(tokenizer),
+            eos_ids=end_token_ids(directory),
+            vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
+            context=_context(facts),
+            directory=directory,
+            sampling_defaults=(
+                of_model(directory) if sampling_defaults == "model" else SamplingParams()
+            ),
+        )
+
+    def expect(self, last: session_pb2.WorkerInfo) -> None:
+        """Before there is a worker: it is going to hold what the last one did, where that served
+        this model. With which weights is seen when it comes."""
+        if last.model == self.name:
+            self.max_model_len = _room(last)
+
+    def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
+        """Take the limits that the connected workers announced. Without workers, keep the last
+        limits."""
+        self._rooms = {worker.worker_id: _room(worker) for worker in workers}
+        if workers:
+            self.fingerprint = workers[-1].fingerprint
+            self.max_model_len = min(self._rooms.values())
+
+    @property
+    def longest_sequence(self) -> int:
+        """The number of tokens of prompt and output together up to which requests are accepted:
+        ``max_model_len``, or ``context`` until a worker has announced it."""
+        return self.context if self.max_model_len is None else self.max_model_len
+
+    def fits(self, request: Request) -> bool:
+        """Return whether every worker can hold the request's prompt and all of its max_tokens, or
+        may end its output earlier."""
+        total = len(request.prompt_ids) + request.max_tokens
+        return request.clamp_max_tokens or total <= self.longest_sequence
+
+    def check_worker(self, request: Request, worker_id: str) -> None:
+        """Check that the worker can hold a request that was accepted before this worker was known.
+
+        Raises ContextLengthExceeded.
+        """
+        room = self._rooms.get(worker_id)
+        if room is not None and not request.clamp_max_tokens:
+            _check_total(len(request.prompt_ids), request.max_tokens, room)
+
+    def check_name(self, request: Request) -> None:
+        """Raises UnknownModel for a request of another model."""
+        if request.model != self.name:
+            raise UnknownModel(f"the model {request.model!r} is not served any more")
+
+    def check_asked(self, name: str) -> None:
+        """Check that a request is for this model; an empty name is.
+
+        Raises UnknownModel; RouterStopping while another model replaces this one, or this one has
+        just replaced it.
+        """
+        if name in ("", self.name):
+            return
+        cause = f"the model {name!r} is not served here; {self.name!r} is"
+        if self.is_switching:
+            raise RouterStopping(f"{cause}, and one model is replacing another: try again")
+        raise UnknownModel(cause, field="model")
+
+    def begun(self, request: Request, *, has_begun: bool) -> Request:
+        """A request that this model's workers begin, or go on with if it ``has_begun``. Raises
+        UnknownModel where other weights, another tokenizer or other settings began it. What is not
+        known yet cannot differ."""
+        self.check_name(request)
+        if self.fingerprint in ("", request.fingerprint):
+            return request
+        if has_begun and request.fingerprint:
+            raise UnknownModel(
+                f"what is served as {self.name!r} has changed since the request began: "
+                f"its fingerprint was {request.fingerprint} and is {self.fingerprint}"
+            )
+        return replace(request, fingerprint=self.fingerprint)
+
+    def resolve(self, submission: Submission) -> Request:
+        """Return the request with every default filled in and every limit of the model checked.
+
+        Raises UnknownModel, PromptTooLong, ContextLengthExceeded, OutOfRange.
+        """
+        self.check_asked(submission.model)
+        prompt_ids = self._prompt_ids(submission.prompt)
+        room = self._room_behind(len(prompt_ids))
+        is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
+        if submission.max_tokens is not None and not is_clamped:
+            _check_total(len(prompt_ids), submission.max_tokens, self.longest_sequence)
+        max_tokens = min(room, submission.max_tokens or room)
+        self._check_ids("stop_token_ids", submission.stop_token_ids)
+        self._check_sampling(submission.sampling, max_tokens)
+        _check_amount(submission, len(prompt_ids), max_tokens)
+        eos_ids = () if submission.ignore_eos else self.eos_ids
+        return Request(
+            request_id=submission.request_id,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            prompt_ids=prompt_ids,
+            max_tokens=max_tokens,
+            sampling=submission.sampling,
+            stop=submission.stop,
+            stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
+            eos_token_ids=eos_ids,
+            on_disconnect=submission.on_disconnect,
+            deadline=None,
+            body_hash=submission.body_hash,
+            salt=submission.salt,
+            n=submission.n,
+            include_stop=submission.include_stop,
+            priority=submission.priority,
+            ttft_target_s=submission.ttft_target_s,
+            trace=submission.trace,
+            session_id=submission.session_id,
+            fairness_id=submission.fairness_id,
+            x_request_id=submission.x_request_id,
+            application=submission.application,
+            clamp_max_tokens=is_clamped or submission.max_tokens is None,
+        )
+
+    def _room_behind(self, num_prompt: int) -> int:
+        """Tokens that the context can hold behind so long a prompt. Raises PromptTooLong."""
+        room = self.longest_sequence - num_prompt
+        if room < 1:
+            what = f"the {num_prompt} tokens of the prompt leave no room for one of an output"
+            raise PromptTooLong(self._too_long(what), field="prompt")
+        return room
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            self._check_ids("prompt", prompt)
+            return prompt
+        ids = self.encode_prompt(prompt)
+        if not ids:
+            raise EmptyPrompt("the prompt has no token", field="prompt")
+        return ids
+
+    def check_prompt(self, prompt: str | Sequence[int]) -> None:
+        """All that can be said of it before it is read. Raises PromptTooLong, OutOfRange."""
+        self.check_fits(prompt)
+        if not isinstance(prompt, str):
+            self._check_ids("prompt", prompt)
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises PromptTooLong, for a text that exceeds the
+        context by far before all of it is tokenised."""
+        self.check_fits(text)
+        self._check_count(text)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_count(self, text: str) -> None:
+        """Raise PromptTooLong as soon as the text's beginning has twice the tokens of the context.
+
+        The text is counted in pieces, and a cut can split the tokens next to it. Tokenizers first
+        cut a text into words, so a cut changes the tokens of one word, among some thousand tokens
+        of a piece. A word that is longer than a piece is split into tokens without such cuts; for
+        it, a count of twice the true number would need a vocabulary whose tokens become half as
+        long within a piece of 16,384 characters. The factor of two covers both: a text that fits
+        is not refused.
+        """
+        limit = self.longest_sequence
+        if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _COUNTED_AT_ONCE):
+            piece = text[start : start + _COUNTED_AT_ONCE]
+            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            if num_tokens > 2 * limit:
+                what = (
+                    f"the first {start + len(piece)} of its {len(text)} characters have about "
+                    f"{num_tokens} tokens"
+                )
+                raise PromptTooLong(self._too_long(what), field="prompt")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text, however many they are. Raises PromptTextTooLong."""
+        self.check_fits(text)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def check_fits(self, prompt: str | Sequence[int]) -> None:
+        """What cannot fit by far is not even looked at. Raises PromptTooLong."""
+        if isinstance(prompt, str):
+            # A token stands for a few dozen characters at most.
+            if len(prompt) > self.longest_sequence * _MAX_CHARACTERS_PER_TOKEN:
+                what = f"{len(prompt)} characters do not fit"
+                raise PromptTextTooLong(self._too_long(what), field="text")
+        elif len(prompt) > self.longest_sequence:
+            what = f"{len(prompt)} tokens do not fit"
+            raise PromptTooLong(self._too_long(what), field="tokens")
+
+    def _too_long(self, what: str) -> str:
+        """In words by which langchain, litellm and others know what to do about it."""
+        return (
+            "the prompt is too long: this model's maximum context length is "
+            f"{self.longest_sequence} tokens (worker.max_model_len), and {what}"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Raises OutOfRange."""
+        if len(ids) > self.longest_sequence:
+            raise OutOfRange(
+                f"{len(ids)} tokens are more than the context of {self.longest_sequence}",
+                field="token_ids",
+            )
+        self._check_ids("token_ids", ids)
+        return self.tokenizer.decode(ids)
+
+    def _check_sampling(self, sampling: SamplingParams, max_tokens: int) -> None:
+        self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias))
+        check_range("min_tokens", sampling.min_tokens, 0, max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_range(name, getattr(sampling, name) or 0, 0, self.vocab_size)
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        worst = max(ids, default=0)
+        if worst >= self.vocab_size:
+            raise OutOfRange(
+                f"{name} holds token {worst}; the vocabulary has {self.vocab_size}", field=name
+            )
+
+
+def _room(worker: session_pb2.WorkerInfo) -> int:
+    """Tokens of the longest sequence that it can hold."""
+    return min(worker.max_model_len, worker.num_blocks * BLOCK_SIZE)
+
+
+def _check_total(num_prompt: int, max_tokens: int, context: int) -> None:
+    """Raise ContextLengthExceeded unless prompt and output fit into ``context`` tokens."""
+    if num_prompt + max_tokens > context:
+        # Clients recognise this error by OpenAI's wording.
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {context} tokens. However, you requested "
+            f"{num_prompt + max_tokens} tokens ({num_prompt} in the messages, {max_tokens} in the "
+            "completion). Reduce max_tokens or the prompt",
+            field="max_tokens",
+        )
+
+
+def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> None:
+    """Of the log probabilities that are asked for."""
+    sampling, num_output = submission.sampling, submission.n * max_tokens
+    for name, num_top, num_tokens, limit in (
+        ("logprobs", sampling.logprobs, num_output, _MAX_LOGPROBS),
+        ("prompt_logprobs", sampling.prompt_logprobs, num_prompt, _MAX_PROMPT_LOGPROBS),
+    ):
+        if num_top is not None and num_tokens * (1 + num_top) > limit:
+            raise OutOfRange(
+                f"{name} of {num_tokens} tokens with {num_top} alternatives each are too many; "
+                f"at most {limit} log probabilities are told of a request",
+                field=name,
+            )
+
+
+def _facts(config: Path) -> dict[str, Any]:
+    """Of the part that makes text, where a model has others. Raises UnknownModel."""
+    try:
+        facts = json.loads(config.read_text())
+        return {**facts.get("text_config", {}), **facts}
+    except (ValueError, TypeError, AttributeError):
+        raise UnknownModel(f"{config} is no model's configuration") from None
+
+
+def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
+    return next((int(facts[key]) for key in keys if facts.get(key) is not None), default)
+
+
+def _context(facts: Mapping[str, Any]) -> int:
+    """YaRN lengthens it by a section of the configuration alone: the other number stays as it was.
+    Gemma has such a section for each kind of layer."""
+    written = _number(facts, _CONTEXT_KEYS, _UNBOUNDED)
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return written
+    sections = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return max([written, *(_yarn_context({**part, **facts}, written) for part in sections)])
+
+
+def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
+    """0 without YaRN, or where it does not say by how much."""
+    if facts.get("rope_type", facts.get("type")) != "yarn":
+        return 0
+    original = _number(facts, ["original_max_position_embeddings"], written)
+    return int((facts.get("factor") or 0) * original)

@@ -1,0 +1,342 @@
+"""The streams to the workers: starts and aborts go out, one frame an engine step comes in.
+
+A worker is up from its hello until its stream breaks or it is silent for too long. A silent
+worker's stream is given up and dialled again: when the worker hears of it, it ends what it still
+runs of ours. If it comes back under the same id, that was a false alarm, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+import grpc
+
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import UnknownWorker
+from everlift.transport import Transport
+from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
+from router.config import RouterConfig
+from router.event_loop import now
+from router.outbox import Outbox
+from router.stalls import FREEZE_S
+
+log = logs.get(__name__)
+
+#: Between two dials of the same worker.
+_RECONNECT_S = 0.2
+#: A worker that answers a dial at all does so within this time.
+_ANSWER_S = 5.0
+#: Of the silence that it may keep, when a worker is taken for lost, and how often one looks: what
+#: follows from it is known before the time is up. Of its beats four have failed to come by then.
+_LOST_AT = 0.85
+_LOOKS = 20
+#: Sequences of a frame before others have their turn of the event loop: a first token of another
+#: request, or its way to a worker, does not wait for all of a large batch.
+_AT_ONCE = 64
+#: Who wakes so much later than it wanted to was kept waiting by the event loop.
+_STALL_S = 0.2
+
+
+class Listener(Protocol):
+    """Who hears of the workers. Called from the event loop; must not block."""
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        """What a frame says of the worker itself; its progress follows."""
+        ...
+
+    def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
+
+    def worker_lost(self, worker_id: str) -> None: ...
+
+
+class _Replaced(Exception):
+    """Another incarnation listens at the worker's address by now."""
+
+
+class WorkerLink:
+    """One worker's stream, dialled again and again until closed. Times are the router's clock."""
+
+    def __init__(
+        self,
+        info: session_pb2.WorkerInfo,
+        hello: session_pb2.RouterHello,
+        policy: session_pb2.EnginePolicy | None,
+        listener: Listener,
+        silence_s: float,
+        transport: Transport,
+    ) -> None:
+        """``policy`` is that of its engine; None: nobody ever set any."""
+        self.info = info
+        self.state = session_pb2.WorkerState()
+        self.running: list[inference_pb2.RunningSequence] = []
+        #: of the state, by itself: whoever keeps it keeps no frame
+        self.decoding = session_pb2.Account()
+        self.is_up = False
+        #: times that it was taken for lost and spoke again
+        self.false_alarms = 0
+        self.last_heard = self._dialled_at = now()
+        #: since then this process could hear nobody for so long
+        self._frozen_s = 0.0
+        self._was_up = False
+        self._hello = hello
+        self._policy = policy
+        self._listener = listener
+        self._silence_s = silence_s
+        self._transport = transport
+        self._held_until = 0.0
+        self._outbox = Outbox(session_pb2.RouterFrame())
+        self._call: asyncio.Task[None] | None = None
+        self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
+
+    def start(self, starts: Sequence[session_pb2.Start]) -> None:
+        self._outbox.add(session_pb2.RouterFrame(starts=starts))
+
+    def abort(self, epoch: int, choices: Sequence[int]) -> None:
+        abort = session_pb2.Abort(epoch=epoch, choices=choices)
+        self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
+
+    def confirm(self, epoch: int) -> None:
+        """Tell the worker that the first step of a sequence is known here."""
+        self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
+
+    def drain(self) -> None:
+        """The worker hands everything back, whichever router's it is, and takes no more."""
+        self._outbox.add(session_pb2.RouterFrame(drain=True))
+
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
+        """Of its engine: it is told now, and again whenever it is dialled."""
+        self._policy = policy
+        self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        self._outbox.add(session_pb2.RouterFrame(fault=fault))
+
+    def hold(self, seconds: float) -> None:
+        """Nothing comes in or goes out for so long, as when a network is cut and heals."""
+        self._held_until = max(self._held_until, now() + seconds)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _dial(self) -> None:
+        while True:
+            self._dialled_at = now()
+            self._call = asyncio.create_task(self._connect())
+            try:
+                await asyncio.wait([self._call])
+            finally:
+                self._call.cancel()
+                self._outbox.close()
+                self._down()
+                await asyncio.gather(self._call, return_exceptions=True)
+            if not self._call.cancelled() and isinstance(self._call.exception(), _Replaced):
+                log.info("address has another worker", worker_id=self.info.worker_id)
+                return
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _connect(self) -> None:
+        """On a channel of its own: the one before may lead nowhere any more."""
+        try:
+            async with self._transport.channel(self.info.address) as channel:
+                await self._talk(session_pb2_grpc.WorkerSessionStub(channel))
+        except grpc.aio.AioRpcError as error:
+            log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
+        except _Replaced:
+            raise
+        except Exception:
+            log.exception("what a worker said failed")
+
+    async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
+        first = session_pb2.RouterFrame(hello=self._hello, engine_policy=self._policy)
+        self._outbox = Outbox(first)
+        async for frame in stub.Connect(self._written(self._outbox)):
+            await self._let_go()
+            if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
+                raise _Replaced
+            self._spoke()
+            if not self.is_up:
+                self._up()
+            await self._heard(frame)
+
+    async def _written(
+        self, outbox: Outbox[session_pb2.RouterFrame]
+    ) -> AsyncIterator[session_pb2.RouterFrame]:
+        async for frame in outbox.messages():
+            await self._let_go()
+            yield frame
+
+    async def _let_go(self) -> None:
+        """Waits while the line is held."""
+        while (left := self._held_until - now()) > 0:
+            await asyncio.sleep(left)
+
+    async def _heard(self, frame: session_pb2.WorkerFrame) -> None:
+        if frame.HasField("state"):
+            self.state = frame.state
+            self.decoding = session_pb2.Account()
+            self.decoding.CopyFrom(frame.state.decoding)
+            if frame.state.running or not frame.state.num_running:
+                self.running = list(frame.state.running)
+        self._listener.worker_frame(self.info.worker_id, frame)
+        for place, progress in enumerate(frame.progress, 1):
+            self._listener.worker_progress(self.info.worker_id, progress)
+            if not place % _AT_ONCE:
+                await asyncio.sleep(0)
+
+    async def _watch(self) -> None:
+        """A silent worker is lost before ``silence_s`` are over, if the event loop is not late."""
+        interval = self._silence_s / _LOOKS
+        while True:
+            due = now() + interval
+            await asyncio.sleep(interval)
+            # What came while the loop was held up has not been read yet.
+            if (late := now() - due) < _STALL_S:
+                self._check_silence()
+            elif late >= FREEZE_S:
+                self._frozen_s += late
+
+    def _check_silence(self) -> None:
+        quiet = now() - max(self.last_heard, self._dialled_at) - self._frozen_s
+        if quiet < (_LOST_AT * self._silence_s if self.is_up else _ANSWER_S):
+            return
+        if self.is_up:
+            log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))
+            self._down()
+        if self._call is not None and now() >= self._held_until:
+            self._call.cancel()
+
+    def _spoke(self) -> None:
+        if not self.is_up and self._was_up:
+            self.false_alarms += 1
+            late = round(now() - self.last_heard, 2)
+            log.warning("lost worker speaks", worker_id=self.info.worker_id, seconds=late)
+        self.last_heard, self._frozen_s = now(), 0.0
+
+    def _up(self) -> None:
+        self.is_up = self._was_up = True
+        self._listener.worker_up(self.info)
+
+    def _down(self) -> None:
+        if self.is_up:
+            self.is_up = False
+            self._listener.worker_lost(self.info.worker_id)
+
+
+class Sessions:
+    """One link for each worker that the ledger's table names."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        hello: session_pb2.RouterHello,
+        listener: Listener,
+        transport: Transport,
+    ) -> None:
+        self._config = config
+        self._hello = hello
+        self._listener = listener
+        self._transport = transport
+        self._links: dict[str, WorkerLink] = {}
+        #: of the engines; None: nobody ever set any
+        self._policy: session_pb2.EnginePolicy | None = None
+        self._past_false_alarms = 0
+
+    @property
+    def false_alarms(self) -> int:
+        """Workers that were taken for lost and spoke again, since this router started."""
+        return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
+
+    @property
+    def is_any_up(self) -> bool:
+        return any(link.is_up for link in self._links.values())
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
+        link = self._links.get(worker_id)
+        if link is None or not link.is_up:
+            return False
+        link.start(starts)
+        return True
+
+    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
+        link = self._links.get(worker_id)
+        if link is not None and link.is_up:
+            link.abort(epoch, choices)
+
+    def confirm(self, worker_id: str, epoch: int) -> None:
+        link = self._links.get(worker_id)
+        if link is not None and link.is_up:
+            link.confirm(epoch)
+
+    def speaker(self, worker_id: str) -> WorkerLink | None:
+        """Who hears this worker."""
+        return self._links.get(worker_id)
+
+    def drain(self, worker_id: str) -> int:
+        """Tells a worker to hand everything back; returns how many sequences it has now. Raises
+        UnknownWorker."""
+        link = self._connected(worker_id)
+        link.drain()
+        return link.state.num_running + link.state.num_waiting
+
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
+        """Of all engines, also of those that come."""
+        self._policy = policy
+        for link in self._links.values():
+            link.set_policy(policy)
+
+    def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
+        """Raises UnknownWorker."""
+        self._connected(worker_id).inject(fault)
+
+    def _connected(self, worker_id: str) -> WorkerLink:
+        link = self._links.get(worker_id)
+        if link is None or not link.is_up:
+            raise UnknownWorker(f"no worker {worker_id!r} is connected")
+        return link
+
+    async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
+        """Dials who is new in the table, hangs up on who is gone."""
+        named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
+        for worker_id in self._links.keys() - named.keys():
+            await self._hang_up(worker_id)
+        for worker_id in named.keys() - self._links.keys():
+            self._links[worker_id] = WorkerLink(
+                named[worker_id],
+                self._hello,
+                self._policy,
+                self._listener,
+                self._config.worker_silence,
+                self._transport,
+            )
+
+    def unreachable(self) -> list[str]:
+        """Workers that nobody has heard for so long that they may be forgotten."""
+        oldest = now() - self._config.worker_forget
+        return [
+            worker_id
+            for worker_id, link in self._links.items()
+            if not link.is_up and link.last_heard < oldest
+        ]
+
+    async def _hang_up(self, worker_id: str) -> None:
+        link = self._links.pop(worker_id)
+        self._past_false_alarms += link.false_alarms
+        await link.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self._hang_up(worker_id) for worker_id in list(self._links)))
+
+
+def _speaks_our_blocks(info: session_pb2.WorkerInfo) -> bool:
+    return info.block_size == BLOCK_SIZE
