@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.bench.outcome import CountedBy, Outcome
+from cluster.bench.report import CountedBy, Outcome
 
 
 def outcome(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
@@ -14,9 +16,11 @@ from rich.console import Console
 
 from cluster.bench import options
 from cluster.bench.generator import TIMEOUT_S
-from cluster.bench.goodput import slo
 from cluster.bench.load import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from cluster.bench.options import DEFAULT_PERCENTILES
+from cluster.bench.report import Json, Setting, Slo, ramp_report, report, slo
+from cluster.bench.run import Manner, ready
+from cluster.bench.target import Target
 from cluster.connection import Address
 from cluster.errors import BenchFailed
 from cluster.simulator.workloads import options as workloads
@@ -82,7 +86,6 @@ def serve(
     # Imported here: aiohttp and numpy are nothing to other commands.
     import uvloop
 
-    from cluster.bench.asked import Asked, measured
     from cluster.bench.run import Manner
     from cluster.bench.target import Target, load_tokenizer
 
@@ -219,3 +222,72 @@ def _ramp(
     if not 0 < first <= most or not isfinite(most):
         raise BenchFailed(f"--ramp {text}: must be two rates, the lower first, as in 1:64")
     return first, most
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``ramp`` is its first rate and its highest; None: the load comes once, as it is."""
+
+    target: Target
+    load: Load
+    manner: Manner
+    slo: Slo
+    percents: Sequence[float]
+    ramp: tuple[float, float] | None = None
+    label: str = ""
+    tokenizer: str | None = None
+    is_detailed: bool = False
+
+
+async def measured(asked: Asked, now: datetime) -> Json:
+    """Raises BenchFailed, WorkloadFailed, and what connecting raises."""
+    async with ready(asked.target, asked.load, asked.manner) as run:
+        setting = _setting(asked, run.model, now)
+        if asked.ramp is None:
+            seen = await run.send(asked.load)
+            return report(setting, seen, is_detailed=asked.is_detailed)
+        stages = await run.climb(asked.load, *asked.ramp, asked.slo)
+        return ramp_report(setting, stages, is_detailed=asked.is_detailed)
+
+
+def _setting(asked: Asked, model: str, now: datetime) -> Setting:
+    target, load = asked.target, asked.load
+    return Setting(
+        date=now.strftime("%Y%m%d-%H%M%S"),
+        label=asked.label,
+        backend=target.backend,
+        where=target.where,
+        model=model,
+        tokenizer=asked.tokenizer,
+        rate=load.rate,
+        burstiness=load.burstiness,
+        concurrency=asked.manner.concurrency,
+        load=_described(load, asked),
+        slo=asked.slo,
+        percents=asked.percents,
+    )
+
+
+def _described(load: Load, asked: Asked) -> Mapping[str, object]:
+    """By the options' names; what is as usual and says nothing is left out."""
+    has_own_lengths = load.workloads or load.trace
+    found = {
+        "workload": ", ".join(load.workloads) if load.workloads else None,
+        "trace": load.trace.name if load.trace else None,
+        "from": load.begin_s or None,
+        "to": load.end_s,
+        "speed": load.speed if load.trace else None,
+        "steady": load.is_steady or None,
+        "input tokens": None if has_own_lengths else load.input_tokens,
+        "output tokens": None if has_own_lengths else load.output_tokens,
+        "longest input": load.longest_input,
+        "longest output": load.longest_output,
+        "duration, s": load.duration_s,
+        "ramp": ":".join(f"{rate:g}" for rate in asked.ramp) if asked.ramp else None,
+        "seed": load.seed,
+        "ignore_eos": asked.target.ignore_eos,
+        "temperature": asked.target.temperature,
+        "fields": ", ".join(asked.target.fields) or None,
+        "warm-up": asked.manner.warm_up,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.figures import Json
-from cluster.bench.report import ours
+from cluster.bench.report import Json, ours
 from cluster.bench.wording import LATENCIES, NOTHING, goodput, shown, statistics
 
 #: What differs by less is not called better or worse.

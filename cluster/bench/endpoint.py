@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from cluster.bench.outcome import CountedBy, Outcome
-from cluster.bench.request import Request
+import aiohttp
+
+from cluster.bench.load import Request
+from cluster.bench.report import CountedBy, Outcome
+from cluster.errors import BenchFailed
+from cluster.sse import DONE, Events
+from everlift import AsyncClient, EverliftError
 
 #: What an endpoint says of an error goes into reports only where it is a word: no sentence, in
 #: which a prompt may stand, and nothing that could be a key.
@@ -78,3 +86,189 @@ class Answer:
 def slug(said: object) -> str:
     """Of what an endpoint calls an error; empty where that is no single word."""
     return said if isinstance(said, str) and _SLUG.fullmatch(said) else ""
+
+
+class EverliftEndpoint:
+    """The client should not come again by itself with what was refused: that is an answer, too."""
+
+    def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
+        self._client = client
+        self._ignore_eos = ignore_eos
+        self._temperature = temperature
+
+    async def ask(self, request: Request, answer: Answer) -> None:
+        try:
+            stream = self._client.generate(
+                request.prompt,
+                max_tokens=request.max_tokens,
+                ignore_eos=self._ignore_eos,
+                temperature=self._temperature,
+            )
+            answer.is_sent()
+            async with stream:
+                async for chunk in stream:
+                    answer.piece(chunk.text, len(chunk.token_ids))
+        except EverliftError as error:
+            raise Refused(error.slug) from None
+        if stream.usage is not None:
+            answer.usage(stream.usage.prompt_tokens, stream.usage.output_tokens)
+
+
+_MOST_ERROR_BYTES = 16_384
+#: What a connection may have on its way at once is for the server to say.
+_NO_LIMIT = 0
+
+
+def base_url(text: str) -> str:
+    """As clients of OpenAI take it, with /v1 where it has no path. Raises BenchFailed."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchFailed(f"--url {text!r}: must be as http://127.0.0.1:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise BenchFailed("--url has no place for a key: give it by --api-key")
+    return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+@asynccontextmanager
+async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session whose paths are below ``url``, which must be a base_url."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(
+        f"{url}/",
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=_NO_LIMIT),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # An answer may take as long as the load allows it.
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as session:
+        yield session
+
+
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """What it serves. Raises BenchFailed, in which it is called by its ``url``."""
+    try:
+        async with session.get("models", allow_redirects=False) as response:
+            if response.status != 200:
+                raise BenchFailed(f"its list of models: {await _cause(response)}")
+            listed = await response.json()
+        return str(listed["data"][0]["id"])
+    except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+        raise BenchFailed(
+            f"{url} does not say what it serves ({type(error).__name__}): see --url and --model"
+        ) from None
+
+
+class OpenAiEndpoint:
+    """``fields`` are of every body, and win over what is usual."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        model: str,
+        *,
+        ignore_eos: bool,
+        temperature: float,
+        is_chat: bool = False,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
+        self._session = session
+        self._path = "chat/completions" if is_chat else "completions"
+        self._is_chat = is_chat
+        self._usual = {
+            "model": model,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            # Endpoints of others may know no such field.
+            **({"ignore_eos": True} if ignore_eos else {}),
+            **(fields or {}),
+        }
+
+    async def ask(self, request: Request, answer: Answer) -> None:
+        body = self._body(request)
+        answer.is_sent()
+        try:
+            async with self._session.post(self._path, json=body, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise Refused(await _cause(response))
+                await self._read(response, answer)
+        except aiohttp.ClientConnectorError:
+            raise Refused("unreachable") from None
+        except (aiohttp.ClientError, ConnectionError):
+            raise Refused("broken_off") from None
+
+    def _body(self, request: Request) -> dict[str, object]:
+        said = (
+            {"messages": [{"role": "user", "content": request.prompt}]}
+            if self._is_chat
+            else {"prompt": request.prompt}
+        )
+        return {**self._usual, **said, "max_tokens": request.max_tokens, **request.fields}
+
+    async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
+        events = Events()
+        async for data in response.content.iter_any():
+            for event in events.of(data):
+                if event == DONE:
+                    return
+                try:
+                    self._take(_parsed(event), answer)
+                except (AttributeError, TypeError, ValueError):
+                    raise Refused("malformed_chunk") from None
+        raise Refused("broken_off")
+
+    def _take(self, chunk: dict[str, Any], answer: Answer) -> None:
+        if "error" in chunk:
+            raise Refused(_error_slug(chunk) or "error_in_stream")
+        for choice in chunk.get("choices") or ():
+            text = self._text(choice)
+            if text or self._has_tokens(choice, answer):
+                answer.piece(text)
+        if usage := chunk.get("usage"):
+            told = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+            answer.usage(*(int(number or 0) for number in told))
+
+    def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
+        """Although no text: special tokens, or a part of a character. A chat's first chunk may have
+        a role alone, and the last one of most answers an end alone."""
+        if choice.get("finish_reason") is not None:
+            return not answer.has_begun
+        return not self._is_chat
+
+    def _text(self, choice: Mapping[str, Any]) -> str:
+        """Reasoning and calls of tools are output too."""
+        if not self._is_chat:
+            return str(choice.get("text") or "")
+        delta = choice.get("delta") or {}
+        texts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
+        calls = [
+            call.get("function", {}).get("arguments") for call in delta.get("tool_calls") or ()
+        ]
+        return "".join(text for text in (*texts, *calls) if text)
+
+
+def _parsed(event: bytes) -> dict[str, Any]:
+    try:
+        chunk = json.loads(event)
+    except ValueError:
+        raise Refused("no_json") from None
+    if not isinstance(chunk, dict):
+        raise Refused("no_json")
+    return chunk
+
+
+async def _cause(response: aiohttp.ClientResponse) -> str:
+    """The status, and the slug where the body has one."""
+    said = await response.content.read(_MOST_ERROR_BYTES)
+    try:
+        found = _error_slug(json.loads(said))
+    except ValueError:
+        found = ""
+    return f"{response.status} {found}".rstrip()
+
+
+def _error_slug(body: object) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return ""
+    return slug(error.get("code")) or slug(error.get("type"))

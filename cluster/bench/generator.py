@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.bench.endpoint import Answer, Endpoint, Refused
-from cluster.bench.outcome import Outcome
-from cluster.bench.request import Request
+from cluster.bench.load import Request
+from cluster.bench.report import Outcome
 
 #: An answer that takes longer has failed.
 TIMEOUT_S = 600.0

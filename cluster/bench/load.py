@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, takewhile
-from math import inf, isfinite
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice, repeat, takewhile
+from math import inf, isfinite, isinf
 from pathlib import Path
 from random import Random
+from typing import Any, Protocol
 
-from cluster.bench.arrivals import times
-from cluster.bench.prompts import Prompts
-from cluster.bench.request import Request
 from cluster.errors import BenchFailed
 from cluster.simulator.workloads import options
 from cluster.simulator.workloads.arrival import Arrival
@@ -19,6 +17,95 @@ from cluster.simulator.workloads.lengths import Exactly
 from cluster.simulator.workloads.traces.trace import Trace
 from cluster.simulator.workloads.traffic import Traffic
 from cluster.simulator.workloads.workload import Workload, merged
+
+#: Each is one token behind a space in the vocabularies of most models.
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work number night "
+    "point home water room mother area money story fact month lot right study book eye job word "
+    "business issue side kind head house service friend father power hour game line end member law"
+).split()
+
+
+class Prompts(Protocol):
+    def prompt(self, arrival: Arrival, number: int) -> tuple[str | tuple[int, ...], int]:
+        """That of the load's ``number``-th request, and how many tokens it has as far as is
+        known."""
+        ...
+
+
+class TokenPrompts:
+    """Token ids from 1 on: 0 is often something else than text."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._ids = range(1, vocab_size)
+        self._seed = seed
+
+    def prompt(self, arrival: Arrival, number: int) -> tuple[tuple[int, ...], int]:
+        ids = tuple(_drawn(self._ids, arrival, f"{self._seed}/{number}"))
+        return ids, len(ids)
+
+
+class WordPrompts:
+    """Words, one for each token. With a ``tokenizer`` (of the tokenizers library) the text is cut
+    to as many tokens as are wanted, and is counted by it."""
+
+    def __init__(self, tokenizer: Any | None, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._seed = seed
+
+    def prompt(self, arrival: Arrival, number: int) -> tuple[str, int]:
+        text = " ".join(_drawn(_WORDS, arrival, f"{self._seed}/{number}"))
+        return (
+            self._cut(text, arrival.prompt_tokens)
+            if self._tokenizer
+            else (
+                text,
+                arrival.prompt_tokens,
+            )
+        )
+
+    def _cut(self, text: str, tokens: int) -> tuple[str, int]:
+        assert self._tokenizer is not None
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        cut = self._tokenizer.decode(ids[:tokens])
+        return cut, len(self._tokenizer.encode(cut, add_special_tokens=False).ids)
+
+
+def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
+    """``arrival.prompt_tokens`` of ``units``."""
+    drawn: list[Any] = []
+    for part in arrival.prefix:
+        drawn += Random(f"part/{part}").choices(units, k=arrival.prefix_part_tokens)
+    del drawn[arrival.prompt_tokens :]
+    return drawn + Random(name).choices(units, k=arrival.prompt_tokens - len(drawn))
+
+
+def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
+    """Seconds, without end: ``rate`` requests a second on average.
+
+    Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, less comes in
+    bursts, more is more even, infinity is constant. At an infinite rate all are due at once.
+    """
+    if isinf(rate):
+        return repeat(0.0)
+    if burstiness == inf:
+        return (number / rate for number in count(1))
+    return Traffic(rate, cv=burstiness**-0.5).times(rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``due`` is in seconds since the load begins. ``prompt`` is text, or token ids, of about
+    ``prompt_tokens``; an endpoint may count others. ``fields`` are of an OpenAI body, and win over
+    what is usual."""
+
+    due: float
+    prompt: str | tuple[int, ...]
+    prompt_tokens: int
+    max_tokens: int
+    fields: Mapping[str, object] = field(default_factory=dict)
+
 
 #: Where nothing says when it ends.
 REQUESTS = 200

@@ -7,15 +7,469 @@ ours stands under ``everlift``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isinf
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import accumulate, pairwise
+from math import inf, isinf, sqrt
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from cluster.bench.figures import Json, each_request, figures, more_figures
-from cluster.bench.goodput import Slo
-from cluster.bench.outcome import Outcome
+import numpy as np
+
 from cluster.errors import BenchFailed
+
+
+class CountedBy(Enum):
+    """Who says how many tokens an output has."""
+
+    #: the endpoint, in its stream
+    USAGE = "usage"
+    #: a tokenizer on this side
+    TOKENIZER = "tokenizer"
+    #: nobody: pieces of output are taken for tokens
+    PIECES = "pieces"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Moments are in seconds since the load began, and come in this order:
+
+        due        its time begins to count
+        admitted   there was room for it, where requests at once are limited
+        sent       it was on its way: later than ``admitted`` only by what the generator is late
+        pieces     each of them when it came
+        ended      the end of the answer, or its failure
+
+    ``error`` is a slug or a status; empty where the answer is whole. ``text`` is kept only where
+    its tokens are still to be counted.
+    """
+
+    due: float
+    admitted: float
+    sent: float
+    ended: float
+    pieces: Sequence[float]
+    prompt_tokens: int
+    output_tokens: int
+    counted_by: CountedBy = CountedBy.USAGE
+    error: str = ""
+    text: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error
+
+    @property
+    def lag_s(self) -> float:
+        """By so much the generator was late with it."""
+        return self.sent - self.admitted
+
+
+#: Those that a curve of all values is drawn from.
+_CURVE = range(101)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """``percentiles`` by percent."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: Mapping[float, float]
+
+
+def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
+    """A percentile between two values is on the straight line between them, as numpy and vLLM have
+    it; the deviation is that of these values themselves. None where there are none."""
+    if not len(values):
+        return None
+    found = np.asarray(values, dtype=float)
+    at = np.percentile(found, list(percents)) if percents else []
+    return Spread(
+        float(found.mean()),
+        float(np.median(found)),
+        float(found.std()),
+        dict(zip(percents, map(float, at), strict=True)),
+    )
+
+
+def curve(values: Sequence[float]) -> list[float]:
+    """The percentiles 0, 1, ..., 100; none of nothing."""
+    return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
+
+
+Begin = Callable[[Outcome], float]
+
+
+def due(outcome: Outcome) -> float:
+    return outcome.due
+
+
+def sent(outcome: Outcome) -> float:
+    return outcome.sent
+
+
+def ttft(outcome: Outcome, begin: Begin) -> float:
+    return outcome.pieces[0] - begin(outcome)
+
+
+def e2el(outcome: Outcome, begin: Begin) -> float:
+    return outcome.pieces[-1] - begin(outcome)
+
+
+def tpot(outcome: Outcome) -> float:
+    """0 where there are not two tokens: such a request misses no target of it."""
+    if outcome.output_tokens < 2:
+        return 0.0
+    return (outcome.pieces[-1] - outcome.pieces[0]) / (outcome.output_tokens - 1)
+
+
+def itls(outcome: Outcome) -> list[float]:
+    return [after - before for before, after in pairwise(outcome.pieces)]
+
+
+def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
+    """Of answers that are whole."""
+    return {
+        "ttft": [ttft(each, begin) for each in complete],
+        "tpot": [tpot(each) for each in complete if each.output_tokens > 1],
+        "itl": [gap for each in complete for gap in itls(each)],
+        "e2el": [e2el(each, begin) for each in complete],
+        "norm": [e2el(each, begin) / each.output_tokens for each in complete],
+    }
+
+
+#: Points of a curve over time, at most about twice as many.
+_POINTS = 60
+_WIDTHS = (1, 2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class OverTime:
+    """In slices of ``width_s``, from the load's begin on: what was due and what ended in each (a
+    second's), tokens (a second's), and requests that were due and not ended, at its end."""
+
+    width_s: float
+    due_per_s: Sequence[float]
+    ended_per_s: Sequence[float]
+    failed_per_s: Sequence[float]
+    tokens_per_s: Sequence[float]
+    in_flight: Sequence[int]
+    #: the median of those that were due in a slice; None where none was, or none was answered
+    ttft_ms: Sequence[float | None]
+
+
+def over_time(outcomes: Sequence[Outcome]) -> OverTime:
+    duration = max((each.ended for each in outcomes), default=0.0)
+    width = _width(duration)
+    slices = int(duration / width) + 1
+    came = _counted(((each.due, 1) for each in outcomes), width, slices)
+    went = _counted(((each.ended, 1) for each in outcomes), width, slices)
+    failed = _counted(((each.ended, 1) for each in outcomes if not each.is_complete), width, slices)
+    tokens = _counted(_tokens(outcomes), width, slices)
+    return OverTime(
+        width,
+        [number / width for number in came],
+        [number / width for number in went],
+        [number / width for number in failed],
+        [number / width for number in tokens],
+        [round(a - b) for a, b in zip(accumulate(came), accumulate(went), strict=True)],
+        _first_pieces(outcomes, width, slices),
+    )
+
+
+def _first_pieces(outcomes: Iterable[Outcome], width: float, slices: int) -> list[float | None]:
+    found: list[list[float]] = [[] for _ in range(slices)]
+    for each in outcomes:
+        if each.is_complete:
+            found[_slice(each.due, width, slices)].append(1e3 * (each.pieces[0] - each.due))
+    return [median(times) if times else None for times in found]
+
+
+def most_tokens_in_a_second(outcomes: Sequence[Outcome]) -> float:
+    duration = max((each.ended for each in outcomes), default=0.0)
+    return max(_counted(_tokens(outcomes), 1.0, int(duration) + 1), default=0.0)
+
+
+def most_at_once(outcomes: Iterable[Outcome]) -> int:
+    """Requests that were sent and not ended."""
+    moves = sorted(move for each in outcomes for move in ((each.sent, 1), (each.ended, -1)))
+    return max(accumulate(step for _, step in moves), default=0)
+
+
+def _tokens(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float]]:
+    """A piece's share of its output's tokens."""
+    for each in outcomes:
+        if each.is_complete:
+            share = each.output_tokens / len(each.pieces)
+            for at in each.pieces:
+                yield at, share
+
+
+def _counted(events: Iterable[tuple[float, float]], width: float, slices: int) -> list[float]:
+    found = [0.0] * slices
+    for at, number in events:
+        found[_slice(at, width, slices)] += number
+    return found
+
+
+def _slice(at: float, width: float, slices: int) -> int:
+    return min(slices - 1, int(at / width))
+
+
+def _width(duration: float) -> float:
+    """1, 2 or 5 times a power of ten, so that there are about as many slices as a curve has
+    points."""
+    wanted = max(duration / _POINTS, 1e-3)
+    power = 1e-3
+    while power * 10 <= wanted:
+        power *= 10
+    return next((power * n for n in _WIDTHS if power * n >= wanted), power * 10)
+
+
+NAMES = ("ttft", "tpot", "e2el")
+_BETWEEN = re.compile(r"[\s,]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """``most_ms`` by name; what it does not name may take any time."""
+
+    most_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def is_good(self, outcome: Outcome, begin: Begin) -> bool:
+        """It is whole, and no later than it may be in anything."""
+        if not outcome.is_complete:
+            return False
+        taken = {
+            "ttft": ttft(outcome, begin),
+            "tpot": tpot(outcome),
+            "e2el": e2el(outcome, begin),
+        }
+        return all(taken[name] * 1e3 <= most for name, most in self.most_ms.items())
+
+
+def slo(texts: Sequence[str]) -> Slo:
+    """Raises BenchFailed."""
+    pairs = (pair for text in texts for pair in _BETWEEN.split(text.strip()) if pair)
+    return Slo(dict(_pair(pair) for pair in pairs))
+
+
+def _pair(text: str) -> tuple[str, float]:
+    name, _, most = text.partition(":")
+    try:
+        number = float(most)
+    except ValueError:
+        number = -1.0
+    if name not in NAMES or not 0 <= number < inf:
+        raise BenchFailed(
+            f"--goodput {text}: must be {', '.join(NAMES)} with milliseconds, as in ttft:500"
+        )
+    return name, number
+
+
+#: Of 1 request in 100 it may be as late as this, or as this part of the median time to a first
+#: piece; and as busy as this with one core.
+_LEAST_S = 0.010
+_PART = 0.05
+_BUSY = 0.9
+_PERCENTS = (50.0, 90.0, 99.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Seconds; ``cpu_share`` of one core, which the generator took."""
+
+    p50: float
+    p90: float
+    p99: float
+    most: float
+    cpu_share: float
+    is_behind: bool
+
+
+def lag(outcomes: Sequence[Outcome], cpu_share: float) -> Lag:
+    found = spread([each.lag_s for each in outcomes], _PERCENTS)
+    p50, p90, p99, most = found.percentiles.values() if found else (0.0,) * len(_PERCENTS)
+    complete = [each for each in outcomes if each.is_complete]
+    spread_of_ttft = spread([ttft(each, due) for each in complete], ())
+    allowed = max(_LEAST_S, _PART * spread_of_ttft.median if spread_of_ttft else 0.0)
+    return Lag(p50, p90, p99, most, cpu_share, p99 > allowed or cpu_share > _BUSY)
+
+
+#: From one rate to the next, until one is too much.
+_FACTOR = 2.0
+#: So near to each other the two rates come that saturation is between.
+_PRECISION = 1.1
+#: More failures, or fewer good ones where there is a target, are not kept up with.
+_FAILED_SHARE = 0.01
+_GOOD_SHARE = 0.9
+#: So much of what came in the second half may be left over at its end.
+_LEFT_SHARE = 0.1
+
+
+class Ramp:
+    """Rates to try, one after the other: each twice the one before, until one is too much or
+    ``most`` is reached; then what is between is halved (by ratio). It takes for granted that more
+    is not easier.
+
+    ``kept`` is the highest rate that was kept up with, ``too_much`` the lowest one that was not.
+    """
+
+    def __init__(self, first: float, most: float) -> None:
+        assert 0 < first <= most
+        self._first = first
+        self._most = most
+        self.kept: float | None = None
+        self.too_much: float | None = None
+
+    def next_rate(self) -> float | None:
+        """None: enough is known."""
+        if self.kept is None:
+            return self._first if self.too_much is None else None
+        if self.too_much is None:
+            return min(_FACTOR * self.kept, self._most) if self.kept < self._most else None
+        if self.too_much <= _PRECISION * self.kept:
+            return None
+        return sqrt(self.kept * self.too_much)
+
+    def tell(self, rate: float, is_kept: bool) -> None:
+        if is_kept:
+            self.kept = rate
+        else:
+            self.too_much = rate
+
+
+def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
+    """Whether requests that came for so long did not pile up: those that ended in the second half
+    are not fewer than those that came in it by more than a tenth and what chance explains. And
+    hardly one failed, and most are good.
+
+    ``duration_s`` must be well above what a request takes, or everything piles up."""
+    if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
+        return False
+    good = sum(slo.is_good(each, due) for each in outcomes)
+    if good < _GOOD_SHARE * len(outcomes):
+        return False
+    half = duration_s / 2
+    came = sum(each.due >= half for each in outcomes)
+    went = sum(half <= each.ended < duration_s for each in outcomes)
+    return came - went <= _LEFT_SHARE * came + sqrt(came)
+
+
+Json = dict[str, Any]
+
+
+def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) -> Json:
+    """Those that vLLM has, with normalised latency (``norm``) as one more. A latency that no
+    request has is null."""
+    complete = [each for each in outcomes if each.is_complete]
+    duration = max((each.ended for each in outcomes), default=0.0)
+    input_tokens = sum(each.prompt_tokens for each in complete)
+    output_tokens = sum(each.output_tokens for each in complete)
+    return {
+        "duration": duration,
+        "completed": len(complete),
+        "failed": len(outcomes) - len(complete),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": _per(len(complete), duration),
+        "request_goodput": _per(_good(outcomes, slo), duration) if slo.most_ms else None,
+        "output_throughput": _per(output_tokens, duration),
+        "total_token_throughput": _per(input_tokens + output_tokens, duration),
+        "max_output_tokens_per_s": most_tokens_in_a_second(outcomes),
+        "max_concurrent_requests": most_at_once(outcomes),
+        # Of speech alone, where vLLM has it; its readers look for it.
+        "rtfx": 0.0,
+        **_latencies(complete, due, percents),
+    }
+
+
+def more_figures(
+    outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float], cpu_share: float
+) -> Json:
+    """What vLLM does not have."""
+    complete = [each for each in outcomes if each.is_complete]
+    pieces = sum(len(each.pieces) for each in complete)
+    found = lag(outcomes, cpu_share)
+    counted = Counter(each.counted_by.value for each in complete)
+    return {
+        "latency_from": "due",
+        "from_sent": _latencies(complete, sent, percents),
+        "lag": asdict(found),
+        "held_s": max((each.admitted - each.due for each in outcomes), default=0.0),
+        "good_share": _per(_good(outcomes, slo), len(outcomes)) if slo.most_ms else None,
+        "errors": dict(Counter(each.error for each in outcomes if each.error).most_common()),
+        "tokens_counted_by": dict(counted),
+        "tokens_per_piece": _per(sum(each.output_tokens for each in complete), pieces),
+        "marks": marks(found.is_behind, counted),
+        "curves_ms": {
+            name: [1e3 * value for value in curve(values)]
+            for name, values in by_name(complete, due).items()
+        },
+        "over_time": asdict(over_time(outcomes)),
+    }
+
+
+def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
+    """What keeps the figures from being what they seem."""
+    found = {
+        "the generator fell behind: latencies are partly its own": is_behind,
+        "output tokens are not known everywhere: pieces were counted for them": bool(
+            counted_by.get(CountedBy.PIECES.value)
+        ),
+    }
+    return [text for text, is_so in found.items() if is_so]
+
+
+def each_request(outcomes: Sequence[Outcome]) -> Json:
+    """Lists in the order of the requests, 0 or empty where one failed, as vLLM has them. A request
+    begins when it was due. vLLM's texts are not there: prompts and outputs stay out of files."""
+    return {
+        "input_lens": [each.prompt_tokens for each in outcomes],
+        "output_lens": [each.output_tokens if each.is_complete else 0 for each in outcomes],
+        "start_times": [each.due for each in outcomes],
+        "ttfts": [_of(each, ttft) for each in outcomes],
+        "itls": [itls(each) if each.is_complete else [] for each in outcomes],
+        "latencies": [_of(each, e2el) for each in outcomes],
+        "queue_times": [each.sent - each.due for each in outcomes],
+        "errors": [each.error for each in outcomes],
+    }
+
+
+def percent_name(percent: float) -> str:
+    """``p99``, ``p99.9``."""
+    return f"p{percent:g}"
+
+
+def _latencies(complete: Sequence[Outcome], begin: Begin, percents: Sequence[float]) -> Json:
+    found: Json = {}
+    for name, values in by_name(complete, begin).items():
+        of_all = spread(values, percents)
+        for word in ("mean", "median", "std"):
+            found[f"{word}_{name}_ms"] = 1e3 * getattr(of_all, word) if of_all else None
+        for percent in percents:
+            at = 1e3 * of_all.percentiles[percent] if of_all else None
+            found[f"{percent_name(percent)}_{name}_ms"] = at
+    return found
+
+
+def _good(outcomes: Sequence[Outcome], slo: Slo) -> int:
+    return sum(slo.is_good(each, due) for each in outcomes)
+
+
+def _per(number: float, of: float) -> float:
+    return number / of if of else 0.0
+
+
+def _of(outcome: Outcome, value: Any) -> float:
+    return float(value(outcome, due)) if outcome.is_complete else 0.0
+
 
 OURS = "everlift"
 

@@ -11,12 +11,8 @@ from typing import Any
 
 from cluster.bar import bar
 from cluster.bench.generator import Generator
-from cluster.bench.goodput import Slo
-from cluster.bench.load import Load
-from cluster.bench.outcome import Outcome
-from cluster.bench.report import Seen, Stage
-from cluster.bench.request import Request
-from cluster.bench.saturation import Ramp, is_kept_up
+from cluster.bench.load import Load, Request
+from cluster.bench.report import Outcome, Ramp, Seen, Slo, Stage, is_kept_up
 from cluster.bench.target import Opened, Target, counted, opened
 from cluster.errors import BenchFailed
 from everlift.heap import growing

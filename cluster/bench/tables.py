@@ -11,8 +11,7 @@ from rich.text import Text
 
 from cluster.bench import wording
 from cluster.bench.comparison import Comparison
-from cluster.bench.figures import Json
-from cluster.bench.report import ours
+from cluster.bench.report import Json, ours
 
 
 def tables(found: Json) -> Iterator[RenderableType]:

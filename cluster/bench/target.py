@@ -8,12 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import openai_endpoint
-from cluster.bench.endpoint import Endpoint
-from cluster.bench.everlift_endpoint import EverliftEndpoint
-from cluster.bench.openai_endpoint import OpenAiEndpoint
-from cluster.bench.outcome import CountedBy, Outcome
-from cluster.bench.prompts import Prompts, TokenPrompts, WordPrompts
+from cluster.bench.endpoint import (
+    Endpoint,
+    EverliftEndpoint,
+    OpenAiEndpoint,
+    base_url,
+    first_model,
+    http_session,
+)
+from cluster.bench.load import Prompts, TokenPrompts, WordPrompts
+from cluster.bench.report import CountedBy, Outcome
 from cluster.connection import addresses, connected
 from cluster.errors import BenchFailed
 
@@ -47,7 +51,7 @@ class Target:
     def where(self) -> str:
         if self.url is None:
             return ", ".join(addresses(self.address))
-        return openai_endpoint.base_url(self.url)
+        return base_url(self.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ async def _cluster(target: Target) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    where = openai_endpoint.base_url(url)
-    async with openai_endpoint.connected(where, target.api_key) as session:
-        model = target.model or await openai_endpoint.first_model(session, where)
+    where = base_url(url)
+    async with http_session(where, target.api_key) as session:
+        model = target.model or await first_model(session, where)
         endpoint = OpenAiEndpoint(
             session,
             model,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cluster.bench.figures import Json, percent_name
-from cluster.bench.report import ours
+from cluster.bench.report import Json, ours, percent_name
 
 STAGE_COLUMNS = (
     "stage",

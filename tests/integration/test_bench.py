@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from cluster.bench import openai_endpoint
+from cluster.bench.endpoint import OpenAiEndpoint, base_url, http_session
 from cluster.bench.generator import Generator
-from cluster.bench.openai_endpoint import OpenAiEndpoint, base_url
-from cluster.bench.outcome import CountedBy, Outcome
-from cluster.bench.request import Request
+from cluster.bench.load import Request
+from cluster.bench.report import CountedBy, Outcome
 from cluster.config import DEMO_MODEL
 from cluster.errors import BenchFailed
 from tests.commands import run
@@ -147,7 +146,7 @@ async def scripted(*said: bytes, status: int = 200) -> AsyncIterator[OpenAiEndpo
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        async with openai_endpoint.connected(url, None) as session:
+        async with http_session(url, None) as session:
             is_chat = b"delta" in b"".join(said)
             yield OpenAiEndpoint(session, "m", ignore_eos=True, temperature=0.0, is_chat=is_chat)
     finally:

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.bench.endpoint import OpenAiEndpoint, connected, first_model
 from cluster.bench.generator import Generator
-from cluster.bench.openai_endpoint import OpenAiEndpoint, connected, first_model
-from cluster.bench.outcome import CountedBy, Outcome
-from cluster.bench.request import Request
+from cluster.bench.load import Request
+from cluster.bench.report import CountedBy, Outcome
 from cluster.errors import BenchFailed
 
 #: Token 0 is left to tokenizers that want it for something else.

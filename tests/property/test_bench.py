@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bench.figures import figures, more_figures
-from cluster.bench.goodput import Slo
-from cluster.bench.outcome import Outcome
-from cluster.bench.saturation import Ramp
-from cluster.bench.spread import spread
+from cluster.bench.report import Outcome, Ramp, Slo, figures, more_figures, spread
 from cluster.sse import Events
 from tests.outcomes import outcome
 

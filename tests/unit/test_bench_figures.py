@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.figures import each_request, figures, more_figures, percent_name
-from cluster.bench.goodput import Slo, slo
-from cluster.bench.lag import lag
-from cluster.bench.latencies import due
-from cluster.bench.outcome import CountedBy
-from cluster.bench.over_time import most_at_once, most_tokens_in_a_second, over_time
-from cluster.bench.spread import curve, spread
+from cluster.bench.report import (
+    CountedBy,
+    Slo,
+    curve,
+    due,
+    each_request,
+    figures,
+    lag,
+    more_figures,
+    most_at_once,
+    most_tokens_in_a_second,
+    over_time,
+    percent_name,
+    slo,
+    spread,
+)
 from cluster.errors import BenchFailed
 from tests.outcomes import outcome
 

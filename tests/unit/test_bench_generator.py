@@ -10,9 +10,8 @@ import pytest
 
 from cluster.bench.endpoint import Answer, Refused, slug
 from cluster.bench.generator import Generator
-from cluster.bench.latencies import due, e2el, itls, sent, tpot, ttft
-from cluster.bench.outcome import CountedBy, Outcome
-from cluster.bench.request import Request
+from cluster.bench.load import Request
+from cluster.bench.report import CountedBy, Outcome, due, e2el, itls, sent, tpot, ttft
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")

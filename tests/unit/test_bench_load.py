@@ -11,9 +11,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from cluster.bench.arrivals import times
-from cluster.bench.load import REQUESTS, Load
-from cluster.bench.prompts import TokenPrompts, WordPrompts
+from cluster.bench.load import REQUESTS, Load, TokenPrompts, WordPrompts, times
 from cluster.bench.target import load_tokenizer
 from cluster.config import DEMO_MODEL
 from cluster.errors import BenchFailed, WorkloadFailed

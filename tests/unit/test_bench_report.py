@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.chart import Chart, Line, svg
 from cluster.bench.comparison import compare
-from cluster.bench.figures import Json
-from cluster.bench.goodput import slo
-from cluster.bench.outcome import Outcome
-from cluster.bench.page import comparison_page, report_page
-from cluster.bench.report import Seen, Setting, Stage, ramp_report, read, report, write
+from cluster.bench.page import Chart, Line, comparison_page, report_page, svg
+from cluster.bench.report import (
+    Json,
+    Outcome,
+    Seen,
+    Setting,
+    Stage,
+    ramp_report,
+    read,
+    report,
+    slo,
+    write,
+)
 from cluster.bench.tables import comparison_table, tables
 from cluster.errors import BenchFailed
 from tests.outcomes import outcome

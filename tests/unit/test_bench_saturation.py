@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from cluster.bench.goodput import Slo, slo
-from cluster.bench.saturation import Ramp, is_kept_up
+from cluster.bench.report import Ramp, Slo, is_kept_up, slo
 from tests.outcomes import outcome
 
 NO_SLO = Slo()

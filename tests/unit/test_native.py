@@ -147,7 +147,7 @@ def test_what_the_demo_model_needs_is_shipped() -> None:
     for level in native.LEVELS:
         flags = {(source.name, given) for source, given in ship.libraries(level)}
         assert ("paged.cpp", kernel_flags(dims, torch.float32)) in flags
-        assert {"largest.cpp", "collectives.cpp", "pointwise.cpp"} <= {name for name, _ in flags}
+        assert {"argmax.cpp", "collectives.cpp", "pointwise.cpp"} <= {name for name, _ in flags}
         has_bfloat16 = level.name == "avx512_bf16"
         assert (("paged.cpp", kernel_flags(dims, torch.bfloat16)) in flags) == has_bfloat16
         assert (("stack.cpp", stack_flags(dims)) in flags) == has_bfloat16
