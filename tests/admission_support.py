@@ -19,8 +19,7 @@ from router.admission.policy import (
     Rules,
     ShortestWork,
 )
-from router.admission.request import Waiting
-from router.admission.running import Running
+from router.admission.request import Running, Waiting
 from router.admission.scheduler import Placed, Tenure
 from router.admission.throughput import Pace, Work
 from router.admission.workers import Capacity, Load

@@ -18,8 +18,8 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.early_rejection import Entrance
 from router.admission.intervals import TICK_S
 from router.admission.load_shedding import Refusal
-from router.admission.tpot import seen_ratio
-from router.admission.wanted import Wanted
+from router.admission.request import Wanted
+from router.admission.throughput import seen_ratio
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 from router.prediction.output_lengths import OutputLengths

@@ -7,7 +7,7 @@ from typing import Protocol
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import Refusal
-from router.admission.moving import Move
+from router.admission.preemption import Move
 from router.admission.scheduler import Placed
 from router.admission.workers import Capacity
 

@@ -32,10 +32,10 @@ from everlift.errors import (
     PromptTooLong,
 )
 from everlift.request_id import qualified
+from router.admission.fair_share import ServedOutputs
 from router.admission.load_shedding import Refusal
 from router.admission.scheduler import Placed
-from router.admission.served import ServedOutputs
-from router.admission.tpot import seen_ratio
+from router.admission.throughput import seen_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
 from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop

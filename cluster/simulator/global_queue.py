@@ -10,14 +10,13 @@ from cluster.simulator.dispatcher import GATEWAY
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
-from router.admission.foreseen_wait import ForeseenWait
 from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S
-from router.admission.load import cluster_load
 from router.admission.load_shedding import Refusal
-from router.admission.moving import Move
 from router.admission.placement import Placement
 from router.admission.policy import Rules
-from router.admission.scheduler import Placed, Tenure
+from router.admission.preemption import Move
+from router.admission.scheduler import Placed, Tenure, cluster_load
+from router.admission.wait_estimate import ForeseenWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 

@@ -14,10 +14,15 @@ no longer: the order of the queue is not worth that it stands still.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count, islice
+from typing import TypeAlias
 
-from router.admission.request import Key
+from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Policy, key_of
+from router.admission.request import Key, Waiting
 
 
 @dataclass(slots=True)
@@ -83,3 +88,185 @@ class RollCall:
             for telling in self._telling.values()
             if now - telling.heard < self._patience_s
         )
+
+
+@dataclass(slots=True)
+class _Said:
+    generation: str
+    since: float
+
+
+class Generations:
+    """``patience_s`` is how long a gateway that does not say the ledger's generation may keep all
+    others waiting. Times are in seconds."""
+
+    def __init__(self, generation: str, now: float, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._current = generation
+        self._since = now
+        self._said: dict[str, _Said] = {}
+
+    def change(self, generation: str, now: float) -> None:
+        self._current, self._since = generation, now
+
+    def connect(self, gateway: str, now: float) -> None:
+        self._said[gateway] = _Said("", now)
+
+    def disconnect(self, gateway: str) -> None:
+        self._said.pop(gateway, None)
+
+    def said(self, gateway: str, generation: str, now: float) -> None:
+        """The gateway has told everything again to the server of this generation."""
+        if gateway in self._said:
+            self._said[gateway] = _Said(generation, now)
+
+    def agree(self, now: float) -> bool:
+        """Whether all have said the current one, or have had their time."""
+        return not self._current or all(
+            said.generation == self._current or now >= self._until(said)
+            for said in self._said.values()
+        )
+
+    def _until(self, said: _Said) -> float:
+        return max(said.since, self._since) + self._patience_s
+
+
+#: Entries of a message: the first ones come soon, and none keeps either end for long.
+_FIRST, _MOST = 32, 256
+
+_Turn: TypeAlias = tuple[Key, int, pb.Waiting]
+
+
+class Telling:
+    """``waiting`` and ``running`` are read as they are told, part by part. ``waiting`` is in the
+    order of ``policy``."""
+
+    def __init__(
+        self,
+        router_id: str,
+        waiting: Iterable[pb.Waiting],
+        running: Iterable[pb.Running],
+        generation: str,
+        policy: Policy,
+    ) -> None:
+        self._router_id = router_id
+        self._policy = policy
+        self._hello = pb.GatewayMessage(
+            router_id=router_id, generation=generation, order=policy.place_name
+        )
+        self._tickets = count()
+        self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)
+        self._running = iter(running)
+        self._size = _FIRST
+        #: the next turn of the roll, as far as one has looked
+        self._next: _Turn | None = None
+        #: who came late, as a heap, and whose turn there counts
+        self._late: list[_Turn] = []
+        self._turns: dict[str, int] = {}
+        #: what was told last
+        self._mark: Key | None = None
+        self._all_waiting_told = self._all_running_told = False
+        #: of whom something was said since the beginning: what the roll has of them is out of date
+        self._spoken_of: set[str] = set()
+        #: by request id, the newest word: it waits, it runs, or None: neither
+        self._news: dict[str, pb.Waiting | pb.Running | None] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is something to tell."""
+        return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
+
+    def _key(self, waiting: pb.Waiting) -> Key:
+        return key_of(self._policy, Waiting.told(self._router_id, waiting))
+
+    # what changes
+
+    def enqueue(self, waiting: pb.Waiting) -> None:
+        self._speak_of(waiting.request_id)
+        key = self._key(waiting)
+        if self._all_waiting_told or (self._mark is not None and key <= self._mark):
+            self._news[waiting.request_id] = waiting
+        else:
+            turn = self._turns[waiting.request_id] = next(self._tickets)
+            heapq.heappush(self._late, (key, turn, waiting))
+
+    def withdraw(self, request_id: str) -> None:
+        self._speak_of(request_id)
+        self._news[request_id] = None
+
+    def run(self, running: pb.Running) -> None:
+        self._speak_of(running.request_id)
+        self._news[running.request_id] = running
+
+    def dispatched(self, request_id: str) -> None:
+        """The leader knows that it waits no more."""
+        if self._news.get(request_id) is not None:
+            del self._news[request_id]
+        self._leave_the_roll(request_id)
+
+    def _speak_of(self, request_id: str) -> None:
+        self._news.pop(request_id, None)
+        self._leave_the_roll(request_id)
+
+    def _leave_the_roll(self, request_id: str) -> None:
+        """What it has of this request is out of date."""
+        self._turns.pop(request_id, None)
+        if not self._all_running_told:
+            self._spoken_of.add(request_id)
+
+    def assert_generation(self, generation: str) -> None:
+        self._hello.generation = generation
+
+    # what is told
+
+    def part(self) -> pb.GatewayMessage:
+        """The next message."""
+        message, self._hello = self._hello, pb.GatewayMessage()
+        self._tell_news(message)
+        if not self._all_waiting_told:
+            self._tell_waiting(message)
+        elif not self._all_running_told:
+            self._tell_running(message)
+        self._size = min(2 * self._size, _MOST)
+        return message
+
+    def _tell_news(self, message: pb.GatewayMessage) -> None:
+        for request_id in tuple(islice(self._news, _MOST)):
+            match self._news.pop(request_id):
+                case pb.Waiting() as waiting:
+                    message.enqueue.append(waiting)
+                case pb.Running() as running:
+                    message.running.append(running)
+                case None:
+                    message.withdraw.append(request_id)
+
+    def _tell_waiting(self, message: pb.GatewayMessage) -> None:
+        for _ in range(self._size):
+            turn = self._take_turn()
+            if turn is None:
+                message.is_complete = self._all_waiting_told = True
+                break
+            self._mark = turn[0]
+            message.enqueue.append(turn[2])
+
+    def _take_turn(self) -> _Turn | None:
+        """Of the roll and those who came late, who is next; None after the last one."""
+        while True:
+            self._next = self._next or next(self._roll, None)
+            if self._late and (self._next is None or self._late[0] < self._next):
+                turn = heapq.heappop(self._late)
+                if self._turns.get(turn[2].request_id) == turn[1]:
+                    del self._turns[turn[2].request_id]
+                    return turn
+            elif self._next is not None:
+                turn, self._next = self._next, None
+                if turn[2].request_id not in self._spoken_of:
+                    return turn
+            else:
+                return None
+
+    def _tell_running(self, message: pb.GatewayMessage) -> None:
+        part = list(islice(self._running, self._size))
+        message.running.extend(it for it in part if it.request_id not in self._spoken_of)
+        if not part:
+            self._all_running_told = True
+            self._spoken_of.clear()

@@ -13,8 +13,8 @@ from math import log2
 from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
+from router.admission.fair_share import TokenCounters
 from router.admission.request import Ordered, Place, Waiting
-from router.admission.token_counters import TokenCounters
 from router.admission.wait_stats import Arrival
 
 #: A place, a ticket and the request itself: ordered by the place, then by the ticket.

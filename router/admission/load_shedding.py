@@ -17,9 +17,8 @@ from math import inf
 from everlift.errors import DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
 from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import Late, Waiting
 from router.admission.wait_estimate import WaitPredictor
-from router.admission.wanted import Late
 
 #: So many times its predicted prefill before its first token is wanted a request must leave: others
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at

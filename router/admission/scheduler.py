@@ -7,27 +7,58 @@ replica knows (``placement``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from everlift.v1 import session_pb2
 from router.admission.demands import Demands
 from router.admission.fair_share import FairShare
-from router.admission.generation import Generations
-from router.admission.growth import Growth
-from router.admission.handover import RollCall
+from router.admission.handover import Generations, RollCall
 from router.admission.load_shedding import Bounds, Refusal
-from router.admission.moving import ROOM, Move, Moving
 from router.admission.placement import Placement
 from router.admission.policy import Rules, key_of
-from router.admission.preemption import Evictions
+from router.admission.preemption import ROOM, Evictions, Growth, Move, Moving
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Key, Ordered, Waiting
-from router.admission.running import Running, RunningTable
-from router.admission.starts import Starts
+from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
 from router.admission.wait_estimate import WaitPredictor
 from router.admission.wait_stats import Obstacle, overtaken
+from router.admission.workers import WorkerView
 from router.config import RouterConfig
+
+
+class Starts:
+    """``now`` is the router's clock in seconds."""
+
+    def __init__(self) -> None:
+        #: by the start's name, until when it holds and since when; the one heard last is last
+        self._until: dict[str, tuple[float, float]] = {}
+
+    def hear(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
+        """Each holds for its seconds, if it is not heard again."""
+        for start in starts:
+            self._until.pop(start.name, None)
+            if start.seconds > 0.0:
+                self._until[start.name] = now + start.seconds, now - start.elapsed_s
+
+    def count(self, now: float) -> int:
+        """Return how many start. O(starts)."""
+        return sum(until > now for until, _ in self._until.values())
+
+    def longest_s(self, now: float) -> float:
+        """Return for how long the first one has been starting; 0: none. O(starts)."""
+        return max((now - since for until, since in self._until.values() if until > now), default=0)
+
+    def is_any(self, now: float) -> bool:
+        """What is over is forgotten, so that each is looked at once."""
+        while self._until:
+            name, (until, _) = next(iter(self._until.items()))
+            if until > now:
+                return True
+            del self._until[name]
+        return False
+
 
 #: A request that was told to leave its worker is not told again for so long.
 _SPARED_S = 5.0
@@ -412,3 +443,30 @@ class Tenure:
         self._growth.forget(self._placement.workers, now)
         if self._fair_share is not None and self.roll_call.is_over(now):
             self._fair_share.roll_called()
+
+
+def cluster_load(
+    term: int, tenure: Tenure, workers: Iterable[WorkerView], now: float, ledger_now: float
+) -> session_pb2.ClusterLoad:
+    """``now`` and ``ledger_now`` as a tenure's. O(workers + tenants)."""
+    staying = [worker for worker in workers if worker.is_open]
+    rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
+    return session_pb2.ClusterLoad(
+        term=term,
+        workers=len(staying),
+        queued=tenure.queued,
+        queued_tokens=tenure.queued_tokens,
+        waited_s=tenure.waited_s(now, ledger_now),
+        running=sum(worker.load.num_running + worker.ahead for worker in staying),
+        slots=sum(worker.slots for worker in staying),
+        blocks_used=sum(worker.load.blocks_used for worker in staying),
+        blocks_total=sum(worker.capacity.num_blocks for worker in staying),
+        offered_tokens=tenure.offered_tokens,
+        worker_rate=fmean(rates) if rates else 0.0,
+        services=tenure.services(),
+        service_gap=tenure.service_gap,
+        wait_s=tenure.wait_s,
+        class_queues=tenure.class_queues(),
+        tenant_queues=tenure.tenant_queues(),
+        ray_clusters=Counter(it.capacity.ray_cluster for it in staying if it.capacity.ray_cluster),
+    )

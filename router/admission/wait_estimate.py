@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.batch_size import batch_of
-from router.admission.drain import Drain
-from router.admission.least import Least
+from everlift.v1 import session_pb2
 from router.admission.request import Waiting
-from router.admission.workers import WorkerView
+from router.admission.throughput import Drain, Least
+from router.admission.workers import WorkerView, batch_of
 
 #: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
 _SHORTEST_S = 0.1
@@ -106,3 +105,31 @@ def _full_rate(worker: WorkerView) -> float | None:
     room = worker.capacity.num_blocks * BLOCK_SIZE / max(1.0, row.kv_tokens)
     batch = batch_of(max(1, min(worker.slots, int(room))), row)
     return batch.num_tokens / worker.step_time.seconds(batch)
+
+
+#: Tokens a second that a cluster is taken to compute until it has shown what it can: few, so that
+#: orders that need a wait to go by have one from the first request on.
+_UNKNOWN_RATE = 1000.0
+
+
+class ForeseenWait:
+    def __init__(self) -> None:
+        self._outlook = session_pb2.Outlook()
+        #: tokens a second. The last one that was known holds while there is no worker
+        self._rate = _UNKNOWN_RATE
+        #: by class, tokens that came since the leader's last word
+        self._came: dict[int, int] = {}
+
+    def hear(self, outlook: session_pb2.Outlook) -> None:
+        """The leader's word."""
+        self._outlook = outlook
+        self._rate = outlook.tokens_per_s or self._rate
+        self._came.clear()
+
+    def come(self, priority: int, work_tokens: int) -> float:
+        """Seconds until what goes before a request of this class has left the queue. From now on it
+        is one of those that came."""
+        waits = [it.work_tokens for it in self._outlook.waits if it.priority >= priority]
+        came = sum(tokens for its, tokens in self._came.items() if its >= priority)
+        self._came[priority] = self._came.get(priority, 0) + work_tokens
+        return (came + max(waits, default=0)) / self._rate

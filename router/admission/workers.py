@@ -7,16 +7,115 @@ back from another worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, Self, TypeVar
+from math import ceil
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_fit import FittedStepTime
-from everlift.step_time import StepSize
-from everlift.v1 import session_pb2
-from router.admission.batch_size import batch_of
-from router.admission.prefill import prefill_s
+from everlift.step_time import StepSize, StepTime
+from everlift.v1 import admin_pb2, session_pb2
 from router.admission.throughput import Pace, Work, spared_tokens
+
+
+def batch_of(num_rows: int, row: StepSize) -> StepSize:
+    """So many rows of which each has this share."""
+    return StepSize(*(num_rows * share for share in row))
+
+
+def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: int) -> int:
+    """The most rows, of ``at_most``, whose step takes no longer than ``tpot_s``; one at the least.
+    A step of more rows must not take less. O(log at_most)."""
+    fits, too_many = 1, at_most + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if step_time.seconds(batch_of(middle, row)) <= tpot_s:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
+    """Seconds until ``tokens`` of prompts are computed, in chunks of what the ``decoding`` rows
+    leave of a step's ``budget`` of tokens."""
+    if tokens <= 0:
+        return 0.0
+    steps = ceil(tokens / max(1, budget - ceil(decoding.num_tokens)))
+    chunk = tokens / steps
+    # On the average a chunk has half of the tokens before it.
+    share = StepSize(1, chunk, (tokens + chunk) / 2, chunk * tokens / 2)
+    step = StepSize(*(a + b for a, b in zip(decoding, share, strict=True)))
+    return steps * step_time.seconds(step)
+
+
+class Connected(NamedTuple):
+    """A worker, and how long the steps of its kind take; None: nothing was learned of it."""
+
+    info: session_pb2.WorkerInfo
+    state: session_pb2.WorkerState
+    step_time: FittedStepTime | None = None
+
+
+def capacity(
+    load: session_pb2.ClusterLoad | None, workers: Iterable[Connected]
+) -> admin_pb2.CapacityResponse:
+    """``load`` is the leader's word, None where there is none by now; ``workers`` are all that are
+    connected."""
+    staying = [worker for worker in workers if not worker.state.draining]
+    answer = admin_pb2.CapacityResponse(
+        workers=len(staying),
+        slots=sum(worker.info.max_num_seqs for worker in staying),
+        slots_used=sum(worker.state.num_running for worker in staying),
+        blocks=sum(worker.info.num_blocks for worker in staying),
+        blocks_used=sum(worker.state.blocks_used for worker in staying),
+        kinds=_kinds(staying),
+    )
+    if load is not None:
+        answer.tokens_per_s = load.worker_rate * len(staying)
+        answer.queued, answer.queued_tokens = load.queued, load.queued_tokens
+        if load.HasField("wait_s"):
+            answer.wait_s = load.wait_s
+    return answer
+
+
+def _kinds(workers: Sequence[Connected]) -> list[admin_pb2.WorkerKind]:
+    """Those of most workers first."""
+    kinds: dict[bytes, admin_pb2.WorkerKind] = {}
+    for worker in workers:
+        kind = _kind(worker)
+        kinds.setdefault(kind.SerializeToString(deterministic=True), kind).workers += 1
+    return sorted(kinds.values(), key=lambda kind: -kind.workers)
+
+
+def _kind(worker: Connected) -> admin_pb2.WorkerKind:
+    info = worker.info
+    return admin_pb2.WorkerKind(
+        device=info.device,
+        tensor_parallel=info.tensor_parallel,
+        max_num_seqs=info.max_num_seqs,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        step_time=_model(worker.step_time),
+        engine_policy=worker.state.engine_policy,
+    )
+
+
+def _model(step_time: FittedStepTime | None) -> admin_pb2.StepTimeModel | None:
+    if step_time is None or not step_time.is_known:
+        return None
+    overhead_s, each = step_time.coefficients
+    return admin_pb2.StepTimeModel(
+        overhead_s=overhead_s,
+        row_s=each.num_rows,
+        token_s=each.num_tokens,
+        kv_token_s=each.kv_tokens,
+        pair_s=each.num_pairs,
+        error=step_time.error,
+    )
+
 
 K = TypeVar("K")
 

@@ -17,9 +17,9 @@ from everlift import logs
 from everlift.request_id import tenant_of
 from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router.admission.fair_share import ServedOutputs
+from router.admission.handover import Telling
 from router.admission.policy import Policy
-from router.admission.served import ServedOutputs
-from router.admission.telling import Telling
 from router.event_loop import now
 from router.leader.leader import Arriving, Leader, Reservation
 

@@ -34,12 +34,11 @@ from everlift.v1 import inference_pb2, session_pb2
 from router.admission.dispatch_message import dispatched
 from router.admission.fair_share import FairShare
 from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
-from router.admission.load import cluster_load
 from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
 from router.admission.request import Waiting
-from router.admission.scheduler import Placed, Tenure
+from router.admission.scheduler import Placed, Tenure, cluster_load
 from router.admission.workers import Capacity, Load, WorkerView
 from router.config import RouterConfig
 from router.event_loop import now

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-from router.admission.tpot import seen_ratio
+from router.admission.throughput import seen_ratio
 from router.requests.observer import NOBODY, ClassObserver
 from router.requests.timing import Journal
 

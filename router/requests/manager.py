@@ -40,9 +40,9 @@ from everlift.request_id import bare, is_named, unnamed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.early_rejection import Entrance
-from router.admission.foreseen_wait import ForeseenWait
 from router.admission.policy import Policy, Rules, key_of
-from router.admission.wanted import Wanted
+from router.admission.request import Wanted
+from router.admission.wait_estimate import ForeseenWait
 from router.auth.limits import Limits
 from router.auth.quotas import Quotas, unlimited
 from router.config import RouterConfig

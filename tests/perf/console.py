@@ -36,7 +36,7 @@ from starlette.routing import Route, Router
 from everlift.request_id import qualified
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
-from router.admission.load import cluster_load
+from router.admission.scheduler import cluster_load
 from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Endpoint
 from router.api.openai.server import HttpServer

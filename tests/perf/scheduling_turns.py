@@ -3,7 +3,7 @@
 One floods the queue: eight of its requests come for one of the other's, with shorter prompts and
 longer outputs. A worker with 32 slots makes a token of each at every step of 50 ms, and says so
 five steps later at the most. What they were served, weighted, may differ by 2 U over any time in
-which both wait (``router/admission/token_counters.py``), and by what comes in those five steps.
+which both wait (``router/admission/fair_share.py``), and by what comes in those five steps.
 
 And what turns cost: a push and a pop by fifo, of tenants that take turns and where there are none.
 """

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.step_time import Roofline, StepSize
-from router.admission.batch_size import batch_of, largest_batch
 from router.admission.placement import Placement
 from router.admission.request import Waiting
 from router.admission.throughput import Work
-from router.admission.workers import Capacity, Load
+from router.admission.workers import Capacity, Load, batch_of, largest_batch
 from router.config import RouterConfig
 
 ROOFLINE = Roofline(overhead_s=0.001, weights_s=0.004, token_s=2e-5, kv_token_s=1e-7)

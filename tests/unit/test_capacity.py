@@ -10,7 +10,7 @@ from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
 from everlift.v1.admin_pb2 import CapacityResponse
 from everlift.v1.session_pb2 import ClusterLoad, WorkerInfo, WorkerState
-from router.admission.capacity import Connected, capacity
+from router.admission.workers import Connected, capacity
 
 INFO = WorkerInfo(max_num_seqs=8, num_blocks=100)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.load import cluster_load
+from router.admission.scheduler import cluster_load
 from router.admission.workers import Capacity, Load
 from tests.admission_support import Cluster, paced
 

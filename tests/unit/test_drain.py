@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.drain import Drain
+from router.admission.throughput import Drain
 
 
 def drained(

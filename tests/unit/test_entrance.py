@@ -9,9 +9,8 @@ import pytest
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
 from everlift.request_id import unnamed
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.early_rejection import Entrance
-from router.admission.retrying import Retrying
-from router.admission.wanted import Wanted
+from router.admission.early_rejection import Entrance, Retrying
+from router.admission.request import Wanted
 from router.config import RouterConfig
 
 #: Whenever it comes.
@@ -168,7 +167,7 @@ def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
 
 
 def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
+    monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
     for number in range(100):
         retrying.refused(f"t{number}/r", 0.0, 50.0)
@@ -181,7 +180,7 @@ def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a flood of them would let in requests that come too soon."""
-    monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
+    monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
     retrying.refused("r", 0.0, 50.0)
     for number in range(100):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everlift.request_id import qualified, tenant_of
 from everlift.v1 import session_pb2 as pb
-from router.admission.fair_share import FairShare
+from router.admission.fair_share import FairShare, TokenCounters
 from router.admission.policy import (
     EarliestDeadline,
     Fifo,
@@ -21,7 +21,6 @@ from router.admission.policy import (
 )
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Waiting
-from router.admission.token_counters import TokenCounters
 
 PROMPT, OUTPUT = 1.0, 2.0
 SLOTS, LONGEST_PROMPT, LONGEST_OUTPUT = 6, 40, 30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.foreseen_wait import ForeseenWait
+from router.admission.wait_estimate import ForeseenWait
 
 OUTLOOK = Outlook(
     waits=[ClassWait(priority=5, work_tokens=100), ClassWait(priority=0, work_tokens=400)],

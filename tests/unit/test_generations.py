@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.admission.generation import Generations
+from router.admission.handover import Generations
 
 
 def generations(*gateways: str, current: str = "one") -> Generations:

@@ -8,7 +8,7 @@ import pytest
 
 from everlift.v1.session_pb2 import ClusterLoad, Scaling, WorkerDemand, WorkerStart
 from router.admission.demands import Demand, Demands
-from router.admission.starts import Starts
+from router.admission.scheduler import Starts
 from router.ledger.base import LoadReport
 from router.missing_workers import missing_workers
 from router.placement import unplaced

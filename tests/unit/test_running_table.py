@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.request import Waiting
-from router.admission.running import Running, RunningTable
+from router.admission.request import Running, RunningTable, Waiting
 
 
 def running(request_id: str, **fields: object) -> Running:

@@ -36,7 +36,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
     moves: list[tuple[int, int, bool]],
 ) -> None:
     """Each move lets somebody come, and often one of those that wait leave."""
-    with patch.multiple("router.admission.overtaking", _BLOCK=4, _ROW=3):
+    with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
         stays = Stays()
         left: list[tuple[int, Waiting]] = []
         there: list[tuple[int, Waiting, Arrival, int]] = []

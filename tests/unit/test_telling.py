@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from everlift.v1 import session_pb2 as pb
-from router.admission import telling as module
+from router.admission import handover as module
+from router.admission.handover import Telling
 from router.admission.policy import Fifo
-from router.admission.telling import Telling
 
 
 def waits(request_id: str, arrived: float, **fields: object) -> pb.Waiting:

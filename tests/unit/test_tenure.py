@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2
 from everlift.v1 import session_pb2 as pb
+from router.admission.handover import Telling
 from router.admission.policy import Rules, key_of, policy_of
 from router.admission.request import Key, Waiting
 from router.admission.scheduler import Placed
-from router.admission.telling import Telling
 from router.admission.workers import Capacity, Load
 from router.config import Order
 from tests.admission_support import CONFIG, Cluster, waiting
@@ -205,7 +205,7 @@ def test_however_gateways_take_turns_nothing_leaves_before_what_it_knew_to_be_ol
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
     """What comes late may come too late; all else leaves in one order, from the first part on."""
-    with patch.multiple("router.admission.telling", _FIRST=1, _MOST=3):
+    with patch.multiple("router.admission.handover", _FIRST=1, _MOST=3):
         _call_the_roll(gateways, late, dice, order)
 
 

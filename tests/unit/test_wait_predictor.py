@@ -8,8 +8,7 @@ import pytest
 
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
-from router.admission.least import Least
-from router.admission.throughput import Pace, Work
+from router.admission.throughput import Least, Pace, Work
 from router.admission.wait_estimate import WaitPredictor
 from router.admission.workers import Capacity, Load, WorkerView
 from tests.admission_support import waiting

@@ -12,8 +12,7 @@ from everlift.settings import SettingsError
 from everlift.v1 import admin_pb2 as pb
 from everlift.v1 import session_pb2
 from router import beginnings
-from router.admission.capacity import Connected, capacity
-from router.admission.workers import WorkerView
+from router.admission.workers import Connected, WorkerView, capacity
 from router.api.grpc.handlers import Call, Handlers, parse
 from router.auth.authenticator import Door
 from router.auth.caller import Scope
