@@ -19,14 +19,12 @@ from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
 from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
-from router import stalls
+from router import event_loop
 from router.active import ActiveModel, Connections
-from router.api.grpc.admin_server import AdminServer
-from router.api.grpc.chaos_server import ChaosServer
+from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
-from router.api.grpc.health_server import HealthServer
+from router.api.grpc.health_server import HealthServer, ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
-from router.api.grpc.reflection_server import ReflectionServer
 from router.api.http2.limits import Limits
 from router.api.http2.server import Server
 from router.api.kserve.server import KserveServer
@@ -39,7 +37,7 @@ from router.api.openai.texts import Texts
 from router.api.service import Inference
 from router.api.status import Status
 from router.auth.access import Access, store_of
-from router.auth.authenticator import OPEN, Door
+from router.auth.caller import OPEN, Door
 from router.auth.quotas import unlimited
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
@@ -256,7 +254,7 @@ class Router:
             self._active.run(),
             self._requests.attempts.run(),
             self._requests.quotas.run(),
-            stalls.report(),
+            event_loop.report(),
             *(part.run() for part in may_be_there if part is not None),
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))

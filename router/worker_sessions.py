@@ -19,9 +19,8 @@ from everlift.errors import UnknownWorker
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
 from router.config import RouterConfig
-from router.event_loop import now
+from router.event_loop import FREEZE_S, now
 from router.outbox import Outbox
-from router.stalls import FREEZE_S
 
 log = logs.get(__name__)
 

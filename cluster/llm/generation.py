@@ -15,7 +15,7 @@ from everlift.reception import Chunk
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
-from router.requests.output import Output
+from router.requests.request import Output
 
 _FINISHED_BY = {
     session_pb2.STOP_CAUSE_EOS: FinishReason.STOP,

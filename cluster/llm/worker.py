@@ -21,10 +21,9 @@ from cluster.errors import ClusterFailed
 from cluster.llm.completion import Completion
 from cluster.llm.generation import Generation
 from cluster.llm.session import LocalSession
-from cluster.local.child import Child
 from cluster.local.gpus import gpus_of_ranks, visible_gpus
 from cluster.local.launch import RankLaunch
-from cluster.local.starter import PlainStarter
+from cluster.local.starter import Child, PlainStarter
 from cluster.threads import rank_environment
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
 from everlift.messages import Request

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from cluster.local.announcer import Announcer
 from cluster.local.gpus import VISIBLE
 from cluster.local.launch import Launch, RankLaunch, Report, RouterLaunch, decode
-from cluster.local.starting import Starting
+from cluster.local.starting import Announcer, Starting
 from everlift import heap, logs
 from everlift.errors import EverliftError
 from everlift.settings import SettingsError

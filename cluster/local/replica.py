@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.errors import ClusterFailed
-from cluster.local.child import Child
 from cluster.local.kept_ports import KeptPorts
 from cluster.local.launch import Launch, RankLaunch, RouterLaunch
-from cluster.local.starter import Starter
+from cluster.local.starter import Child, Starter
 
 #: Beyond what a process may take by its own configuration to end.
 _STOP_MARGIN_S = 5.0

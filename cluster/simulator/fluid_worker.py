@@ -14,11 +14,11 @@ few. What is not as there:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
 
 from cluster.simulator.any_worker import AnyWorker
-from cluster.simulator.flow import Flow, Steps, blocks_of
 from cluster.simulator.frame import Frame
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.sequence import TOKEN, NamedSequence
@@ -29,6 +29,53 @@ from router.admission.throughput import Work
 from router.admission.workers import Load
 from worker.engine.limits import blocks_for
 from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One sequence. While it decodes it knows one token more with each step after ``since``."""
+
+    sequence: NamedSequence
+    order: int
+    known: int
+    #: of the known ones, to be computed before the next token is drawn
+    left: int
+    #: of the known ones, computed at some time
+    computed: int
+    #: known tokens when it has drawn its last one
+    last: int
+    since: int = 0
+    decodes: bool = False
+    has_slot: bool = False
+    is_preempted: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Who comes in first has the smallest."""
+        return (-self.sequence.priority, self.order)
+
+
+@dataclass(slots=True)
+class Steps:
+    """So many steps under way, which all take as long."""
+
+    number: int
+    began: float
+    step_s: float
+    size: StepSize
+    #: prompt tokens that each of these computes
+    shares: list[tuple[Flow, int]]
+
+    def over(self, now: float) -> int:
+        """As many have come to their end."""
+        if self.shares:
+            return 0
+        return min(self.number, int((now - self.began) / self.step_s + 1e-9))
+
+
+def blocks_of(tokens: int, sequences: int) -> float:
+    """Of the last one of each sequence half is in use, about."""
+    return tokens / BLOCK_SIZE + sequences / 2
 
 
 class FluidWorker(AnyWorker):

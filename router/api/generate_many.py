@@ -12,7 +12,7 @@ from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from router.api.failures import answerable
 from router.api.opened import Opened
-from router.requests.source import Source
+from router.requests.stream import Source
 
 #: The ledger answers so many at the same time; more of one call would only keep others waiting.
 _OPENED_AT_ONCE = 32

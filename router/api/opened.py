@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everlift.trace_context import TraceContext
-from router.requests.source import Source
+from router.requests.stream import Source
 
 
 @dataclass(frozen=True, slots=True)

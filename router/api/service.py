@@ -3,7 +3,10 @@ is an EverliftError."""
 
 from __future__ import annotations
 
+import binascii
+import re
 import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,30 +21,109 @@ from everlift.errors import (
     RouterStopping,
     UnknownRequest,
 )
-from everlift.messages import MAX_N, Submission
-from everlift.request_id import bare
+from everlift.messages import MAX_LABEL_BYTES, MAX_N, Submission, check_field
+from everlift.request_id import bare, check_qualified, is_request_id
 from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
-from router.api import generate_many, page_token
-from router.api import headers as request_headers
+from router.api import generate_many
 from router.api.opened import Opened
 from router.auth.caller import Caller
 from router.event_loop import now
-from router.ledger.base import MOST_LISTED
+from router.ledger.base import MOST_LISTED, Position
 from router.ledger.entry import Entry, Event, State
-from router.requests import sampling_defaults, tokenizer_executor
+from router.requests import sampling_defaults, tokenizer
 from router.requests.delivered import Delivered
 from router.requests.manager import Requests, check_same_body, new_request_id
-from router.requests.registry import Elsewhere
-from router.requests.relay import Relay
+from router.requests.registry import NO_TRACES, Elsewhere, Tracer
 from router.requests.request import LiveRequest
 from router.requests.request_stream import RequestStream, lost
-from router.requests.source import Carried, Source
-from router.requests.stream import Pieces
+from router.requests.stream import Carried, Pieces, Relay, Source
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
-from router.requests.tracer import NO_TRACES, Tracer
+
+#: More than a moment can have, in microseconds.
+_MOST_US = 1 << 53
+
+
+def write(position: Position) -> str:
+    text = f"{round(position.arrived * 1e6)} {position.request_id}"
+    return urlsafe_b64encode(text.encode()).decode()
+
+
+def read(token: str) -> Position:
+    """Raises InvalidRequest for what nobody has written."""
+    try:
+        arrived, _, request_id = urlsafe_b64decode(token.encode()).decode("ascii").partition(" ")
+        microseconds = int(arrived)
+        if not 0 <= microseconds < _MOST_US:
+            raise ValueError
+        return Position(microseconds / 1e6, check_qualified(request_id))
+    except (ValueError, binascii.Error, InvalidRequest):
+        raise InvalidRequest("page_token is none that a page ended with") from None
+
+
+IDEMPOTENCY_KEY = "idempotency-key"
+X_REQUEST_ID = "x-request-id"
+_TTFT_TARGET = "x-slo-ttft-ms"
+_SESSION_ID = "x-session-id"
+_FAIRNESS_ID = "x-gateway-inference-fairness-id"
+_APPLICATION = "x-application"
+_EXPLAIN = "x-explain"
+_PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
+
+
+def apply(
+    message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
+) -> None:
+    """Names of ``headers`` are in small letters. ``place`` is of the request among several of one
+    call, each of which is named after the call's name then. Raises InvalidRequest, OutOfRange with
+    the header's name."""
+    message.request_id = message.request_id or _request_id(headers, place)
+    message.session_id = message.session_id or _label(headers, _SESSION_ID)
+    message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
+    message.application = message.application or _label(headers, _APPLICATION)
+    message.explain = message.explain or headers.get(_EXPLAIN, "").lower() in ("1", "true")
+    if _TTFT_TARGET in headers and not message.HasField("ttft_target_ms"):
+        message.ttft_target_ms = _milliseconds(headers, _TTFT_TARGET)
+
+
+def header_request_id(headers: Mapping[str, str]) -> str:
+    """Empty where there is none, or none that a log line can have: proxies make it, and not for
+    us."""
+    value = headers.get(X_REQUEST_ID, "")
+    return value if _PRINTABLE.fullmatch(value) else ""
+
+
+def _request_id(headers: Mapping[str, str], place: int | None) -> str:
+    """Empty where the headers name none."""
+    if IDEMPOTENCY_KEY not in headers:
+        return ""
+    # The IETF's draft has the key in quotation marks, most clients have it without.
+    request_id = headers[IDEMPOTENCY_KEY].strip('"') + ("" if place is None else f":{place}")
+    if not is_request_id(request_id):
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
+            field=IDEMPOTENCY_KEY,
+        )
+    return request_id
+
+
+def _label(headers: Mapping[str, str], name: str) -> str:
+    label = headers.get(name, "")
+    if len(label.encode()) > MAX_LABEL_BYTES:
+        raise OutOfRange(f"{name} is longer than {MAX_LABEL_BYTES} bytes", field=name)
+    return label
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> int:
+    try:
+        value = float(headers[name])
+    except ValueError:
+        raise InvalidRequest(f"{name} must be a number of milliseconds", field=name) from None
+    check_field("timeout_ms", value, name)
+    return round(value)
+
 
 _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
 _STATES = {number: state for state, number in _WIRE_STATE.items()}
@@ -81,7 +163,7 @@ class Inference:
         LedgerUnavailable, Moved.
         """
         try:
-            request_headers.apply(message, headers)
+            apply(message, headers)
         except EverliftError as error:
             self.turned_away(error)
             raise
@@ -105,7 +187,7 @@ class Inference:
         try:
             generate_many.check_count(len(message.requests))
             for place, request in enumerate(message.requests):
-                request_headers.apply(request, headers, place)
+                apply(request, headers, place)
             generate_many.check_names(message.requests)
         except EverliftError as error:
             self.turned_away(error)
@@ -126,7 +208,7 @@ class Inference:
         timeout_s: float | None,
     ) -> Opened:
         trace = self._tracer.begin(headers.items())
-        x_request_id = request_headers.x_request_id(headers)
+        x_request_id = header_request_id(headers)
         message.request_id = message.request_id or new_request_id()
         with self._telling_refusals(trace, journal.came, x_request_id):
             request_id = caller.qualify(message.request_id)
@@ -140,7 +222,7 @@ class Inference:
                 self._model.sampling_defaults,
             )
             fitted = caller.limits.fitted(submission)
-            request = await tokenizer_executor.with_text(
+            request = await tokenizer.with_text(
                 len(message.text), lambda: self._model.resolve(fitted)
             )
             journal.tokenised(now())
@@ -293,9 +375,7 @@ class Inference:
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Raises UnknownModel, PromptTooLong."""
         self._model.check_asked(message.model)
-        ids = await tokenizer_executor.with_text(
-            len(message.text), lambda: self._model.encode(message.text)
-        )
+        ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
 
     async def detokenize(
@@ -304,7 +384,7 @@ class Inference:
         """Raises UnknownModel, OutOfRange."""
         self._model.check_asked(message.model)
         ids = message.token_ids
-        text = await tokenizer_executor.with_text(len(ids), lambda: self._model.decode(ids))
+        text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
         return pb.DetokenizeResponse(text=text)
 
     def list_models(self) -> pb.ListModelsResponse:
@@ -331,11 +411,11 @@ class Inference:
             tenant,
             [_state(number) for number in message.states],
             message.page_size or _PAGE_SIZE,
-            page_token.read(message.page_token) if message.page_token else None,
+            read(message.page_token) if message.page_token else None,
         )
         return pb.ListRequestsResponse(
             requests=[_summary(caller, entry) for entry in page.entries],
-            next_page_token=page_token.write(page.last) if page.last is not None else "",
+            next_page_token=write(page.last) if page.last is not None else "",
         )
 
     def stop(self) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from everlift.explanation import LABELS, kind_name
 from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
-from router.console.aggregates import Census
-from router.console.counting import LATENCIES, Counting
+from router.console.counting import LATENCIES, Census, Counting
 from router.console.events import Happenings, View
 from router.console.history import History
 from router.console.parts import (
@@ -28,8 +27,7 @@ from router.console.parts import (
     Rulebook,
     Sessions,
 )
-from router.console.percentiles import Percentiles
-from router.console.rates import Rates
+from router.console.rates import Percentiles, Rates
 from router.console.workers import Link, Row
 from router.ledger.base import LoadReport
 from router.ledger.config import PROMISES

@@ -9,8 +9,7 @@ from everlift.request_id import tenant_of
 from router.api.openai.encoding import encode
 from router.auth.caller import Caller, Scope
 from router.console import workers
-from router.console.lanes import Lanes
-from router.console.slot_grid import LOST, News, Seating, Transfer
+from router.console.slot_grid import LOST, Lanes, News, Seating, Transfer
 from router.console.snapshot import Snapshot
 
 

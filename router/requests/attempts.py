@@ -28,13 +28,11 @@ from router.prediction.predictor import Prediction
 from router.requests import messages
 from router.requests.agreement import Agreement
 from router.requests.at_workers import AtWorkers
-from router.requests.attempt import SILENT, Speaker
-from router.requests.choice import Choice
 from router.requests.leaving import Leaving
 from router.requests.progress import note, take
 from router.requests.registry import Custody
-from router.requests.request import LiveRequest, Phase
-from router.requests.timing import FINISHED
+from router.requests.request import Choice, LiveRequest, Phase
+from router.requests.timing import FINISHED, SILENT, Speaker
 from router.requests.token_writer import Keeping
 from router.requests.worker_wait import WorkerWait
 

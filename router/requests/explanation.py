@@ -12,9 +12,7 @@ from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.entry import Entry, Event, State, Stored
 from router.prediction.predictor import Prediction
-from router.requests.attempt import Attempt
-from router.requests.slow_readers import Unread
-from router.requests.timing import FINISHED, Journal, Span
+from router.requests.timing import FINISHED, Attempt, Journal, Span, Unread
 
 #: In the ledger.
 MAX_BYTES = 4096

@@ -57,18 +57,13 @@ from router.requests.delivery_reports import Deliveries
 from router.requests.explanation import kept
 from router.requests.ledger_health import LedgerHealth
 from router.requests.observer import NOBODY, Observer
-from router.requests.reading import Reading
-from router.requests.reassertion import Reassertion
-from router.requests.recent import Recent
-from router.requests.recovery import Adoption
-from router.requests.registry import Custody, Elsewhere
+from router.requests.recovery import Adoption, Reassertion, begun
+from router.requests.registry import NO_TRACES, Custody, Elsewhere, Recent, Tracer
 from router.requests.request import LiveRequest, Phase
-from router.requests.revival import begun
-from router.requests.stream import Pieces
+from router.requests.stream import Pieces, Reading
 from router.requests.timeouts import Patience
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
-from router.requests.tracer import NO_TRACES, Tracer
 
 log = logs.get(__name__)
 

@@ -9,8 +9,7 @@ from everlift.messages import Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from router.prediction.predictor import Prediction
-from router.requests.choice import Choice
-from router.requests.request import LiveRequest
+from router.requests.request import Choice, LiveRequest
 
 
 def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.requests.choice import Choice
-from router.requests.request import LiveRequest
+from router.requests.request import Choice, LiveRequest
 
 
 def take(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:

@@ -7,11 +7,12 @@ that knows less of it than we do is told what was lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from operator import ge
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from everlift import logs
 from everlift.errors import (
@@ -23,17 +24,149 @@ from everlift.errors import (
     UnknownRequest,
     from_slug,
 )
+from everlift.trace_context import TraceContext
 from router.auth.quotas import Quotas
 from router.event_loop import now
 from router.ledger.base import Ledger
 from router.ledger.entry import Entry, Reasserted, State
 from router.prediction.predictor import Prediction, Predictor
-from router.requests.keyed_lock import KeyedLock
 from router.requests.ledger_health import LedgerHealth
 from router.requests.observer import NOBODY, Observer
-from router.requests.recent import Recent
 from router.requests.request import LiveRequest
-from router.requests.tracer import NO_TRACES, Tracer
+
+if TYPE_CHECKING:
+    from router.requests.request import LiveRequest
+
+
+class Tracer(Protocol):
+    def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+        """The span of a request whose call came with this metadata; None: it is in no trace."""
+        ...
+
+    def wants(self, trace: TraceContext | None) -> bool:
+        """Whether a request of this span is to be told of when it has ended."""
+        ...
+
+    def refused(
+        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
+    ) -> None:
+        """A request that was not accepted, so long after its call came."""
+        ...
+
+    async def ended(self, live: LiveRequest) -> None:
+        """A request that is wanted is at its end, in the ledger too."""
+        ...
+
+
+class _Nobody:
+    def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+        return None
+
+    def wants(self, trace: TraceContext | None) -> bool:
+        return False
+
+    def refused(
+        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
+    ) -> None: ...
+
+    async def ended(self, live: LiveRequest) -> None: ...
+
+
+#: For a gateway without traces.
+NO_TRACES = _Nobody()
+
+
+class KeyedLock:
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def hold(self, key: str) -> AsyncIterator[None]:
+        """One holder a key at a time."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        self._users[key] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._locks[key], self._users[key]
+
+
+#: Ended requests that are kept at most, with all their tokens.
+_MAX_ENDED = 10_000
+
+
+class Recent:
+    """Each for so many seconds. An id is one request's: of what ended, was refused or forgotten."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ended: dict[str, LiveRequest] = {}
+        self._refused: dict[str, None] = {}
+        self._forgotten: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def ended(self) -> Iterable[LiveRequest]:
+        """Oldest first."""
+        return list(self._ended.values())
+
+    @property
+    def refused(self) -> Iterable[str]:
+        return list(self._refused)
+
+    @property
+    def forgotten(self) -> Iterable[str]:
+        return list(self._forgotten)
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        """One that ended."""
+        return self._ended.get(request_id)
+
+    def arrival_of_forgotten(self, request_id: str) -> float | None:
+        """When it had come, in ledger time: whoever has its id and came later is another one."""
+        return self._forgotten.get(request_id)
+
+    def was_refused(self, request_id: str) -> bool:
+        return request_id in self._refused
+
+    def has(self, live: LiveRequest) -> bool:
+        """It ended, and was not forgotten."""
+        return self._ended.get(live.request_id) is live
+
+    def end(self, live: LiveRequest) -> None:
+        if len(self._ended) == _MAX_ENDED:
+            self.begin(next(iter(self._ended)))
+        self.begin(live.request_id)
+        self._ended[live.request_id] = live
+        self._let_go_later(live.request_id)
+
+    def refuse(self, request_id: str) -> None:
+        self.begin(request_id)
+        self._refused[request_id] = None
+        self._let_go_later(request_id)
+
+    def forget(self, request_id: str, arrived: float) -> None:
+        self.begin(request_id)
+        self._forgotten[request_id] = arrived
+        self._let_go_later(request_id)
+
+    def begin(self, request_id: str) -> None:
+        """The id is another request's from now on."""
+        self._ended.pop(request_id, None)
+        self._refused.pop(request_id, None)
+        self._forgotten.pop(request_id, None)
+        if (timer := self._timers.pop(request_id, None)) is not None:
+            timer.cancel()
+
+    def _let_go_later(self, request_id: str) -> None:
+        # A timer that held the request would keep its tokens for so long, however many there are.
+        loop = asyncio.get_running_loop()
+        self._timers[request_id] = loop.call_later(self._seconds, self.begin, request_id)
+
 
 log = logs.get(__name__)
 

@@ -7,23 +7,210 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from math import inf
+from typing import Self
 
 from everlift.errors import EverliftError
-from everlift.messages import Request
+from everlift.messages import FinishReason, Request
 from everlift.request_id import bare, tenant_of
 from everlift.sampling import TokenLogprobs
+from everlift.text import Stops, TextState, Tokenizer
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 from router.prediction.predictor import NOTHING
-from router.requests.attempt import Speaker
-from router.requests.choice import Choice
 from router.requests.explanation import explained, packed, summed
-from router.requests.latencies import Moments
 from router.requests.losses import Losses
 from router.requests.observer import ClassObserver
-from router.requests.output import Output
-from router.requests.timing import FINISHED, Journal
+from router.requests.timing import FINISHED, Journal, Moments, Speaker
+
+
+class Output:
+    """Tokens and text of one choice.
+
+    The text after token k depends on tokens 0..k alone, so a reader can continue at any offset.
+    ``logprobs`` are those of the tokens, or empty if the request does not ask for them.
+    """
+
+    @classmethod
+    def of(cls, request: Request, tokenizer: Tokenizer) -> Self:
+        """Return the output of one choice of ``request`` before its first token."""
+        stops = Stops(
+            request.stop,
+            frozenset(request.stop_token_ids),
+            request.sampling.min_tokens,
+            request.include_stop,
+            frozenset(request.eos_token_ids),
+        )
+        return cls(TextState(tokenizer, stops))
+
+    def __init__(self, text: TextState) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        #: a stop string is complete: nothing may follow
+        self.stopped = False
+        self._text = text
+        self._released: list[str] = []
+        self._tail = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Adds tokens up to the one that completes a stop string."""
+        start = len(self)
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            self._released.append(self._text.push(token))
+            self.stopped = self._text.stopped
+        if logprobs:
+            self.logprobs.extend(logprobs[: len(self) - start])
+
+    def finish(self) -> None:
+        """No token follows: releases the text that was held back."""
+        self._tail = self._text.finish()
+
+    def text(self, start: int, stop: int) -> str:
+        """Text released by the tokens from ``start`` to before ``stop``."""
+        return "".join(self._released[start:stop])
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Return the stop that the client named and that ended the text, as TextState does."""
+        return self._text.stop_reason
+
+    @property
+    def tail(self) -> str:
+        """Text released by the finish."""
+        return self._tail
+
+
+#: Where nothing but text is told of them.
+_TOKENS_A_PIECE = 4096
+#: Alternatives counted in: what is made of them is far below what a connection takes as one
+#: message, and takes some 20 ms as a chat's JSON.
+_LOGPROBS_A_PIECE = 4096
+
+
+class Choice:
+    """Four counts of tokens: ``len(output)`` came from workers, ``stored`` of them are in the
+    ledger, ``readable`` may be seen by clients: what is stored, or more where deliveries run ahead
+    of the ledger and are marked; and ``taken`` were, by the client that reads fastest.
+    """
+
+    def __init__(
+        self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
+    ) -> None:
+        """``output`` and its end are what the ledger has."""
+        self.request_id = bare(request_id)
+        self.index = index
+        self.output = output
+        self.stored = self.readable = self.taken = len(output)
+        #: its client had not taken all when more came, or somebody asked, and has not since
+        self.is_late = False
+        #: how it ended; its last tokens may still be on their way into the ledger
+        self.finish_reason = finish_reason
+        #: its end is in the ledger
+        self.is_complete = False
+        #: its worker took its KV blocks away and did not give them back yet
+        self.is_preempted = False
+        #: tokens, prompt counted in, that workers have computed by what they said
+        self.num_computed = 0
+        self._epochs: list[tuple[int, int]] = [(0, 0)]
+        if finish_reason:
+            self.complete()
+
+    @property
+    def is_stored(self) -> bool:
+        """The ledger has all that came so far."""
+        has_end = self.is_complete or not self.finish_reason
+        return has_end and self.stored >= len(self.output)
+
+    # what happens to it
+
+    def begin(self, epoch: int) -> None:
+        """A worker gets it, under a fresh epoch."""
+        self.is_preempted = False
+        self._epochs.append((len(self.output), epoch))
+
+    def mark_stored(self, count: int) -> bool:
+        """The first ``count`` tokens are in the ledger. Answers whether more can be read."""
+        self.stored = max(self.stored, count)
+        return self._make_readable(self.stored)
+
+    def run_ahead(self) -> bool:
+        """All tokens may be seen before the ledger has them. Answers whether that is more."""
+        return self._make_readable(len(self.output))
+
+    def _make_readable(self, count: int) -> bool:
+        if count <= self.readable:
+            return False
+        self.is_late = self.taken < self.readable
+        self.readable = count
+        return True
+
+    def take(self, count: int) -> None:
+        """A client has the first ``count`` tokens."""
+        self.taken = max(self.taken, count)
+
+    def complete(self) -> None:
+        """Its end is in the ledger, with all its tokens."""
+        assert self.finish_reason is not None
+        if not self.is_complete:
+            self.is_complete = True
+            self.output.finish()
+
+    # what it looks like outside
+
+    def is_readable_from(self, offset: int) -> bool:
+        """There is a token there, or the end."""
+        return offset < self.readable or self.is_complete
+
+    def piece(self, offset: int) -> pb.GenerateResponse:
+        """Return the tokens that can be read from ``offset`` on, of one epoch and of one message's
+        size. The last piece has the finish reason; it may have no tokens."""
+        end, epoch = self._segment(offset)
+        piece = pb.GenerateResponse(
+            request_id=self.request_id,
+            choice=self.index,
+            offset=offset,
+            epoch=epoch,
+            token_ids=self.output.tokens[offset:end],
+            text=self.output.text(offset, end),
+            unledgered=end > self.stored,
+        )
+        if self.output.logprobs:
+            piece.logprobs.extend(it.to_proto() for it in self.output.logprobs[offset:end])
+        if self.is_complete and end == len(self.output):
+            assert self.finish_reason is not None
+            piece.text += self.output.tail
+            piece.finish_reason = self.finish_reason.value
+            if self.finish_reason is FinishReason.STOP:
+                _set_stop_reason(piece, self.output.stop_reason)
+        return piece
+
+    def _tokens_a_piece(self) -> int:
+        """Each has as many log probabilities."""
+        if not self.output.logprobs:
+            return _TOKENS_A_PIECE
+        return max(1, _LOGPROBS_A_PIECE // (1 + len(self.output.logprobs[0].top)))
+
+    def _segment(self, offset: int) -> tuple[int, int]:
+        end = min(self.readable, offset + self._tokens_a_piece())
+        for start, epoch in reversed(self._epochs):
+            if start <= offset:
+                return end, epoch
+            end = min(end, start)
+        raise AssertionError("the first segment starts at 0")
+
+
+def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> None:
+    match reason:
+        case str():
+            piece.stop_string = reason
+        case int():
+            piece.stop_token_id = reason
 
 
 class Phase(Enum):

@@ -19,7 +19,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.event_loop import now
 from router.requests.delivered import Delivered
 from router.requests.manager import given_up
-from router.requests.source import Source
+from router.requests.stream import Source
 
 log = logs.get(__name__)
 

@@ -2,14 +2,263 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import ClassVar, Protocol, TypeVar
 
-from everlift.errors import Moved
+import grpc
+
+from everlift import wire
+from everlift.digest import token_digest
+from everlift.errors import (
+    DataLoss,
+    EverliftError,
+    LedgerUnavailable,
+    Moved,
+    OffsetOutOfRange,
+    RouterStopping,
+    Unreachable,
+)
+from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.event_loop import now
 from router.requests.delivered import Delivered
-from router.requests.reading import Reading
-from router.requests.request import LiveRequest
-from router.requests.source import Source
+from router.requests.request import Choice, LiveRequest
+
+
+class Reading:
+    """``offsets`` by choice, 0 where none is given; ``digests`` of the tokens before them, of none
+    where the client does not say what it has. An offset with a digest may lie beyond what there is:
+    it is read on when the choice has come so far again."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        offsets: Sequence[int] = (),
+        digests: Sequence[int] = (),
+        *,
+        explains: bool = False,
+    ) -> None:
+        """Its last piece ``explains`` where the time went. Raises OffsetOutOfRange."""
+        self._live = live
+        self._explains = explains
+        self._offsets = [*offsets, *[0] * (len(live.choices) - len(offsets))]
+        #: choices whose client has said what it has, which was not compared yet
+        self._digests = dict(zip(live.choices, digests, strict=False))
+        #: choices whose last piece has not been read
+        self._open = list(live.choices)
+        #: of these, whose turn it is
+        self._turn = 0
+        self._check()
+
+    def _check(self) -> None:
+        if len(self._offsets) > len(self._live.choices):
+            raise OffsetOutOfRange(
+                f"{len(self._offsets)} offsets of {len(self._live.choices)} choices"
+            )
+        for choice, offset in zip(self._live.choices, self._offsets, strict=True):
+            last = choice.readable
+            if choice in self._digests:
+                last = self._live.request.max_tokens
+            if not 0 <= offset <= last:
+                raise OffsetOutOfRange(f"offset {offset} of {choice.readable} tokens")
+
+    def head(self) -> pb.GenerateResponse:
+        return self._live.head(self._offsets[0])
+
+    @property
+    def is_at_end(self) -> bool:
+        return not self._open
+
+    def delivered(self) -> Delivered | None:
+        """Return what the client has; None if tokens that it had before were not compared yet."""
+        if any(self._offsets[choice.index] for choice in self._digests):
+            return None
+        delivered = Delivered()
+        delivered.add_head()
+        for choice, offset in zip(self._live.choices, self._offsets, strict=True):
+            delivered.add_tokens(choice.index, choice.output.tokens[:offset])
+            if choice not in self._open:
+                delivered.add_end(choice.index)
+        return delivered
+
+    def next(self) -> pb.GenerateResponse | None:
+        """The next piece that can be read now, of each choice in turn what it has. The last one of
+        all has usage and timing. Raises DataLoss where the client has other tokens, or more than
+        were made in the end."""
+        for _ in range(len(self._open)):
+            self._turn %= len(self._open)
+            choice = self._open[self._turn]
+            if self._may_read(choice):
+                return self._read(choice)
+            self._turn += 1
+        return None
+
+    def _read(self, choice: Choice) -> pb.GenerateResponse:
+        piece = self._live.piece(choice, self._offsets[choice.index])
+        self._offsets[choice.index] += len(piece.token_ids)
+        choice.take(self._offsets[choice.index])
+        if choice.is_late and choice.taken >= choice.readable:
+            self._live.caught_up(choice, now())
+        if piece.finish_reason:
+            self._end(choice, piece)
+        return piece
+
+    def _may_read(self, choice: Choice) -> bool:
+        offset = self._offsets[choice.index]
+        if not self._digests and offset < choice.readable:
+            return True
+        if choice in self._digests and choice.readable >= offset:
+            self._compare(choice, offset)
+        if choice.is_complete and offset > len(choice.output):
+            raise _lost(choice, offset, f"it ended after {len(choice.output)} tokens")
+        return choice not in self._digests and choice.is_readable_from(offset)
+
+    def _compare(self, choice: Choice, offset: int) -> None:
+        if token_digest(choice.output.tokens[:offset]) != self._digests.pop(choice):
+            raise _lost(choice, offset, "the tokens before it are others")
+
+    def _end(self, choice: Choice, piece: pb.GenerateResponse) -> None:
+        self._open.remove(choice)
+        if self.is_at_end:
+            self._live.close(piece, now(), explains=self._explains)
+
+
+def _lost(choice: Choice, offset: int, cause: str) -> DataLoss:
+    return DataLoss(f"choice {choice.index} cannot be continued at offset {offset}: {cause}")
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Closable(Protocol[T_co]):
+    """As every asynchronous generator is."""
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    def __anext__(self) -> Awaitable[T_co]: ...
+
+    def aclose(self) -> Awaitable[object]: ...
+
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+_Method = Callable[
+    ["inference_pb2_grpc.InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]
+]
+
+#: On a call that one gateway makes for its client at another one.
+_RELAYED = ("everlift-relayed", "1")
+
+
+def is_relayed(headers: Mapping[str, str]) -> bool:
+    name, value = _RELAYED
+    return headers.get(name) == value
+
+
+class Relay:
+    """``address`` is the other gateway's internal one. Its errors become ours."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def attach(
+        self, address: str, message: pb.AttachRequest
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with self._transport.channel(address) as channel:
+            call = _stub(channel).Attach(message, metadata=(_RELAYED,))
+            while (piece := await wire.read(call)) is not None:
+                yield piece
+
+    async def ask(self, address: str, method: _Method[Q, A], message: Q) -> A:
+        async with self._transport.channel(address) as channel:
+            call = method(_stub(channel))(message)
+            return await wire.answer(call, call)
+
+
+def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceAsyncStub:
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+class Source(AsyncIterator[pb.GenerateResponse]):
+    """Pieces of one request's stream, which are taken or iterated.
+
+    A server that knows when its client has room takes pieces (``take``), and is notified by
+    ``on_more`` when there may be more: thousands of streams need no task of their own. Its owner
+    closes it, also before its end."""
+
+    #: Errors after which the same request can be read from another source.
+    resumable: ClassVar[tuple[type[EverliftError], ...]] = ()
+
+    def __init__(self) -> None:
+        self._came = asyncio.Event()
+        #: called in the event loop's thread, and must not block
+        self.on_more: Callable[[], None] = self._came.set
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the last piece was taken, or the source is closed."""
+
+    @abstractmethod
+    def take(self) -> pb.GenerateResponse | None:
+        """Return the next piece that can be read now. Raises what the request fails with."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+    def delivered(self) -> Delivered | None:
+        """Return the tokens that the client has; None if the source does not know them."""
+        return None
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        while True:
+            self._came.clear()
+            if (piece := self.take()) is not None:
+                return piece
+            if self.is_over:
+                raise StopAsyncIteration
+            await self._came.wait()
+
+
+class Carried(Source):
+    """Pieces that another router makes: one of them is awaited at a time."""
+
+    resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
+
+    def __init__(self, pieces: Closable[pb.GenerateResponse]) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._is_over = False
+        self._coming: asyncio.Task[pb.GenerateResponse] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def take(self) -> pb.GenerateResponse | None:
+        if self._coming is None:
+            self._coming = asyncio.create_task(self._read())
+            self._coming.add_done_callback(lambda _: self.on_more())
+        if not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        try:
+            return coming.result()
+        except StopAsyncIteration:
+            self._is_over = True
+            return None
+
+    async def _read(self) -> pb.GenerateResponse:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.gather(self._coming, return_exceptions=True)
+        await self._pieces.aclose()
 
 
 class Pieces(Source):

@@ -21,14 +21,279 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from copy import copy
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple, Protocol, TypeAlias
 
+from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.throughput import seen_ratio
 from router.ledger.entry import MAX_EVENTS
-from router.requests.attempt import Attempt, Speaker
-from router.requests.slow_readers import Unread
-from router.requests.time_breakdown import Share, at_worker, in_queue
+from router.requests.observer import NOBODY, ClassObserver
+
+
+class Unread:
+    """Times are the router's clock in seconds. Of several choices any one counts."""
+
+    def __init__(self, earlier_s: float = 0.0) -> None:
+        """``earlier_s``: as the gateway before told it."""
+        self._seconds = earlier_s
+        #: up to which nothing more can be added to them
+        self._counted = -inf
+        #: choices that are late, and since when there are any
+        self._choices: set[int] = set()
+        self._since = inf
+
+    def begin(self, index: int, since: float) -> None:
+        """A choice is late, with tokens that could be read since then."""
+        self._choices.add(index)
+        self._since = min(self._since, max(since, self._counted))
+
+    def end(self, index: int, now: float) -> None:
+        """Its client has taken all."""
+        self._choices.discard(index)
+        if not self._choices:
+            self._seconds += max(0.0, now - self._since)
+            self._counted, self._since = now, inf
+
+    def until(self, now: float) -> float:
+        """Seconds in which there was something."""
+        return self._seconds + max(0.0, now - self._since)
+
+
+#: Of some interval, in seconds.
+Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
+
+
+def in_queue(stay: session_pb2.Stay) -> list[Share]:
+    """While others leave before a request, each of them keeps it waiting for as long as any other:
+    what they took together is shared out by how many of them there were for each reason."""
+    without_worker_s = stay.no_worker_s + stay.unplaced_s + stay.starting_s
+    held_s = stay.leader_s + without_worker_s + stay.first_s
+    behind_s = max(0.0, stay.seconds - held_s)
+    behind = list(_behind(stay.queue, behind_s))
+    # Nobody left, so those ahead of it wait themselves.
+    waited_s = stay.first_s if behind else stay.first_s + behind_s
+    return [
+        (pb.SPAN_KIND_LEADER, stay.leader_s),
+        (pb.SPAN_KIND_NO_WORKER, stay.no_worker_s),
+        (pb.SPAN_KIND_WORKER_UNPLACED, stay.unplaced_s),
+        (pb.SPAN_KIND_WORKER_STARTS, stay.starting_s),
+        *behind,
+        (pb.SPAN_KIND_NO_CREDIT, waited_s),
+        (pb.SPAN_KIND_DISPATCH, stay.dispatch_s),
+    ]
+
+
+def _behind(queue: pb.QueueStay, seconds: float) -> Iterator[Share]:
+    counts = {
+        pb.SPAN_KIND_BEHIND_EARLIER: queue.earlier,
+        pb.SPAN_KIND_BEHIND_CLASS: queue.higher,
+        pb.SPAN_KIND_BEHIND_TURN: queue.turns,
+        pb.SPAN_KIND_BEHIND_ORDER: queue.ordered,
+        pb.SPAN_KIND_BEHIND_FLOOR: queue.lower,
+    }
+    if num_left := sum(counts.values()):
+        for kind, count in counts.items():
+            yield kind, seconds * count / num_left
+
+
+def at_worker(account: session_pb2.Account) -> list[Share]:
+    return [
+        (pb.SPAN_KIND_WORKER_WAIT, account.waiting_s),
+        (pb.SPAN_KIND_PREFILL, account.prefill_s),
+        (pb.SPAN_KIND_STALLED, account.stalled_s),
+        (pb.SPAN_KIND_DECODE, account.decode_s),
+        (pb.SPAN_KIND_CO_TENANCY, account.co_tenancy_s),
+        (pb.SPAN_KIND_PREEMPTED, account.preempted_s),
+        (pb.SPAN_KIND_RECOMPUTE, account.recompute_s),
+        (pb.SPAN_KIND_PASSED_OVER, account.passed_over_s),
+        (pb.SPAN_KIND_BETWEEN_STEPS, account.between_steps_s),
+    ]
+
+
+#: Times without blocks that are kept of an attempt.
+_MAX_PAUSES = 32
+
+
+_NOTHING = session_pb2.Account()
+
+
+class Speaker(Protocol):
+    """A worker: when it was heard last, and what it said then of those that decode there, in a
+    message of its own that stays as it is."""
+
+    @property
+    def last_heard(self) -> float: ...
+
+    @property
+    def decoding(self) -> session_pb2.Account: ...
+
+
+class Silent:
+    """A worker that cannot be reached."""
+
+    last_heard = -inf
+    decoding = _NOTHING
+
+
+SILENT = Silent()
+
+
+@dataclass(slots=True)
+class Pause:
+    """``choice`` has no KV blocks; ``until`` is None while it lasts."""
+
+    choice: int
+    since: float
+    until: float | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """``number`` counts from 1. None stands for what was not seen, or did not come to pass. What
+    grows with each token or frame is as of the last look."""
+
+    number: int
+    dispatched: float
+    worker_id: str = ""
+    #: when it came there: its prompt, and what it had of outputs
+    known_tokens: int = 0
+    #: of its own tenant, at the same worker when it came there
+    neighbours: tuple[str, ...] = ()
+    #: of its own tenant too, at other workers then, if there was no room; and who came since
+    occupants: tuple[str, ...] = ()
+    newcomers: tuple[str, ...] = ()
+    queue: pb.QueueStay | None = None
+    #: None when it has left
+    worker: Speaker | None = None
+    #: of the request, by choice, and how many tokens they had when it came there
+    outputs: Sequence[Sized] = ()
+    tokens_before: int = 0
+    #: to the first step that computed something of it, by the worker's clock
+    waited_s: float | None = None
+    #: known tokens that this step found in the KV cache
+    cached_tokens: int = 0
+    #: known tokens that are computed or cached, as the worker reported last in the prefill
+    prefilled_tokens: int = 0
+    first_token: float | None = None
+    new_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    pauses: list[Pause] = field(default_factory=list)
+    #: choices that have no KV blocks
+    preempted: set[int] = field(default_factory=set)
+    #: by the worker, of the choice that it told of last; and when that came
+    account: session_pb2.Account | None = None
+    accounted: float | None = None
+    #: its worker's decoding then, and what came to that since
+    _decoding: session_pb2.Account = field(default_factory=lambda: _NOTHING)
+    since: session_pb2.Account = field(default_factory=lambda: _NOTHING)
+    #: something was told of it
+    is_begun: bool = False
+    #: of one that was told of, when its worker was heard last
+    heard: float | None = None
+    #: how it ended, empty while it goes on
+    end: str = ""
+
+    @property
+    def unaccounted(self) -> pb.SpanKind.ValueType:
+        """What the time was since its worker told where it went, and not what came of others'."""
+        if self._is_preempted:
+            return pb.SPAN_KIND_PREEMPTED
+        if self.new_tokens:
+            return pb.SPAN_KIND_DECODE
+        # After the first step and before the first token, the prompt is computed.
+        return pb.SPAN_KIND_UNTOLD if self.waited_s is None else pb.SPAN_KIND_PREFILL
+
+    @property
+    def _is_preempted(self) -> bool:
+        return (0 if self.account is None else self.account.choice) in self.preempted
+
+    @property
+    def shares(self) -> list[Share]:
+        """Since its worker told where its time went: as with the others that decode there."""
+        return at_worker(self.since)
+
+    @property
+    def steps(self) -> int:
+        return self.since.steps + (self.account.steps if self.account is not None else 0)
+
+    @property
+    def last_token(self) -> float | None:
+        """When it came, or later: as long as its worker was heard and it had its blocks."""
+        if self.first_token is None:
+            return None
+        pause = self.pauses[-1] if self.pauses else None
+        return pause.since if pause is not None and pause.until is None else self.heard
+
+    # what comes of it
+
+    def look(self) -> None:
+        """At what its worker has said by now."""
+        if self.worker is None:
+            return
+        self.new_tokens = sum(map(len, self.outputs)) - self.tokens_before
+        if not self.is_begun:
+            return
+        self.heard = self.worker.last_heard
+        if self.first_token is None or self.accounted is None or self._is_preempted:
+            return
+        if self.heard > self.accounted:
+            self.since = _between(self._decoding, self.worker.decoding)
+
+    def close(self, end: str) -> None:
+        self.worker, self.outputs, self.end = None, (), end
+
+    def tell(self, account: session_pb2.Account) -> None:
+        """Its worker says where its time went."""
+        assert self.worker is not None
+        self.is_begun, self.accounted = True, self.worker.last_heard
+        # A part of a message keeps all of it, and the worker's frame around it.
+        self.account = session_pb2.Account()
+        self.account.CopyFrom(account)
+        self._decoding, self.since = self.worker.decoding, _NOTHING
+
+    def progress(self, message: session_pb2.Progress) -> None:
+        """What came with it besides more tokens than there were."""
+        self.is_begun = True
+        self.look()
+        if self.new_tokens and self.first_token is None:
+            self.first_token = self.heard
+        if self.waited_s is None and message.HasField("waited_s"):
+            self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
+        self.prefilled_tokens = message.prefilled_tokens or self.prefilled_tokens
+        self.preemptions += message.preemptions
+        self.recomputed_tokens += message.recomputed_tokens
+        if message.residence == session_pb2.RESIDENCE_PREEMPTED:
+            self._pause(message.choice)
+        elif message.residence == session_pb2.RESIDENCE_RESUMED:
+            self._resume(message.choice)
+
+    def _pause(self, choice: int) -> None:
+        assert self.heard is not None
+        self.preempted.add(choice)
+        if len(self.pauses) < _MAX_PAUSES:
+            self.pauses.append(Pause(choice, self.heard))
+
+    def _resume(self, choice: int) -> None:
+        self.preempted.discard(choice)
+        for pause in self.pauses:
+            if pause.choice == choice and pause.until is None:
+                pause.until = self.heard
+
+
+def _between(then: session_pb2.Account, now: session_pb2.Account) -> session_pb2.Account:
+    """Where the time went that has passed for all that decode."""
+    return session_pb2.Account(
+        stalled_s=now.stalled_s - then.stalled_s,
+        decode_s=now.decode_s - then.decode_s,
+        co_tenancy_s=now.co_tenancy_s - then.co_tenancy_s,
+        between_steps_s=now.between_steps_s - then.between_steps_s,
+        steps=max(0, now.steps - then.steps),
+    )
+
 
 #: Attempts of which each span is kept; of those before them there are sums.
 MAX_TOLD = 8
@@ -353,3 +618,103 @@ def _copied(queue: pb.QueueStay) -> pb.QueueStay:
     copied = pb.QueueStay()
     copied.CopyFrom(queue)
     return copied
+
+
+class Moments:
+    """``journal`` knows when its call came; this gateway took it ``now``. ``has_begun_elsewhere``:
+    whoever read its first token read it at another one."""
+
+    def __init__(self, journal: Journal, now: float, *, has_begun_elsewhere: bool) -> None:
+        self.observer: ClassObserver = NOBODY
+        #: seconds that it waited until it was dispatched, all times together
+        self.queued_s = 0.0
+        self._journal = journal
+        self._has_begun_elsewhere = has_begun_elsewhere
+        self._taken = self._waiting_since = now
+        self._dispatched: float | None = None
+        self._predicted_ttft_s: float | None = None
+        self._predicted_tpot_s: float | None = None
+        self._first_token: float | None = None
+        #: by choice, when more could be read last
+        self._readable_since: dict[int, float] = {}
+
+    def age_s(self, now: float) -> float:
+        """Since its call."""
+        return now - self._journal.came
+
+    # what happens to it
+
+    def queued_again(self, now: float) -> None:
+        self._waiting_since = now
+
+    def dispatched(self, message: session_pb2.Dispatched, now: float) -> None:
+        """To a worker. For whoever observes it the first time counts."""
+        if message.HasField("predicted_ttft_s"):
+            self._predicted_ttft_s = message.predicted_ttft_s
+        if message.HasField("predicted_tpot_s"):
+            self._predicted_tpot_s = message.predicted_tpot_s
+        self.queued_s += now - self._waiting_since
+        if self._dispatched is None:
+            self._dispatched = now
+            self.observer.dispatched(self.queued_s)
+
+    def more_to_read(self, choice: int, now: float) -> None:
+        """Clients may read more of a choice than before."""
+        if self._first_token is None:
+            self._first_token = now
+            if not self._has_begun_elsewhere:
+                self._first_to_read(now)
+        if (before := self._readable_since.get(choice)) is not None:
+            self.observer.next_tokens(now - before)
+        self._readable_since[choice] = now
+
+    def _first_to_read(self, now: float) -> None:
+        self._journal.readable(now)
+        if self._dispatched is not None:
+            self.observer.first_token(self.age_s(now), now - self._dispatched)
+            if self._predicted_ttft_s is not None:
+                self.observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
+
+    def judge_tpot(self, longest: int, now: float) -> float | None:
+        """Its last token came; ``longest`` tokens has its longest choice. How many times as long
+        each after the first one took as was predicted; None where nobody can say."""
+        if self._first_token is None or self._has_begun_elsewhere:
+            return None
+        ratio = seen_ratio(self._predicted_tpot_s, now - self._first_token, longest)
+        if ratio is not None:
+            self.observer.tpot_predicted(ratio)
+        return ratio
+
+    def finished(
+        self, prompt_tokens: int, output_tokens: int, reasons: Sequence[FinishReason], now: float
+    ) -> None:
+        """By its last token."""
+        self.observer.finished(
+            self.age_s(now),
+            now - self._began_to_tell(now),
+            prompt_tokens,
+            output_tokens,
+            self._journal.overtaken,
+            reasons,
+        )
+
+    # what came of it
+
+    def readable_since(self, choice: int, otherwise: float) -> float:
+        """When more of a choice could be read last; ``otherwise`` where none can."""
+        return self._readable_since.get(choice, otherwise)
+
+    def ttft_s(self, ended: float) -> float:
+        """From its call to its first token; to its end where there is none."""
+        told_s = self._journal.ttft_s
+        return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
+
+    @property
+    def foreseen_ttft_s(self) -> float | None:
+        """From its call, as it was predicted when it came here."""
+        if self._predicted_ttft_s is None:
+            return None
+        return self.age_s(self._taken) + self._predicted_ttft_s
+
+    def _began_to_tell(self, ended: float) -> float:
+        return ended if self._first_token is None else self._first_token

@@ -9,8 +9,7 @@ import pytest
 
 from everlift.v1 import session_pb2
 from router.requests import messages
-from router.requests.choice import Choice
-from router.requests.request import LiveRequest
+from router.requests.request import Choice, LiveRequest
 from tests.continuation_support import BREAKS, Bench, Break, kill, kinds
 from tests.simulated_cluster.asked import Asked, undisturbed
 from tests.simulated_cluster.judgement import listening

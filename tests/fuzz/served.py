@@ -27,10 +27,9 @@ from everlift.messages import Request
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.api.grpc.admin_server import AdminServer
-from router.api.grpc.chaos_server import ChaosServer
+from router.api.grpc.admin_server import AdminServer, ChaosServer
+from router.api.grpc.health_server import ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
-from router.api.grpc.reflection_server import ReflectionServer
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api
@@ -38,8 +37,7 @@ from router.api.openai.conversation import Conversations
 from router.api.openai.explaining import Explaining
 from router.api.openai.texts import Texts
 from router.api.service import Inference
-from router.auth.authenticator import OPEN
-from router.auth.caller import Caller
+from router.auth.caller import OPEN, Caller
 from router.chat import frames
 from router.chat.process import RendererProcess
 from router.chat.renderer import _answer

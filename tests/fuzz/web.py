@@ -18,7 +18,7 @@ from everlift.request_id import check_qualified
 from everlift.trace_context import TraceContext
 from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-from router.api import headers, page_token
+from router.api import service
 from router.api.openai import body, fields, submissions
 from router.api.openai.connection import Connection
 from router.api.openai.event_id import EventId
@@ -323,8 +323,8 @@ _TABLE = Table(
 def _submission(text: str) -> None:
     given = dict(line.partition(": ")[::2] for line in text.split("\n"))
     message = pb.GenerateRequest()
-    headers.apply(message, given)
-    headers.apply(pb.GenerateRequest(), given, place=3)
+    service.apply(message, given)
+    service.apply(pb.GenerateRequest(), given, place=3)
     message.SerializeToString()
 
 
@@ -356,7 +356,7 @@ def _event_id(text: str) -> None:
 
 
 def _page(text: str) -> None:
-    assert page_token.read(page_token.write(page_token.read(text))) == page_token.read(text)
+    assert service.read(service.write(service.read(text))) == service.read(text)
 
 
 _HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
@@ -370,7 +370,7 @@ _HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "credential": (_credential, (f"authorization: Bearer {_KEY}", f"x-api-key: {_KEY}")),
     "trace": (_trace, ("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01\na=b,c@d=e",)),
     "event_id": (_event_id, ("r:1/12.57,7.30e",)),
-    "page_token": (_page, (page_token.write(page_token.Position(17.5, "acme/r:1")),)),
+    "page_token": (_page, (service.write(service.Position(17.5, "acme/r:1")),)),
     "own_page": (
         _own_page,
         (

@@ -16,7 +16,7 @@ from everlift.client import AsyncClient
 from everlift.errors import UnknownModel
 from router.auth import key as keys
 from router.auth.caller import Scope
-from router.console import console, feed
+from router.console import console
 from tests.http_client import JSON, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, until
 from tests.keyring import Keyring
@@ -108,7 +108,7 @@ async def test_the_page_and_its_files_come_from_here_and_may_run_nothing_else(
 
 
 def test_the_page_names_no_other_host_and_has_no_script_within() -> None:
-    files = [*(Path(feed.__file__).parent / "page").iterdir()]
+    files = [*(Path(console.__file__).parent / "page").iterdir()]
     assert len(files) > 15
     for file in files:
         text = file.read_text()
@@ -186,7 +186,7 @@ async def test_any_replica_tells_of_the_whole_cluster(parts: Cluster) -> None:
 async def test_so_many_may_watch_and_who_goes_makes_room(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "MOST_VIEWERS", 1)
+    monkeypatch.setattr(console, "MOST_VIEWERS", 1)
     async with watching(address) as page:
         await page.until()
         refused = await get(address, "/console/feed")

@@ -17,8 +17,8 @@ import pytest
 from everlift import wire
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
-from router.api.headers import IDEMPOTENCY_KEY
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.service import IDEMPOTENCY_KEY
 from router.chat.templates import ChatTemplate
 from tests.fronts import CHAT, COMPLETIONS, GENERATE, INFER, element
 from tests.grammar_support import DEMO_MODEL

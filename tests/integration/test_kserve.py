@@ -18,8 +18,7 @@ from router.api.kserve.server import SLUG, KserveServer
 from router.api.kserve.v2 import open_inference_pb2 as pb
 from router.api.kserve.v2 import open_inference_pb2_grpc as pb_grpc
 from router.api.service import Inference
-from router.auth.authenticator import Door
-from router.auth.caller import Caller, Scope
+from router.auth.caller import Caller, Door, Scope
 from router.ledger.entry import State
 from tests.gateway_support import started_gateway
 from tests.in_process import Cluster, cluster, right_tokens, until

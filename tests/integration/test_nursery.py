@@ -18,10 +18,9 @@ import pytest
 from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
 from cluster.local import prefork_process
-from cluster.local.child import Child
 from cluster.local.launch import RankLaunch
 from cluster.local.prefork import Nursery
-from cluster.local.starter import PlainStarter
+from cluster.local.starter import Child, PlainStarter
 from cluster.threads import rank_environment
 from worker.config import WorkerConfig
 

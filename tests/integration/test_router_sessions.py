@@ -17,7 +17,7 @@ from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from router import worker_sessions as module
 from router.config import RouterConfig
-from router.stalls import FREEZE_S
+from router.event_loop import FREEZE_S
 from router.worker_sessions import Sessions
 from tests.in_process import until
 

@@ -15,11 +15,10 @@ from everlift.v1 import inference_pb2_grpc, session_pb2
 from router.api.grpc.inference_server import InferenceServer
 from router.api.service import Inference
 from router.api.status import Status
-from router.auth.authenticator import OPEN
+from router.auth.caller import OPEN
 from router.requests.manager import Requests
 from router.requests.request import LiveRequest
-from router.requests.source import Carried
-from router.requests.stream import Pieces
+from router.requests.stream import Carried, Pieces
 from tests.gateway_support import Gateway, started_gateway, until
 from tests.ledgers import scored
 from tests.session_support import OPTIONS

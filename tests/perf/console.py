@@ -40,14 +40,12 @@ from router.admission.scheduler import cluster_load
 from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Endpoint
 from router.api.openai.server import HttpServer
-from router.auth.authenticator import OPEN
-from router.auth.caller import ANYONE
+from router.auth.caller import ANYONE, OPEN
 from router.config import RouterConfig
 from router.console.actions import Actions
-from router.console.console import Console
-from router.console.feed import FRAME_S
-from router.console.lanes import MOST_LANES, Lanes
+from router.console.console import FRAME_S, Console
 from router.console.peers import Peers
+from router.console.slot_grid import MOST_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.ledger.base import LoadReport

@@ -27,14 +27,13 @@ from typing import Any
 import pytest
 
 from everlift.v1 import inference_pb2 as pb
-from router.api.headers import IDEMPOTENCY_KEY
+from router.api.service import IDEMPOTENCY_KEY
 from router.auth.caller import ANYONE
 from router.event_loop import now
 from router.requests.at_workers import AtWorkers
 from router.requests.explanation import kept
 from router.requests.request import LiveRequest
-from router.requests.slow_readers import Unread
-from router.requests.timing import Journal
+from router.requests.timing import Journal, Unread
 from tests.fronts import COMPLETIONS
 from tests.http_client import JSON, ask
 from tests.in_process import ROUTER, WORKER, Cluster, cluster

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.bench.endpoint import OpenAiEndpoint, connected, first_model
+from cluster.bench.endpoint import OpenAiEndpoint, first_model, http_session
 from cluster.bench.generator import Generator
 from cluster.bench.load import Request
 from cluster.bench.report import CountedBy, Outcome
@@ -94,7 +94,7 @@ class Client:
         self._endpoint: OpenAiEndpoint | None = None
 
     async def __aenter__(self) -> Client:
-        self._session = await self._stack.enter_async_context(connected(self._url, None))
+        self._session = await self._stack.enter_async_context(http_session(self._url, None))
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -18,9 +18,8 @@ from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests import messages
 from router.requests.attempts import Attempts
-from router.requests.choice import Choice
-from router.requests.reassertion import Reassertion
-from router.requests.request import LiveRequest
+from router.requests.recovery import Reassertion
+from router.requests.request import Choice, LiveRequest
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.clock import VirtualLoop

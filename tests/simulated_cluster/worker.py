@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from cluster.local.announcer import Announcer
+from cluster.local.starting import Announcer
 from everlift.blockhash import BLOCK_SIZE
 from everlift.engine_policy import EnginePolicy
 from everlift.transport import Transport

@@ -18,7 +18,7 @@ from everlift import AsyncClient
 from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
 from router.api.grpc.admin_server import AdminServer
-from router.auth.authenticator import OPEN
+from router.auth.caller import OPEN
 from router.config import RouterConfig
 from router.leader.policy_store import Rulebook
 from router.ledger.base import LoadReport

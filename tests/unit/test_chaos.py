@@ -24,8 +24,8 @@ from everlift.errors import (
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import chaos_pb2_grpc, inference_pb2, session_pb2, session_pb2_grpc
 from router import beginnings
-from router.api.grpc.chaos_server import ChaosServer
-from router.auth.authenticator import OPEN
+from router.api.grpc.admin_server import ChaosServer
+from router.auth.caller import OPEN
 from router.config import RouterConfig
 from router.faults.faults import Part, check_fault
 from router.faults.injector import Chaos

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ClusterFailed
-from cluster.local.child import Child
 from cluster.local.launch import Launch, RankLaunch
+from cluster.local.starter import Child
 from worker.config import WorkerConfig
 
 LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))

@@ -337,7 +337,7 @@ async def test_long_choices_start_in_parts_until_they_are_lost(
 async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.requests.choice._TOKENS_A_PIECE", 3)
+    monkeypatch.setattr("router.requests.request._TOKENS_A_PIECE", 3)
     live = await gateway.submit(n=2)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abcdef", EOS, choice=0)
@@ -351,7 +351,7 @@ async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
 async def test_a_piece_has_the_fewer_tokens_the_more_is_told_of_each(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.requests.choice._LOGPROBS_A_PIECE", 6)
+    monkeypatch.setattr("router.requests.request._LOGPROBS_A_PIECE", 6)
     live = await gateway.submit(sampling=pb.Sampling(logprobs=1))
     epoch = await gateway.dispatch()
     scores = scored(*[-1.0] * 7, num_top=1)

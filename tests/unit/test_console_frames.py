@@ -8,7 +8,7 @@ from typing import Any
 from everlift.v1 import session_pb2
 from router.api.openai.encoding import encode
 from router.auth.caller import ANYONE, Caller, Scope
-from router.console.lanes import Lanes
+from router.console.slot_grid import Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from tests.console_support import FakeCluster, link, report

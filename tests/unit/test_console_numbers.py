@@ -7,12 +7,11 @@ from math import inf
 import pytest
 
 from everlift.v1.session_pb2 import Counts, LatencyCounts
-from router.console.aggregates import Census
+from router.console.counting import Census
 from router.console.failures import Failed, Failures
 from router.console.history import History
-from router.console.lanes import Lanes
-from router.console.percentiles import Percentiles, RecentHistogram, percentiles, quantile
-from router.console.rates import Rates
+from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
+from router.console.slot_grid import Lanes
 from router.console.workers import MOST_CELLS, cells, names, row, summary
 from tests.console_support import link
 

@@ -18,8 +18,8 @@ from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredCh
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.delivery_reports import Deliveries
 from router.requests.explanation import kept
+from router.requests.recovery import begun
 from router.requests.request import LiveRequest
-from router.requests.revival import begun
 from router.requests.timing import FINISHED
 from router.requests.tokenizer import ServedModel
 from tests.gateway_support import Gateway, started_gateway, until

@@ -13,9 +13,8 @@ from everlift.v1 import session_pb2
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
 from router.prediction.length_distribution import LengthDistribution
 from router.prediction.predictor import Prediction
-from router.requests.attempt import SILENT
 from router.requests.explanation import MAX_BYTES, explained, kept, packed, resumed
-from router.requests.timing import FINISHED, Journal
+from router.requests.timing import FINISHED, SILENT, Journal
 from tests.journal_support import WatchedJournal
 from tests.ledgers import make_request
 

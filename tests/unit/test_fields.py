@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2 as pb
-from router.api.grpc import fields
+from router.api.grpc import inference_server
 
 MANY = 1 << 30
 
@@ -27,20 +27,20 @@ def test_a_message_has_as_many_as_protobuf_finds(texts: list[str], number: int) 
     data = pb.GenerateRequest(
         stop=texts, sampling=pb.Sampling(seed=number), max_tokens=number % 2**32
     ).SerializeToString()
-    assert fields.count(data, MANY) == protobuf_count(data) == len(texts) + 2
+    assert inference_server.count(data, MANY) == protobuf_count(data) == len(texts) + 2
 
 
 def test_each_wire_type_is_passed_over() -> None:
     data = pb.AttachRequest(from_offsets=[-1, 5], digests=[1, 2]).SerializeToString()
     data += pb.Timing(queued_s=0.5, attempts=3).SerializeToString()
     data += b"\x0d\x01\x02\x03\x04"  # field 1, 32 bits
-    assert fields.count(data, MANY) == protobuf_count(data) == 5
+    assert inference_server.count(data, MANY) == protobuf_count(data) == 5
 
 
 @given(st.binary(max_size=40))
 def test_bytes_of_any_kind_are_counted_up_to_what_is_none(data: bytes) -> None:
     """Groups, which nobody writes any more, are none for us."""
-    found, wanted = fields.count(data, MANY), protobuf_count(data)
+    found, wanted = inference_server.count(data, MANY), protobuf_count(data)
     assert 0 <= found <= len(data)
     has_groups = any(byte & 7 in (3, 4) for byte in data)
     assert wanted is None or has_groups or found == wanted
@@ -49,4 +49,4 @@ def test_bytes_of_any_kind_are_counted_up_to_what_is_none(data: bytes) -> None:
 @pytest.mark.parametrize("most", [0, 1, 10])
 def test_it_stops_where_there_are_too_many(most: int) -> None:
     data = pb.GenerateRequest(stop=[""] * 11).SerializeToString()
-    assert fields.count(data, most) == most + 1
+    assert inference_server.count(data, most) == most + 1

@@ -6,12 +6,12 @@ import pytest
 
 from everlift.errors import InvalidRequest, OutOfRange
 from everlift.v1 import inference_pb2 as pb
-from router.api import headers
+from router.api import service
 
 
 def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:
     message = pb.GenerateRequest()
-    headers.apply(message, {name.replace("_", "-"): it for name, it in given.items()}, place)
+    service.apply(message, {name.replace("_", "-"): it for name, it in given.items()}, place)
     return message
 
 
@@ -35,7 +35,7 @@ def test_without_headers_nothing_is_said() -> None:
 def test_what_the_message_says_holds() -> None:
     message = pb.GenerateRequest(request_id="r", ttft_target_ms=1, session_id="s", fairness_id="f")
     said = pb.GenerateRequest.FromString(message.SerializeToString())
-    headers.apply(
+    service.apply(
         message,
         {
             "idempotency-key": "not a name",
@@ -74,11 +74,11 @@ def test_the_request_is_named(given: dict[str, str], request_id: str) -> None:
 def test_a_call_s_name_elsewhere_is_taken_as_a_log_line_can_have_it(
     given: str, taken: bool
 ) -> None:
-    assert headers.x_request_id({"x-request-id": given}) == (given if taken else "")
+    assert service.header_request_id({"x-request-id": given}) == (given if taken else "")
 
 
 def test_a_call_need_have_no_name_elsewhere() -> None:
-    assert headers.x_request_id({"idempotency-key": "k"}) == ""
+    assert service.header_request_id({"idempotency-key": "k"}) == ""
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 129, "tenant/id", "key,key"])

@@ -41,8 +41,7 @@ from router.api.openai.event_id import BEGIN, EventId, Position
 from router.api.openai.transcript import Collected, News, Transcript, Usage
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
-from router.requests.choice import Choice
-from router.requests.output import Output
+from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -20,8 +20,7 @@ from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import EventId
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.chat.parser import PlainParser
-from router.requests.choice import Choice
-from router.requests.output import Output
+from router.requests.request import Choice, Output
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, SPACE, byte_ids
 

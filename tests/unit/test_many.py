@@ -14,7 +14,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.api import generate_many
 from router.api.opened import Opened
-from router.requests.source import Carried
+from router.requests.stream import Carried
 from tests.gateway_support import started_gateway, until
 
 #: Of one request.

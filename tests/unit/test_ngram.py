@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.config import Speculation
-from worker.engine.ngram import NgramIndex, continued
-from worker.engine.speculation import Drafter
+from worker.engine.speculation import Drafter, NgramIndex, continued
 
 
 def index(tokens: list[int], min_match: int = 1, max_match: int = 3) -> NgramIndex:

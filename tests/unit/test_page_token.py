@@ -7,7 +7,7 @@ from base64 import urlsafe_b64encode
 import pytest
 
 from everlift.errors import InvalidRequest
-from router.api import page_token
+from router.api import service
 from router.ledger.base import Position
 
 
@@ -15,7 +15,7 @@ from router.ledger.base import Position
 @pytest.mark.parametrize("arrived", [0.0, 1795356845.956299, 9e9])
 def test_a_position_comes_back(request_id: str, arrived: float) -> None:
     position = Position(arrived, request_id)
-    assert page_token.read(page_token.write(position)) == position
+    assert service.read(service.write(position)) == position
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_a_position_comes_back(request_id: str, arrived: float) -> None:
 )
 def test_what_says_no_position_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="page_token"):
-        page_token.read(urlsafe_b64encode(text.encode()).decode())
+        service.read(urlsafe_b64encode(text.encode()).decode())
 
 
 @pytest.mark.parametrize("token", ["!", "ä", "abcde", "\x00", "=" * 4])
 def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidRequest, match="page_token"):
-        page_token.read(token)
+        service.read(token)

@@ -26,7 +26,7 @@ from router.ledger.memory.memory import MemoryLedger
 from router.requests import request_stream
 from router.requests.delivered import Delivered
 from router.requests.request_stream import RequestStream
-from router.requests.source import Source
+from router.requests.stream import Source
 from tests.gateway_support import CONFIG, Gateway, started_gateway, until
 
 STOP = pb.FINISH_REASON_STOP

@@ -41,7 +41,7 @@ from router.event_loop import now
 from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
-from router.requests import recent
+from router.requests import registry
 from router.requests.registry import Elsewhere
 from router.requests.request import LiveRequest, Phase
 from router.requests.timing import Journal
@@ -926,7 +926,7 @@ async def test_nothing_begins_while_the_ledger_is_not_what_was_demanded(gateway:
 async def test_no_more_than_so_many_ended_requests_are_kept(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recent, "_MAX_ENDED", 2)
+    monkeypatch.setattr(registry, "_MAX_ENDED", 2)
     ended = []
     for number in range(4):
         live = await gateway.submit(request_id=f"r{number}")

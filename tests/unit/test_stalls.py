@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from router import stalls
+from router import event_loop
 from router.ledger.entry import Append, Appended
-from router.requests.appender import Answered, Appender
+from router.requests.token_writer import Answered, Appender
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 #: After this many seconds an answer is late.
@@ -126,7 +126,7 @@ def expired_after(takes_s: float, stall: tuple[float, float]) -> tuple[bool, flo
         process.call_at(process.time() + takes_s, answer.set_result, None)
         try:
             async with asyncio.timeout(None) as limit:
-                expiry = stalls.Expiry(limit, 1.0)
+                expiry = event_loop.Expiry(limit, 1.0)
                 try:
                     await through_tasks(answer)
                 finally:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Entry, State, Stored, StoredChoice
-from router.requests.choice import Choice
 from router.requests.explanation import kept, resumed
-from router.requests.output import Output
-from router.requests.request import LiveRequest
+from router.requests.request import Choice, LiveRequest, Output
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 from tests.gateway_support import started_gateway, until

@@ -5,17 +5,30 @@ The policy says in which order; budget, slots, blocks and what is held say how m
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from worker.engine.batch import Batch
 from worker.engine.counters import Counters
-from worker.engine.plan import Ints
+from worker.engine.plan import Ints, Row
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
-from worker.engine.share import Share, num_tokens
+
+
+class Share(NamedTuple):
+    """The sequence's next ``num_known`` known tokens."""
+
+    sequence: Sequence
+    num_known: int
+
+    def row(self) -> Row:
+        return self.sequence.row(self.num_known)
+
+
+def num_tokens(shares: Iterable[Share]) -> int:
+    return sum(share.num_known for share in shares)
 
 
 class Selected(NamedTuple):

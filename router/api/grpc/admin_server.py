@@ -10,12 +10,12 @@ from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker
 from everlift.settings import SettingsError
 from everlift.v1 import admin_pb2 as pb
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from router import beginnings
 from router.admission.workers import Connected, WorkerView, capacity
 from router.api.grpc.handlers import Call, Handlers, parse
-from router.auth.authenticator import Door
-from router.auth.caller import Scope
+from router.auth.caller import Door, Scope
+from router.faults.injector import Chaos
 from router.leader.policy_store import Rulebook
 from router.ledger.base import Ledger
 from router.worker_sessions import Sessions, WorkerLink
@@ -105,4 +105,20 @@ class AdminServer:
             "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+        return grpc.method_handlers_generic_handler(name, methods)
+
+
+class ChaosServer:
+    def __init__(self, chaos: Chaos) -> None:
+        self._chaos = chaos
+
+    async def inject(self, data: bytes, call: Call) -> chaos_pb2.InjectResponse:
+        return chaos_pb2.InjectResponse(
+            target=await self._chaos.inject(parse(chaos_pb2.Fault, data))
+        )
+
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        methods = {"Inject": Handlers(door).unary(self.inject, Scope.ADMIN)}
+        name = chaos_pb2.DESCRIPTOR.services_by_name["Chaos"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

@@ -18,15 +18,13 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
 from everlift.errors import InvalidRequest, NotUtf8
-from router.api import headers as request_headers
 from router.api.failures import answerable
 from router.api.http2 import call as rpc
 from router.api.opened import Opened
-from router.auth.authenticator import Door
-from router.auth.caller import Caller, Scope
+from router.api.service import X_REQUEST_ID, header_request_id
+from router.auth.caller import Caller, Door, Scope
 from router.event_loop import now
-from router.requests.closable import Closable
-from router.requests.source import Source
+from router.requests.stream import Closable, Source
 
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -176,8 +174,8 @@ class Handlers:
         caller = self._door.admit(headers)
         caller.check(*scopes)
         call = Call(caller, headers, context, came)
-        if x_request_id := request_headers.x_request_id(headers):
-            call.told[request_headers.X_REQUEST_ID] = x_request_id
+        if x_request_id := header_request_id(headers):
+            call.told[X_REQUEST_ID] = x_request_id
         return call
 
 

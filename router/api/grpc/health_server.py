@@ -11,15 +11,16 @@ can be attached to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import aio
 
 from router.api.grpc.handlers import Call, Handlers, parse
-from router.auth.authenticator import OPEN
-from router.auth.caller import Scope
+from router.auth.caller import OPEN, Scope
 
 _NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
 _WHOLE = ""
@@ -98,3 +99,30 @@ class HealthServer:
             "Watch": handlers.streaming(self.watch, Scope.METRICS),
         }
         return grpc.method_handlers_generic_handler(_NAME, methods)
+
+
+_VERSIONS = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
+
+
+class ReflectionServer:
+    def __init__(self, services: Collection[str]) -> None:
+        """``services`` are the names of those to tell of; their modules have been imported."""
+        self._servicer = aio.ReflectionServicer(services)
+
+    async def converse(
+        self, messages: AsyncIterator[bytes], call: Call
+    ) -> AsyncGenerator[reflection_pb2.ServerReflectionResponse, None]:
+        requests = (parse(reflection_pb2.ServerReflectionRequest, data) async for data in messages)
+        async for response in self._servicer.ServerReflectionInfo(requests, call.context):
+            yield response
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """To be added to a grpc.aio server."""
+        # A tool that has no credential yet asks what there is.
+        method = Handlers(OPEN).bidirectional(self.converse, Scope.METRICS)
+        return tuple(
+            grpc.method_handlers_generic_handler(
+                f"{version}.ServerReflection", {"ServerReflectionInfo": method}
+            )
+            for version in _VERSIONS
+        )

@@ -12,17 +12,51 @@ from everlift.messages import MAX_REQUESTS
 from everlift.request_id import is_request_id
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
-from router.api import headers
-from router.api.grpc import fields
+from router.api import service
 from router.api.grpc.handlers import Call, Handlers, parse
 from router.api.opened import Opened
 from router.api.service import Inference
 from router.api.status import Status
-from router.auth.authenticator import Door
-from router.auth.caller import Scope
-from router.requests.closable import Closable
-from router.requests.relay import is_relayed
+from router.auth.caller import Door, Scope
+from router.requests.stream import Closable, is_relayed
 from router.requests.timing import Journal
+
+#: Bytes of fields of a fixed size, by wire type.
+_FIXED = {1: 8, 5: 4}
+_VARINT, _LENGTH = 0, 2
+#: Of a varint.
+_MOST_BYTES = 10
+
+
+def count(data: bytes, most: int) -> int:
+    """Fields at the top of the message, one more than ``most`` if there are more, and no more than
+    those before the first that is none."""
+    at = found = 0
+    while at < len(data) and found <= most:
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind == _LENGTH:
+            length, at = _varint(data, at)
+            at += length
+        elif kind in _FIXED:
+            at += _FIXED[kind]
+        else:
+            break
+        found += at <= len(data)
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number there, and what is behind it: beyond the end where it breaks off."""
+    value = 0
+    for place, byte in enumerate(data[at : at + _MOST_BYTES]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    return value, len(data) + 1
+
 
 M = TypeVar("M", bound=Message)
 
@@ -47,7 +81,7 @@ class InferenceServer:
         except Exception:
             # A refused one may be called what no request can be.
             if is_request_id(message.request_id):
-                call.told[headers.IDEMPOTENCY_KEY] = message.request_id
+                call.told[service.IDEMPOTENCY_KEY] = message.request_id
             raise
         return _told(call, opened)
 
@@ -59,7 +93,7 @@ class InferenceServer:
 
     def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
         try:
-            if most_fields is not None and fields.count(data, most_fields) > most_fields:
+            if most_fields is not None and count(data, most_fields) > most_fields:
                 raise OutOfRange(f"the message has more than {most_fields} fields")
             return parse(kind, data)
         except EverliftError as error:
@@ -134,7 +168,7 @@ def _timeout_s(call: Call) -> float | None:
 
 def _told(call: Call, opened: Opened) -> Opened:
     """What its client knows first."""
-    call.told[headers.IDEMPOTENCY_KEY] = opened.request_id
+    call.told[service.IDEMPOTENCY_KEY] = opened.request_id
     if opened.trace is not None:
         call.told[TRACERESPONSE] = str(opened.trace)
     return opened

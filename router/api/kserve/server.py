@@ -23,8 +23,7 @@ from router.api.kserve.parameters import Wanted
 from router.api.kserve.v2 import open_inference_pb2 as pb
 from router.api.opened import Opened
 from router.api.service import Inference
-from router.auth.authenticator import OPEN, Door
-from router.auth.caller import Scope
+from router.auth.caller import OPEN, Door, Scope
 from router.event_loop import now
 from router.requests.manager import Requests
 from router.requests.timing import Journal

@@ -16,7 +16,7 @@ from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
-from router.api import headers
+from router.api import service
 from router.api.openai import submissions
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
@@ -31,7 +31,7 @@ from router.api.openai.generation import Generation
 from router.api.openai.transcript import Collected, Transcript, Usage
 from router.api.service import Inference
 from router.config import RouterConfig
-from router.requests import tokenizer_executor
+from router.requests import tokenizer
 from router.requests.manager import new_request_id
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
@@ -167,7 +167,7 @@ class Answering:
         for prompt in prompts:
             self._model.check_prompt(prompt)
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        texts = await tokenizer_executor.with_text(
+        texts = await tokenizer.with_text(
             num_ids, lambda: [it if isinstance(it, str) else decode(it) for it in prompts]
         )
         return [text for text in texts for _ in range(fields.n or 1)]
@@ -204,9 +204,9 @@ def _named(call: Call) -> str:
     named = pb.GenerateRequest()
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
-    headers.apply(named, call.headers)
-    call.told[headers.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
-    call.told.setdefault(headers.X_REQUEST_ID, name)
+    service.apply(named, call.headers)
+    call.told[service.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
+    call.told.setdefault(service.X_REQUEST_ID, name)
     return name
 
 

@@ -18,7 +18,7 @@ from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, Json
 from router.api.openai.explaining import Explaining
 from router.api.openai.texts import Texts
 from router.auth import caller
-from router.auth.authenticator import Door
+from router.auth.caller import Door
 from router.requests import sampling_defaults
 from router.requests.tokenizer import ServedModel
 

@@ -13,7 +13,7 @@ from router.chat.parser import Parser
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
 from router.event_loop import now
-from router.requests import tokenizer_executor
+from router.requests import tokenizer
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 
@@ -67,6 +67,4 @@ class Conversations:
 
     async def _tokens(self, text: str, encode: Callable[..., tuple[int, ...]]) -> tuple[int, ...]:
         # A template writes the special tokens itself.
-        return await tokenizer_executor.with_text(
-            len(text), lambda: encode(text, add_special_tokens=False)
-        )
+        return await tokenizer.with_text(len(text), lambda: encode(text, add_special_tokens=False))

@@ -19,13 +19,12 @@ from everlift.errors import (
     MethodNotAllowed,
     UnsupportedMediaType,
 )
-from router.api import headers as request_headers
 from router.api.openai import body, errors
 from router.api.openai.encoding import encode
 from router.api.openai.fields import F, parse
+from router.api.service import X_REQUEST_ID, header_request_id
 from router.auth import caller as callers
-from router.auth.authenticator import Door
-from router.auth.caller import ANYONE, Caller
+from router.auth.caller import ANYONE, Caller, Door
 from router.event_loop import now
 
 log = logs.get(__name__)
@@ -121,8 +120,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         came, request = now(), Request(scope, receive)
         call = Call(request, ANYONE, _headers(request), self._max_body_bytes, came)
-        if x_request_id := request_headers.x_request_id(call.headers):
-            call.told[request_headers.X_REQUEST_ID] = x_request_id
+        if x_request_id := header_request_id(call.headers):
+            call.told[X_REQUEST_ID] = x_request_id
         response = await self._answer(call)
         if response is not None:
             await response(scope, receive, _telling(call.told, send))

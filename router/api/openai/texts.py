@@ -9,7 +9,7 @@ from router.api.openai.conversation import Conversations
 from router.api.openai.endpoint import Call, JsonResponse
 from router.api.openai.fields import DetokenizeFields, TokenizeFields
 from router.chat.tools import ToolUse
-from router.requests import tokenizer_executor
+from router.requests import tokenizer
 from router.requests.tokenizer import ServedModel
 
 
@@ -24,7 +24,7 @@ class Texts:
         tokens = await self._tokens(fields)
         token_string = self._model.tokenizer.token_string
         strings = (
-            await tokenizer_executor.with_text(len(tokens), lambda: [*map(token_string, tokens)])
+            await tokenizer.with_text(len(tokens), lambda: [*map(token_string, tokens)])
             if fields.return_token_strs
             else None
         )
@@ -44,7 +44,7 @@ class Texts:
             tools = ToolUse.of(fields.tools, None, parallel=True)
             return await self._conversations.prompt(fields, tools)
         text, has_special = fields.prompt or "", fields.add_special_tokens is not False
-        return await tokenizer_executor.with_text(
+        return await tokenizer.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=has_special)
         )
 
@@ -52,5 +52,5 @@ class Texts:
         fields = await call.fields(DetokenizeFields)
         self._model.check_asked(fields.model or "")
         ids = fields.tokens
-        text = await tokenizer_executor.with_text(len(ids), lambda: self._model.decode(ids))
+        text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
         return JsonResponse({"prompt": text})

@@ -31,12 +31,12 @@ from redis.exceptions import (
 )
 
 from everlift.errors import LedgerUnavailable
+from router.event_loop import Expiry
 from router.ledger.config import LedgerConfig
 from router.ledger.redis.channel import Argument
 from router.ledger.redis.connections import Command, connections
 from router.ledger.redis.scripts import Script
 from router.ledger.redis.server import SCHEMA, Info
-from router.stalls import Expiry
 
 T = TypeVar("T")
 

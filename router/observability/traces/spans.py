@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from everlift.messages import Request
 from everlift.trace_context import TraceContext
 from router.ledger.entry import Entry, Event, State
-from router.requests.attempt import Attempt
-from router.requests.timing import Journal
+from router.requests.timing import Attempt, Journal
 
 Value = str | int | float | Sequence[str]
 
