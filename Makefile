@@ -13,10 +13,10 @@ PEERS := build/peers
 MADE_OF := pyproject.toml constraints.txt
 PROTO_MADE_OF := proto/requirements.txt
 CLIENTS_MADE_OF := tests/clients/requirements.txt
-VLLM_PINS := tests/perf/peers/vllm.txt
-GUIDELLM_PINS := tests/perf/peers/guidellm.txt
-RAY_LLM_PINS := $(VLLM_PINS) tests/perf/peers/ray_llm.txt
-MAKE_PEER := tests/perf/peers/make.sh
+VLLM_PINS := benchmarks/peers/vllm.txt
+GUIDELLM_PINS := benchmarks/peers/guidellm.txt
+RAY_LLM_PINS := $(VLLM_PINS) benchmarks/peers/ray_llm.txt
+MAKE_PEER := benchmarks/peers/make.sh
 # An environment is made again when what these files hold has changed. Their times say nothing: a clone's are all new.
 unless_current = $(shell cat $(2) | cksum | cmp -s - $(1)/.installed || echo changed)
 BIN := $(VENV)/bin
@@ -103,89 +103,89 @@ soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10
 	$(BIN)/pytest -q -s tests/soak/test_json_schema.py
 
 bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py
+	PYTHONPATH=. $(BIN)/python benchmarks/ledger_step.py
 
 bench-router: $(VENV)/.installed ## what a router carries on one core, also against Ray Serve (build/bench/router.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/router_cost.py
+	PYTHONPATH=. $(BIN)/python benchmarks/router_cost.py
 
 bench-durability: $(VENV)/.installed ## tokens before or after the ledger has them (build/bench/durability.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/durability.py
+	PYTHONPATH=. $(BIN)/python benchmarks/durability.py
 
 bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/preemption.py
+	PYTHONPATH=. $(BIN)/python benchmarks/preemption.py
 
 bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/worker_start.py
+	PYTHONPATH=. $(BIN)/python benchmarks/worker_start.py
 
 bench-first-token: $(VENV)/.installed ## from a process's start to its first token (build/bench/first_token.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/first_token.py
+	PYTHONPATH=. $(BIN)/python benchmarks/first_token.py
 
 bench-threads: $(VENV)/.installed ## how idle OpenMP threads wait, beside a busy neighbour (build/bench/threads.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/threads.py
+	PYTHONPATH=. $(BIN)/python benchmarks/threads.py
 
 bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
-	PYTHONPATH=. $(BIN)/python tests/perf/autoscale.py
+	PYTHONPATH=. $(BIN)/python benchmarks/autoscale.py
 
 bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/takeover.py
+	PYTHONPATH=. $(BIN)/python benchmarks/takeover.py
 
 bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/load.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/load_memory.py
+	PYTHONPATH=. $(BIN)/python benchmarks/load_memory.py
 
 bench-linear: $(VENV)/.installed ## products with packed weights on a CPU (build/bench/linear.json)
-	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python tests/perf/linear_layers.py
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/linear_layers.py
 
 bench-attention: $(VENV)/.installed ## attention on the CPU: the compiled kernel against torch (build/bench/attention.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/attention_kernel.py
+	PYTHONPATH=. $(BIN)/python benchmarks/attention_kernel.py
 
 bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/swap.py
+	PYTHONPATH=. $(BIN)/python benchmarks/swap.py
 
 bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
+	PYTHONPATH=. $(BIN)/python benchmarks/speculation.py
 
 bench-scheduling: $(VENV)/.installed ## batching, the admission queue, its orders, forecasts and how true they are; 80 minutes (build/bench/scheduling.json, .png)
-	PYTHONPATH=. $(BIN)/python tests/perf/scheduling.py
+	PYTHONPATH=. $(BIN)/python benchmarks/scheduling/scheduling.py
 
 bench-batching: $(VENV)/.installed ## static against continuous batching, prefill in chunks, SLAI (build/bench/batching*.json, .png)
-	PYTHONPATH=. $(BIN)/python tests/perf/batching.py --virtual --out build/bench/batching_virtual.json
-	PYTHONPATH=. $(BIN)/python tests/perf/batching.py
+	PYTHONPATH=. $(BIN)/python benchmarks/batching.py --virtual --out build/bench/batching_virtual.json
+	PYTHONPATH=. $(BIN)/python benchmarks/batching.py
 
 bench-prediction: $(VENV)/.installed ## how well outputs' lengths are predicted, and what it costs (build/bench/prediction.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/prediction.py
+	PYTHONPATH=. $(BIN)/python benchmarks/prediction.py
 
 bench-overload: $(VENV)/.installed ## goodput when more comes than can be served, in virtual time (build/bench/overload.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/overload.py
+	PYTHONPATH=. $(BIN)/python benchmarks/overload.py
 
 bench-console: $(VENV)/.installed ## what the console costs a router and a browser, with 1,000 workers (build/bench/console.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/console.py
+	PYTHONPATH=. $(BIN)/python benchmarks/console.py
 
 picture-console: $(VENV)/.installed ## the README's picture of the console, of a cluster under Ray (pictures/console.png)
 	PYTHONPATH=. $(BIN)/python -W ignore tests/console_picture.py
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/scheduler.py
+	PYTHONPATH=. $(BIN)/python benchmarks/scheduler.py
 
 bench-explain: $(VENV)/.installed ## what explanations of requests cost, and whether they add up (build/bench/explain.json)
-	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python tests/perf/explain.py
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/explain.py
 
 bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against vLLM and transformers on this CPU (build/bench/engine.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/engine.py
+	PYTHONPATH=. $(BIN)/python benchmarks/engine.py
 
 bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/online_bench.py
+	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py
 
 bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## the load generator beside guidellm, on an endpoint of known times (build/bench/load_generator.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/load_generator.py
+	PYTHONPATH=. $(BIN)/python benchmarks/load_generator.py
 
 bench-collectives: $(VENV)/.installed ## sums among ranks on CPUs: shared memory against gloo (build/bench/collectives.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/collectives.py
+	PYTHONPATH=. $(BIN)/python benchmarks/collectives.py
 
 bench-gpu: $(VENV)/.installed ## the engine on one GPU against what the GPU can do, and transformers; 10 minutes (build/bench/gpu.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/gpu.py
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu.py
 
 bench-gpu-product: $(VENV)/.installed ## the whole product on one GPU without Ray, disturbed: the same texts (build/bench/gpu_product.json)
-	PYTHONPATH=. $(BIN)/python tests/perf/gpu_product.py
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu_product.py
 
 check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 

@@ -22,7 +22,7 @@ from router.admission.wait_estimate import WaitPredictor
 
 #: So many times its predicted prefill before its first token is wanted a request must leave: others
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
-#: 1.3 times the load was 0.95 of that at 1.0; with 2 it was 1.02 (tests/perf/overload.py).
+#: 1.3 times the load was 0.95 of that at 1.0; with 2 it was 1.02 (benchmarks/overload.py).
 _PREFILL_MARGIN = 2
 #: Beside that, for a request on its way to its worker and its first token on the way back.
 _ON_THE_WAY_S = 0.03

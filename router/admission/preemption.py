@@ -237,7 +237,7 @@ def _left(promise: _Promise, workers: Mapping[str, WorkerView], now: float) -> i
     return max(0, round(promise.tokens - promise.choices * steps))
 
 
-#: It moves where so many times its blocks are free. In tests/perf/preemption.py the 99th percentile
+#: It moves where so many times its blocks are free. In benchmarks/preemption.py the 99th percentile
 #: with both workers overfull was 0.80 of that without moves, and with 3 times 0.96 of it.
 ROOM = 4
 #: As fast as a worker is taken to prefill where none has been seen to do it, in tokens a second.

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.perf import checkpoints, engine
-from tests.perf.engine_outputs import judge
-from tests.perf.engine_system import Request
+from benchmarks import checkpoints, engine
+from benchmarks.engine_outputs import judge
+from benchmarks.engine_system import Request
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_everlift_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     sizes = ("--models", "tiny", "--systems", "everlift", "--rounds", "1", "--requests", "4")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-    command = [sys.executable, "tests/perf/engine.py", "--out", str(out), *sizes]
+    command = [sys.executable, "benchmarks/engine.py", "--out", str(out), *sizes]
     subprocess.run(command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE)
     found = json.loads(out.read_text())
     (run,) = found["raw"]["runs"]["tiny"]["everlift"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.perf.online_load import Ask, Client, Incomplete
+from benchmarks.online.online_load import Ask, Client, Incomplete
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,13 @@ def test_everlift_is_measured_in_small(tmp_path: Path) -> None:
     out = tmp_path / "online.json"
     subprocess.run(
         [
-            *(sys.executable, "tests/perf/online_bench.py", "--systems", "offline", "everlift"),
+            *(
+                sys.executable,
+                "benchmarks/online/online_bench.py",
+                "--systems",
+                "offline",
+                "everlift",
+            ),
             *("--rounds", "1", "--requests", "4", "--model", "cluster/demo_model"),
             *("--workload", workload, "--saturation", "50", "--out", out, "--logs", tmp_path),
         ],

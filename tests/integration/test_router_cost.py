@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks import cores
+from benchmarks.clients import Incomplete, connected
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from tests.perf import cores
-from tests.perf.clients import Incomplete, connected
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def test_streams_and_requests_are_measured(tmp_path: Path) -> None:
     sizes = ("--many", "8", "--few", "2", "--seconds", "0.2", "--rounds", "1")
     subprocess.run(
         [
-            *(sys.executable, "tests/perf/router_cost.py", "--out", out),
+            *(sys.executable, "benchmarks/router_cost.py", "--out", out),
             *("--parts", "streams", "requests", *sizes),
         ],
         cwd=ROOT,

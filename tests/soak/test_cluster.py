@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.report import machine
 from cluster.chaos.check import Result, check
 from cluster.chaos.dice import NAMES
 from cluster.chaos.run import Happened
@@ -30,7 +31,6 @@ from router.ledger.embedded.embedded import running_url
 from router.ledger.entry import Event
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.free_port import free_port
-from tests.perf.report import machine
 from tests.soak.clients import Crowd, Seen
 from tests.soak.faults import Faults
 from tests.soak.patience import minutes

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.report import machine
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
-from tests.perf.report import machine
 from tests.soak.growth import LIMIT_KIB, Growth, Sample, resident_kib
 from tests.soak.patience import minutes
 from tests.soak.short_requests import ShortRequests

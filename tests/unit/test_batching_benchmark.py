@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks import batching
+from benchmarks.batching_engines import Virtual
+from benchmarks.batching_player import Played, Player, Request
+from benchmarks.batching_virtual import VirtualRunner
+from benchmarks.scheduling import scheduling
 from everlift.step_time import Roofline
-from tests.perf import batching, scheduling
-from tests.perf.batching_engines import Virtual
-from tests.perf.batching_player import Played, Player, Request
-from tests.perf.batching_virtual import VirtualRunner
 from tests.worker_support import limits
 from worker.config import Scheduling
 

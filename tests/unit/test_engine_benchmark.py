@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.perf import checkpoints, engine, engine_system
-from tests.perf.bandwidth import Bandwidth
-from tests.perf.engine_outputs import equal_share
-from tests.perf.engine_system import Job, Request, Result
+from benchmarks import checkpoints, engine, engine_system
+from benchmarks.bandwidth import Bandwidth
+from benchmarks.engine_outputs import equal_share
+from benchmarks.engine_system import Job, Request, Result
 
 
 def _figures(tokens_per_s: float, alone_ms: float = 10.0) -> dict[str, float]:

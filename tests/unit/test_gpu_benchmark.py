@@ -12,8 +12,8 @@ from random import Random
 import pytest
 import torch
 
-from tests.perf import gpu, gpu_kernels, gpu_parts
-from tests.perf.gpu_shapes import SHAPES, Ceiling
+from benchmarks.gpu import gpu, gpu_kernels, gpu_parts
+from benchmarks.gpu.gpu_shapes import SHAPES, Ceiling
 
 LLAMA, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import gpu_product
+from benchmarks.gpu.gpu_product import Found, Phase, Text, compare, faults
 from everlift.sampling import TokenLogprobs
-from tests.perf import gpu_product
-from tests.perf.gpu_product import Found, Phase, Text, compare, faults
 
 #: After token 5 the model wavers between 6 and 8.
 RIGHT = Text(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.perf.load_generator import Plan, medians, of_everlift, of_guidellm, ratios
+from benchmarks.load_generator import Plan, medians, of_everlift, of_guidellm, ratios
 
 PLAN = Plan(ttft=100.0, gap=10.0, tokens=11, rate=5.0, requests=20)
 

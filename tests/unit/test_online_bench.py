@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.perf.online_bench import ratios
-from tests.perf.online_load import Answer, figures, load, percentile
-from tests.perf.online_parts import Process, below, taken
+from benchmarks.online.online_bench import ratios
+from benchmarks.online.online_load import Answer, figures, load, percentile
+from benchmarks.online.online_parts import Process, below, taken
 
 REQUESTS = [
     {"id": 0, "prompt": [1, 2, 1], "max_tokens": 3},

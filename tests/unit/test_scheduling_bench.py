@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from everlift.blockhash import BLOCK_SIZE
-from tests.perf import (
+from benchmarks.online.online_load import Answer
+from benchmarks.scheduling import (
     scheduling,
     scheduling_faithful,
     scheduling_forecast,
@@ -17,9 +17,9 @@ from tests.perf import (
     scheduling_turns,
     scheduling_victims,
 )
-from tests.perf.online_load import Answer
-from tests.perf.scheduling_live import figures, ratios, saturation
-from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
+from benchmarks.scheduling.scheduling_live import figures, ratios, saturation
+from benchmarks.scheduling.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
+from everlift.blockhash import BLOCK_SIZE
 from tests.worker_support import limits, prompt, sequence
 from worker.engine import scheduler
 from worker.engine.sequence import Sequence

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import pytest
 
+from benchmarks.early_binding import Choice, EarlyBinding
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.simulator import fleet
 from cluster.simulator.forecast import Forecast
@@ -18,7 +19,6 @@ from cluster.simulator.summary import Quantiles, Slo
 from cluster.simulator.worker import SimulatedWorker
 from cluster.simulator.workloads.arrival import Arrival
 from router.config import Order, RouterConfig
-from tests.perf.early_binding import Choice, EarlyBinding
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 from worker.config import Scheduling
 

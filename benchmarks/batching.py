@@ -1,0 +1,323 @@
+"""What batching does on the real engine: static, by predicted lengths (Magnus) and continuous;
+prefill in chunks or whole; SLAI against the default.
+
+    python benchmarks/batching.py [--quick] [--virtual] [--rounds 1] [--model tiny] [--threads N]
+                                  [--sizes N ...] [--out FILE]
+
+Sweep: requests wait without end, each with a prompt of 32 tokens and an output out of a mix, until
+what two static batches make is drawn, or more of them where they are small; so all policies make
+as many tokens, and none has an end in which slots are free because nobody waits. Magnus is told the
+true lengths of outputs.
+
+    mixed    64, 256 or 1,024 tokens, equally often
+    uniform  16 to 512
+    equal    256 each
+    skewed   16, but one in 32 has 1,024
+
+Chunks: one prompt in ten is long; requests come at random at 0.7 of the rate at which the engine
+does as many when all wait. "off" has a budget that the longest prompt fits into whole.
+
+SLAI: prompts with a long tail come at several shares of that rate. A token is missed if it comes
+later than TBT_TARGET after the one before it. A policy's capacity is the largest of the loads up to
+which the median TTFT is at most TTFT_LIMIT and at most one token in a hundred is missed.
+
+All run in turns in one process. ``continuous_vs_static`` is of tokens a second at the mix "mixed"
+and the size where it is largest; those with a mix and a size are of these. ``..._slots`` compares
+the shares of slots that compute something: what the other would be where a step takes as long with
+one row as with all, which a CPU's do while there are few. A --quick run shows that it works, and no
+more. With --virtual nothing is computed, and steps take the time that batching_virtual.py says: the
+scheduler is the product's, and a figure is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks import checkpoints, report
+from benchmarks.batching_engines import Bench, Live, Virtual
+from benchmarks.batching_picture import draw
+from benchmarks.batching_player import Played, Request, quantile
+from worker.config import Scheduling, WorkerConfig
+from worker.engine.plan import Runner
+
+SIZES = (4, 8, 16, 32, 64, 128)
+STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")
+POLICIES = {"static": STATIC, "magnus": Scheduling("magnus"), "continuous": CONTINUOUS}
+PROMPT = 32
+#: Most outputs of a mix.
+PACK = 32
+TBT_TARGET = 0.1
+TTFT_LIMIT = 0.5
+SLAI = Scheduling("slai", tbt_target=TBT_TARGET)
+LOADS = (0.7, 0.9, 1.0, 1.1, 1.3)
+MISSED = 0.01
+CHUNK_LOAD = 0.7
+WHOLE = 2048
+
+#: Outputs are dealt from a pack of these, shuffled each time.
+MIXES = {
+    "mixed": (64, 256, 1024),
+    "uniform": tuple(range(16, 513, 16)),
+    "equal": (256,),
+    "skewed": (*[16] * 31, 1024),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long a run is, and how large its engine: ``output`` divides the sweep's outputs,
+    ``chunk`` is the budget of prefill in chunks; SLAI has ``slots`` and ``budget``."""
+
+    sizes: tuple[int, ...] = SIZES
+    output: int = 1
+    requests: int = 400
+    loads: tuple[float, ...] = LOADS
+    chunk: int = 64
+    slots: int = 64
+    budget: int = 128
+
+
+FULL = Scale()
+QUICK = Scale((4, 32), 8, 60, (0.7, 1.1))
+VIRTUAL = Scale(
+    requests=2000,
+    loads=(0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3),
+    chunk=512,
+    slots=256,
+    budget=512,
+)
+
+
+# static against continuous
+
+
+def sweep(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By mix, then by size: medians over the rounds."""
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in MIXES}
+    for size in scale.sizes:
+        config = bench.config(size)
+        runner = bench.runner(config)
+        for name, mix in MIXES.items():
+            runs = [compare(bench, runner, config, mix, scale, seed) for seed in range(rounds)]
+            found[name][str(size)] = medians(runs)
+            print(name, size, found[name][str(size)], flush=True)
+    return found
+
+
+def compare(
+    bench: Bench,
+    runner: Runner,
+    config: WorkerConfig,
+    mix: Sequence[int],
+    scale: Scale,
+    seed: int,
+) -> dict[str, float]:
+    """All policies, in an order that changes from round to round."""
+    rng, size = Random(seed), config.max_num_seqs
+    num_measured = max(2 * size, PACK)
+    outputs = [max(1, output // scale.output) for output in dealt(mix, 6 * num_measured, rng)]
+    requests = [Request(PROMPT, output) for output in outputs]
+    figures: dict[str, float] = {}
+    for name in sorted(POLICIES, reverse=bool(seed % 2)):
+        under = replace(config, scheduling=POLICIES[name])
+        played = bench.play(runner, under, requests, enough=sum(outputs[:num_measured]))
+        figures |= {
+            f"{name}_tokens_per_s": played.tokens_per_s,
+            f"{name}_useful_share": played.useful_share,
+        }
+    for unit in ("tokens_per_s", "useful_share"):
+        for name in ("continuous", "magnus"):
+            figures[f"{name}_vs_static_{unit}"] = (
+                figures[f"{name}_{unit}"] / figures[f"static_{unit}"]
+            )
+    return figures
+
+
+def dealt(pack: Sequence[int], count: int, rng: Random) -> list[int]:
+    outputs: list[int] = []
+    while len(outputs) < count:
+        outputs += rng.sample(pack, len(pack))
+    return outputs[:count]
+
+
+# prompts in chunks, or whole
+
+
+def chunks(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, float]]:
+    rng = Random(1)
+    shapes = [
+        (1500 if rng.random() < 0.1 else rng.randint(16, 128), rng.randint(32, 96))
+        for _ in range(scale.requests)
+    ]
+    configs = {"on": bench.config(32, scale.chunk), "off": bench.config(32, WHOLE)}
+    runners = {name: bench.runner(config) for name, config in configs.items()}
+    rate = CHUNK_LOAD * saturation(bench, runners["off"], configs["off"], shapes)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
+    for round_ in range(rounds):
+        requests = at_random(shapes, rate, round_)
+        for name, config in configs.items():
+            runs[name].append(latencies(bench.play(runners[name], config, requests)))
+    return {name: medians(several) for name, several in runs.items()}
+
+
+# SLAI against the default
+
+
+def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By load, then by policy."""
+    rng = Random(2)
+    shapes = [
+        (min(1500, max(16, round(rng.lognormvariate(5.5, 1.0)))), rng.randint(16, 96))
+        for _ in range(scale.requests)
+    ]
+    config = bench.config(scale.slots, scale.budget)
+    runner = bench.runner(config)
+    rate = saturation(bench, runner, config, shapes)
+    policies = {"continuous": CONTINUOUS, "slai": SLAI}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for load in scale.loads:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+        for round_ in range(rounds):
+            requests = at_random(shapes, load * rate, round_)
+            for name, scheduling in policies.items():
+                under = replace(config, scheduling=scheduling)
+                runs[name].append(latencies(bench.play(runner, under, requests)))
+        found[str(load)] = {name: medians(several) for name, several in runs.items()}
+        print("load", load, found[str(load)], flush=True)
+    return found
+
+
+def capacity(found: dict[str, dict[str, dict[str, float]]], policy: str) -> float:
+    """0 where not even the smallest load is served as it should be."""
+    capacity = 0.0
+    for load, policies in found.items():
+        served = policies[policy]
+        if served["ttft_p50_s"] > TTFT_LIMIT or served["missed_share"] > MISSED:
+            return capacity
+        capacity = float(load)
+    return capacity
+
+
+# what they share
+
+
+def saturation(
+    bench: Bench, runner: Runner, config: WorkerConfig, shapes: Sequence[tuple[int, int]]
+) -> float:
+    """Requests a second where all are there from the begin."""
+    requests = [Request(*shape) for shape in shapes]
+    return len(shapes) / bench.play(runner, config, requests).seconds
+
+
+def at_random(shapes: Sequence[tuple[int, int]], rate: float, seed: int) -> list[Request]:
+    """A Poisson process."""
+    rng, at = Random(seed), 0.0
+    requests = []
+    for prompt, output in shapes:
+        requests.append(Request(prompt, output, at))
+        at += rng.expovariate(rate)
+    return requests
+
+
+def latencies(played: Played) -> dict[str, float]:
+    ttfts, gaps = played.ttfts(), played.gaps()
+    return {
+        "ttft_p50_s": quantile(ttfts, 0.5),
+        "ttft_p99_s": quantile(ttfts, 0.99),
+        "tbt_p50_s": quantile(gaps, 0.5),
+        "tbt_p99_s": quantile(gaps, 0.99),
+        "tbt_p999_s": quantile(gaps, 0.999),
+        "missed_share": sum(gap > TBT_TARGET for gap in gaps) / len(gaps),
+        "tokens_per_s": played.tokens_per_s,
+    }
+
+
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(median(run[name] for run in runs), 5) for name in runs[0]}
+
+
+def ratios(raw: dict[str, Any]) -> dict[str, float]:
+    deadlines = raw["slai"]
+    mixed = raw["sweep"]["mixed"].values()
+    largest = max(mixed, key=lambda figures: figures["continuous_vs_static_tokens_per_s"])
+    compared = {
+        "continuous_vs_static": largest["continuous_vs_static_tokens_per_s"],
+        "continuous_vs_static_slots": largest["continuous_vs_static_useful_share"],
+        "chunks_tbt_p999_off_over_on": raw["chunks"]["off"]["tbt_p999_s"]
+        / raw["chunks"]["on"]["tbt_p999_s"],
+    }
+    for name, sizes in raw["sweep"].items():
+        for size, figures in sizes.items():
+            for policy in ("continuous", "magnus"):
+                ratio = f"{policy}_vs_static"
+                compared[f"{ratio}_{name}_{size}"] = figures[f"{ratio}_tokens_per_s"]
+                compared[f"{ratio}_slots_{name}_{size}"] = figures[f"{ratio}_useful_share"]
+    for load, policies in deadlines.items():
+        ours, default = policies["slai"], policies["continuous"]
+        compared[f"slai_ttft_p50_vs_default_{load}"] = ours["ttft_p50_s"] / default["ttft_p50_s"]
+    if default_capacity := capacity(deadlines, "continuous"):
+        compared["slai_capacity_vs_default"] = capacity(deadlines, "slai") / default_capacity
+    return {name: round(ratio, 3) for name, ratio in compared.items()}
+
+
+# all of it
+
+
+def measure(bench: Bench, scale: Scale, rounds: int) -> dict[str, Any]:
+    return {
+        "sweep": sweep(bench, scale, rounds),
+        "chunks": chunks(bench, scale, rounds),
+        "slai": deadlines(bench, scale, rounds),
+    }
+
+
+def settings(scale: Scale, rounds: int) -> dict[str, Any]:
+    return {
+        "rounds": rounds,
+        "scale": asdict(scale),
+        "tbt_target_s": TBT_TARGET,
+        "ttft_limit_s": TTFT_LIMIT,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--virtual", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
+    parser.add_argument("--sizes", type=int, nargs="+", help="of the batch, instead of all")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))
+    options = parser.parse_args()
+    scale, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
+    bench: Bench
+    if options.virtual:
+        bench, scale = Virtual(), QUICK if options.quick else VIRTUAL
+    else:
+        bench = Live(checkpoints.ensure(options.model), options.threads)
+    scale = replace(scale, sizes=tuple(options.sizes or scale.sizes))
+    raw = measure(bench, scale, rounds)
+    report.write(
+        options.out,
+        packages=["torch", "numpy"],
+        settings=settings(scale, rounds)
+        | {
+            "model": "virtual" if options.virtual else options.model,
+            "threads": options.threads,
+        },
+        raw=raw,
+        ratios=ratios(raw),
+    )
+    draw(raw, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Random checkpoints in the shapes of small models, the same to the bit on every machine.
+
+    python benchmarks/checkpoints.py [NAME...]
+
+Each is a Hugging Face directory (config, bfloat16 weights, tokenizer) that other engines load as
+well. It is written into build/bench/models; one that is there is used again, if it is unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod, sqrt
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path("build/bench/models")
+VOCAB_SIZE = 32000
+#: Of weights, as transformers draws them.
+STD = 0.02
+_SPECIAL = ("<unk>", "<s>", "</s>")
+EOS_TOKEN = _SPECIAL.index("</s>")
+#: A space, as byte-level tokenizers write it.
+_SPACE = "Ġ"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``digest`` is SHA-256 over the names and contents of its files."""
+
+    config: dict[str, Any]
+    digest: str
+
+
+def _shape(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Any:
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": _SPECIAL.index("<s>"),
+        "eos_token_id": EOS_TOKEN,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+CHECKPOINTS = {
+    #: 11 million parameters
+    "tiny": Checkpoint(
+        _shape("Llama", 256, 4, 4, 2, intermediate_size=688, tie_word_embeddings=True),
+        "944606044a5236c41e5eba7ac6ce6c548f2d1fb60da72f07c59a92481f85079e",
+    ),
+    #: 125 million
+    "small": Checkpoint(
+        _shape("Llama", 768, 12, 12, 4, intermediate_size=2048, tie_word_embeddings=False),
+        "a2a690a54c3821326cd36dba91bfc6208739be259a6648aa88b89de35506c037",
+    ),
+    #: 387 million
+    "medium": Checkpoint(
+        _shape("Qwen2", 896, 24, 14, 2, intermediate_size=4864, tie_word_embeddings=True),
+        "ce571aa2f793c42957eb48a3b372624183b9fc0f5c8db810ca08a40de06c22ca",
+    ),
+}
+
+
+def ensure(name: str, root: Path = ROOT) -> Path:
+    """Its directory, written if it is not there as it should be. Raises ValueError where what this
+    machine writes has another digest."""
+    directory = root / name
+    if not directory.exists() or digest(directory) != CHECKPOINTS[name].digest:
+        shutil.rmtree(directory, ignore_errors=True)
+        _write(directory, CHECKPOINTS[name].config)
+        if (found := digest(directory)) != CHECKPOINTS[name].digest:
+            raise ValueError(f"{directory} has digest {found}, not {CHECKPOINTS[name].digest}")
+    return directory
+
+
+def digest(directory: Path) -> str:
+    hashed = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        hashed.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            hashed.update(hashlib.file_digest(file, "sha256").digest())
+    return hashed.hexdigest()
+
+
+def multiplied_bytes(name: str) -> int:
+    """Of the weights that each token is multiplied with: all but the embedding, which is looked up,
+    unless it is the head as well."""
+    config = CHECKPOINTS[name].config
+    shapes = _shapes(config)
+    if not config["tie_word_embeddings"]:
+        del shapes["model.embed_tokens.weight"]
+    return sum(2 * prod(shape) for shape in shapes.values() if len(shape) == 2)
+
+
+def _write(directory: Path, config: dict[str, Any]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {name: _weight(name, shape) for name, shape in _shapes(config).items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, Sequence[int]]:
+    """Of the parameters that a checkpoint holds, by their names."""
+    kind = config["model_type"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _weight(name: str, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers out of raw bits: how these become others differs by library and machine."""
+    if "norm" in name:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest())
+    count = prod(shape)
+    bits = np.random.PCG64(seed).random_raw(-(-count // 4)).view(np.int16)[:count]
+    uniform = torch.from_numpy(bits).float().mul_(sqrt(3) * STD / (1 << 15))
+    return uniform.to(torch.bfloat16).reshape(shape)
+
+
+def _tokenizer() -> Tokenizer:
+    """Byte-level; its longer tokens are pairs and triples of letters, with a space before or not,
+    so that any tokens make a text."""
+    vocabulary = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges: list[tuple[str, str]] = []
+    for first, length in (("", 2), ("", 3), (_SPACE, 1), (_SPACE, 2), (_SPACE, 3)):
+        for letters in product(ascii_lowercase, repeat=length):
+            if len(vocabulary) < VOCAB_SIZE:
+                word = first + "".join(letters)
+                merges.append((word[:-1], word[-1]))
+                vocabulary.append(word)
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    for name in parser.parse_args().names or CHECKPOINTS:
+        print(ensure(name))
+
+
+if __name__ == "__main__":
+    main()

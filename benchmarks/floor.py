@@ -1,0 +1,119 @@
+"""What no router can be cheaper than: grpc.aio servers of clients' interface that decide nothing.
+
+One answers as soon as it is asked (the transport); the other makes the ledger calls of a request
+between. Both are one process, which ends when the pipe of its parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import uvloop
+
+from benchmarks.child import child
+from everlift import heap
+from everlift.channels import SERVER_OPTIONS
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.ledger.config import LedgerConfig
+from router.ledger.entry import Append
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from tests.ledgers import make_request
+
+_TOKEN = 97
+_LEASE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Addresses, and the process behind both."""
+
+    transport: str
+    ledger: str
+    pid: int
+
+
+class _Transport(inference_pb2_grpc.InferenceServicer):
+    """The first token at once, each other one ``pace_s`` after the one before."""
+
+    def __init__(self, pace_s: float) -> None:
+        self._pace_s = pace_s
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id=request.request_id)
+        for offset in range(request.max_tokens):
+            if offset:
+                await asyncio.sleep(self._pace_s)
+            yield _piece(request.request_id, offset, is_last=offset + 1 == request.max_tokens)
+
+
+class _Filed(inference_pb2_grpc.InferenceServicer):
+    """Requests of one token: filed, dispatched, and finished with it."""
+
+    def __init__(self, ledger: RedisLedger, term: int) -> None:
+        self._ledger = ledger
+        self._term = term
+        self._request = make_request(max_tokens=1)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        request_id, epoch = secrets.token_hex(16), secrets.randbits(63) + 1
+        await self._ledger.open(replace(self._request, request_id=request_id), "floor")
+        yield pb.GenerateResponse(request_id=request_id)
+        await self._ledger.dispatch(request_id, "worker", epoch, self._term)
+        end = Append(request_id, epoch, 0, (_TOKEN,), finish_reason=FinishReason.LENGTH)
+        await self._ledger.append([end])
+        yield _piece(request_id, 0, is_last=True)
+
+
+def _piece(request_id: str, offset: int, *, is_last: bool) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=request_id,
+        offset=offset,
+        token_ids=(_TOKEN,),
+        text="a",
+        finish_reason=pb.FINISH_REASON_LENGTH if is_last else pb.FINISH_REASON_UNSPECIFIED,
+    )
+
+
+async def _listen(servicer: inference_pb2_grpc.InferenceServicer) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
+    async def run() -> None:
+        ledger = await connect(config)
+        term = secrets.randbits(63) + 1
+        assert await ledger.lead("floor", "nowhere:1", term, _LEASE_S)
+        transport, transport_address = await _listen(_Transport(pace_s))
+        filed, ledger_address = await _listen(_Filed(ledger, term))
+        heap.settle()
+        pipe.send((transport_address, ledger_address))
+        await asyncio.to_thread(pipe.poll, None)
+        await transport.stop(None)
+        await filed.stop(None)
+        await ledger.close()
+
+    uvloop.run(run())
+
+
+@contextmanager
+def floor_process(config: LedgerConfig, pace_s: float) -> Iterator[Floor]:
+    """Tokens after a stream's first come ``pace_s`` apart."""
+    with child(_serve, config, pace_s) as process:
+        yield Floor(*process.pipe.recv(), process.pid)

@@ -1,0 +1,167 @@
+"""What loading a checkpoint costs: peak memory over the parameters held, and seconds.
+
+    python benchmarks/load_memory.py [--repeats 5] [--out build/bench/load.json]
+
+Each load is the only one of a fresh process on one thread, with the files in the page cache. Memory
+is resident memory above what the process had before it made the model, so that a page of a mapped
+file would count, and the weights are packed as a rank packs them: ``pack_seconds`` are a part of
+``seconds``. ``ratios`` compare memory with the bytes of the parameters, and seconds with those of
+reading as many bytes from the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from tests.weights_support import Rank
+from worker.model import weights
+from worker.model.decoder import Decoder
+from worker.model.families import read_spec
+from worker.model.layers import Placement
+from worker.model.packing import choose_packing
+
+#: 62 million parameters.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+SHARD_SIZE = "60MB"
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HELD = torch.bfloat16
+#: rank and ranks
+PLACES = ((0, 1), (0, 2), (1, 2))
+_CHUNK = 16 << 20
+
+
+def save(directory: Path, dtype: torch.dtype) -> dict[str, int]:
+    """A random checkpoint; how large it is."""
+    # Imported here: the processes that are measured have no need of it.
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    model.save_pretrained(directory, max_shard_size=SHARD_SIZE)
+    files = list(directory.glob("*.safetensors"))
+    return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def resident(field: str) -> int:
+    """Bytes of this process, now (VmRSS) or at most so far (VmHWM)."""
+    (line,) = (s for s in Path("/proc/self/status").read_text().splitlines() if field in s)
+    return int(line.split()[1]) << 10
+
+
+def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
+    """In this process, which has loaded nothing before."""
+    spec = read_spec(directory)
+    place = Placement(Rank(rank, ranks), HELD, torch.device("cpu"))
+    packing = choose_packing(HELD)
+    baseline = resident("VmRSS")
+    decoder = Decoder(spec, 64, place)
+    start = time.perf_counter()
+    held = weights.load(decoder, directory)
+    loaded = time.perf_counter()
+    decoder.pack(packing)
+    packed = time.perf_counter()
+    peak = resident("VmHWM") - baseline
+    return {
+        "held_bytes": held,
+        "peak_bytes": peak,
+        "seconds": packed - start,
+        "pack_seconds": packed - loaded,
+        "read_seconds": read_seconds(directory, ranks),
+    }
+
+
+def read_seconds(directory: Path, ranks: int) -> float:
+    """For the same part of the same files, with nothing done to it."""
+    buffer = bytearray(_CHUNK)
+    start = time.perf_counter()
+    for path in sorted(directory.glob("*.safetensors")):
+        left = path.stat().st_size // ranks
+        with path.open("rb", buffering=0) as file:
+            while left > 0 and (count := file.readinto(buffer)):
+                left -= count
+    return time.perf_counter() - start
+
+
+def in_fresh_process(directory: Path, rank: int, ranks: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--load", str(directory), str(rank), str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+    result: dict[str, float] = json.loads(output)
+    return result
+
+
+def measure(directories: dict[str, Path], repeats: int) -> dict[str, Any]:
+    """Medians by case; the cases take turns."""
+    cases = {
+        f"{stored}_to_bf16_rank{rank}_of_{ranks}": (directories[stored], rank, ranks)
+        for stored, (rank, ranks) in product(directories, PLACES)
+    }
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            runs[name].append(in_fresh_process(*case))
+    return {
+        name: {key: statistics.median(run[key] for run in several) for key in several[0]}
+        for name, several in runs.items()
+    }
+
+
+def ratios(raw: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{what}_{name}": case[over] / case[under]
+        for name, case in raw.items()
+        for what, over, under in (
+            ("peak_over_held", "peak_bytes", "held_bytes"),
+            ("load_over_read", "seconds", "read_seconds"),
+        )
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/load.json"))
+    parser.add_argument("--load", nargs=3, metavar=("DIR", "RANK", "RANKS"), help="used by itself")
+    options = parser.parse_args()
+    if options.load:
+        directory, rank, ranks = options.load
+        print(json.dumps(load(Path(directory), int(rank), int(ranks))))
+        return
+    with TemporaryDirectory() as scratch:
+        directories = {name: Path(scratch, name) for name in STORED}
+        sizes = {name: save(directories[name], dtype) for name, dtype in STORED.items()}
+        raw = measure(directories, options.repeats)
+    report.write(
+        options.out,
+        packages=["torch", "transformers", "safetensors"],
+        settings={"checkpoints": sizes, "repeats": options.repeats},
+        raw=raw,
+        ratios=ratios(raw),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The servers that `make bench-online` compares: how each is started, and what its processes are.
+
+    everlift       router, embedded ledger (everysec, before_delivery) and one worker, in plain
+                   processes: `everlift up --no-ray`
+    everlift_ray   the same under a local Ray: `everlift up`
+    vllm           `vllm serve`, CPU build: both cores bound, torch.compile, tcmalloc
+    ray_llm        Ray Serve LLM on that vLLM with its defaults
+    ray_llm_best   the same with direct streaming, HAProxy and RAY_SERVE_THROUGHPUT_OPTIMIZED
+
+Peers have environments of their own. All have 2 GiB of KV cache, the dtype that a worker chooses on
+this machine, at most 1,024 tokens a sequence, and no caches of prefixes but Everlift's, which the
+load leaves without a hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.online.online_load import Client
+from benchmarks.online.online_parts import PartsOf, Process, below
+from benchmarks.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
+from tests.free_port import free_port
+from worker.device.device import choose_dtype
+
+ROOT = Path(__file__).parents[2]
+#: What differs from the worker's defaults: as the peers have it.
+WORKER: Mapping[str, Any] = {
+    "kv_cache_mib": KV_CACHE_GIB * 1024,
+    "max_model_len": 1024,
+    "dtype": str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch."),
+}
+#: The first start of a peer compiles.
+_START_S = 900.0
+_LOOK_S = 0.5
+_END_S = 60.0
+
+
+class NotServing(Exception):
+    """A server that ended, or did not answer, before it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a start of a server is given: a port, the model, a directory for its own files."""
+
+    port: int
+    model: Path
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    name: str
+    command: Callable[[Place], list[str]]
+    parts_of: PartsOf
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@asynccontextmanager
+async def serving(server: Server, model: Path, logs: Path) -> AsyncIterator[Client]:
+    """A client of it, when it answers. Raises NotServing. Nothing of it is left in the end but a
+    log, nor is any other process below this one."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="everlift-online-") as directory:
+        place = Place(free_port(), model, Path(directory))
+        async with _started(server, place, logs / f"{server.name}.log") as client:
+            yield client
+
+
+@asynccontextmanager
+async def _started(server: Server, place: Place, log_path: Path) -> AsyncIterator[Client]:
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            server.command(place),
+            cwd=ROOT,
+            env=os.environ | dict(server.environment),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        async with Client(f"http://127.0.0.1:{place.port}") as client:
+            await _answering(client, process, log_path)
+            yield client
+    finally:
+        await asyncio.to_thread(_end, process)
+
+
+async def _answering(client: Client, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    late = time.monotonic() + _START_S
+    while not await client.is_ready():
+        if process.poll() is not None or time.monotonic() > late:
+            raise NotServing(f"its log: {log_path}")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    for left in below(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(left.pid, signal.SIGKILL)
+    process.wait()
+    # Whose parents have ended are ours by now.
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+# Everlift
+
+
+def everlift(name: str, *, with_ray: bool, more: Mapping[str, Any] | None = None) -> Server:
+    """``more`` settings, beside those that it is compared with."""
+
+    def command(place: Place) -> list[str]:
+        settings = {
+            "state_dir": place.directory / name,
+            "router.port": 0,
+            "router.http_port": place.port,
+            "router.metrics_port": 0,
+            **{f"worker.{key}": value for key, value in WORKER.items()},
+            **(more or {}),
+        }
+        return [
+            *(sys.executable, "-m", "cluster.cli", "up", "--model", str(place.model)),
+            *(() if with_ray else ("--no-ray",)),
+            *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")),
+        ]
+
+    return Server(name, command, _everlift_part)
+
+
+def _everlift_part(process: Process) -> tuple[str, str]:
+    """The first thread of a rank has its event loop, except under Ray; the others compute."""
+    for mark, parts in {
+        "valkey-server": ("ledger", "ledger"),
+        "cluster.local.process router": ("router", "router"),
+        "cluster.local.prefork_process": ("engine", "worker's event loop"),
+        "ServeReplica:everlift:router": ("router", "router"),
+        "ray::RankActor": ("engine and worker's event loop",) * 2,
+    }.items():
+        if mark in process.command:
+            return parts
+    return "others", "others"
+
+
+# vLLM, alone and under Ray
+
+
+_CORES = os.cpu_count() or 1
+#: Our own sources are nothing to them.
+_APART = {"PYTHONPATH": ""}
+
+
+def vllm() -> Server:
+    def command(place: Place) -> list[str]:
+        return [
+            # `vllm serve` looks for its version under a name that the CPU build does not have.
+            *(str(VLLM / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(place.model), "--served-model-name", place.model.name),
+            *("--dtype", WORKER["dtype"]),
+            *("--max-model-len", str(WORKER["max_model_len"]), "--no-enable-prefix-caching"),
+            *("--host", "127.0.0.1", "--port", str(place.port), "--disable-uvicorn-access-log"),
+        ]
+
+    return Server("vllm", command, _vllm_part, vllm_environment(VLLM, _CORES) | _APART)
+
+
+def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
+    """``mode`` is made of Ray Serve's environment variables."""
+    variables = vllm_environment(RAY_LLM, _CORES) | _APART | dict(mode)
+    preload = variables.pop("LD_PRELOAD")
+
+    def command(place: Place) -> list[str]:
+        return [
+            *(str(RAY_LLM / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
+            *("--model", str(place.model), "--port", str(place.port)),
+            *("--max-model-len", str(WORKER["max_model_len"]), "--dtype", WORKER["dtype"]),
+            *("--preload", preload),
+        ]
+
+    return Server(name, command, _vllm_part, variables)
+
+
+#: Its best mode.
+RAY_LLM_BEST = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+}
+
+
+def _vllm_part(process: Process) -> tuple[str, str]:
+    part = next(
+        (
+            part
+            for mark, part in {
+                "VLLM::EngineCore": "scheduler",
+                "VLLM::Worker": "engine",
+                "api_server": "API server",
+                "haproxy": "HAProxy",
+                "ServeReplica": "replicas",
+                "ProxyActor": "proxy",
+            }.items()
+            if mark in process.command
+        ),
+        "others",
+    )
+    return part, part

@@ -1,0 +1,155 @@
+"""How far tenants that always wait are apart in what they were served, with turns and by arrival.
+
+One floods the queue: eight of its requests come for one of the other's, with shorter prompts and
+longer outputs. A worker with 32 slots makes a token of each at every step of 50 ms, and says so
+five steps later at the most. What they were served, weighted, may differ by 2 U over any time in
+which both wait (``router/admission/fair_share.py``), and by what comes in those five steps.
+
+And what turns cost: a push and a pop by fifo, of tenants that take turns and where there are none.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.scheduling.scheduling_queue import QueueBench
+from everlift.request_id import qualified, tenant_of
+from everlift.v1 import session_pb2
+from router.admission.fair_share import FairShare
+from router.admission.policy import ORDERS, policy_of
+from router.admission.queue import AdmissionQueue
+from router.admission.request import Waiting
+from router.config import Order, RouterConfig
+
+SLOTS, STEPS, STEPS_UNTOLD, STEP_S = 32, 20_000, 5, 0.05
+CONFIG = RouterConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Lengths are drawn from 1 to these, evenly."""
+
+    name: str
+    shares: int
+    prompt: int
+    output: int
+
+
+TENANTS = (Tenant("flood", 8, 200, 500), Tenant("other", 1, 1000, 200))
+
+
+def bound() -> float:
+    """2 U, and what is told late."""
+    prompt_cost, output_cost = CONFIG.prompt_token_weight, CONFIG.output_token_weight
+    most = max(it.prompt for it in TENANTS), max(it.prompt + it.output for it in TENANTS)
+    late = output_cost * SLOTS * STEPS_UNTOLD
+    return 2 * (max(prompt_cost * most[0], output_cost * SLOTS * most[1]) + 2 * late)
+
+
+class Worker:
+    def __init__(self, order: Order, *, in_turns: bool) -> None:
+        weights = CONFIG.prompt_token_weight, CONFIG.output_token_weight
+        self._share = FairShare(*weights, lambda tenant: 1.0)
+        self._share.roll_called()
+        self._queue = AdmissionQueue(policy_of(order, CONFIG), 0.0, self._share, in_turns=in_turns)
+        self._requests = _requests(random.Random(0))
+        self._waiting: Counter[str] = Counter()
+        self._running: list[tuple[str, list[int]]] = []
+        self._untold: Counter[str] = Counter()
+        self.served = Counter({it.name: 0.0 for it in TENANTS})
+
+    def step(self, number: int) -> None:
+        self._fill(number * STEP_S)
+        for tenant, left in self._running:
+            left[0] -= 1
+            self._untold[tenant] += 1
+            self.served[tenant] += CONFIG.output_token_weight
+        self._running = [it for it in self._running if it[1][0]]
+        if number % STEPS_UNTOLD == 0:
+            self._share.told(
+                session_pb2.ServedTokens(tenant=tenant, tokens=tokens)
+                for tenant, tokens in self._untold.items()
+            )
+            self._untold.clear()
+
+    def _fill(self, now: float) -> None:
+        while len(self._running) < SLOTS:
+            # Who has none that waits for a moment begins anew.
+            while any(self._waiting[it.name] < 2 for it in TENANTS):
+                one = next(self._requests)
+                self._waiting[tenant_of(one.request_id)] += 1
+                self._queue.push(one)
+            gone = self._queue.pop(now)
+            tenant = tenant_of(gone.request_id)
+            self._waiting[tenant] -= 1
+            self._running.append((tenant, [gone.predicted_tokens]))
+            self.served[tenant] += CONFIG.prompt_token_weight * gone.prefill_tokens
+
+
+def _requests(dice: random.Random) -> Iterator[Waiting]:
+    number = 0
+    while True:
+        for tenant in TENANTS:
+            for _ in range(tenant.shares):
+                number += 1
+                prompt, output = dice.randint(1, tenant.prompt), dice.randint(1, tenant.output)
+                yield Waiting(
+                    qualified(tenant.name, str(number)),
+                    "gateway",
+                    arrived=number / 1000,
+                    prefill_tokens=prompt,
+                    max_tokens=tenant.output,
+                    predicted_tokens=output,
+                    predicted_total=prompt + output,
+                )
+
+
+def gap(order: Order, *, in_turns: bool, steps: int = STEPS) -> float:
+    """The most that one was served more than the other over any time, in weighted tokens."""
+    worker, gaps = Worker(order, in_turns=in_turns), []
+    one, other = (it.name for it in TENANTS)
+    for number in range(1, steps + 1):
+        worker.step(number)
+        gaps.append(worker.served[one] - worker.served[other])
+    return max(gaps) - min(gaps)
+
+
+def gaps() -> dict[str, dict[str, float]]:
+    """By order."""
+    return {
+        order: {"turns": gap(order, in_turns=True), "arrival": gap(order, in_turns=False)}
+        for order in ORDERS
+    }
+
+
+def costs(waiting: Sequence[int], rounds: int) -> dict[int, dict[int, float]]:
+    """us, by how many tenants take turns, 0: none, and by how many requests wait. Queues of one
+    size are measured one after the other, and again."""
+    medians: dict[int, dict[int, float]] = {tenants: {} for tenants in (0, 10, 1000)}
+    for number in waiting:
+        benches = {tenants: QueueBench("fifo", number, tenants) for tenants in medians}
+        seen = [
+            {tenants: bench.us_per_request() for tenants, bench in benches.items()}
+            for _ in range(rounds)
+        ]
+        for tenants in medians:
+            medians[tenants][number] = statistics.median(us[tenants] for us in seen)
+    return medians
+
+
+def ratios(
+    gaps: Mapping[str, Mapping[str, float]], costs: Mapping[int, Mapping[int, float]]
+) -> dict[str, float]:
+    return {
+        "vtc_gap_vs_bound": max(each["turns"] for each in gaps.values()) / bound(),
+        "vtc_gap_vs_fifo": gaps["fifo"]["turns"] / gaps["fifo"]["arrival"],
+        **{
+            f"queue_turns_of_{tenants}_over_none": max(us[n] / costs[0][n] for n in us)
+            for tenants, us in costs.items()
+            if tenants
+        },
+    }

