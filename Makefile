@@ -161,7 +161,7 @@ bench-console: $(VENV)/.installed ## what the console costs a router and a brows
 	PYTHONPATH=. $(BIN)/python benchmarks/console.py
 
 picture-console: $(VENV)/.installed ## the README's picture of the console, of a cluster under Ray (pictures/console.png)
-	PYTHONPATH=. $(BIN)/python -W ignore tests/console_picture.py
+	PYTHONPATH=. $(BIN)/python -W ignore tests/support/router/console_picture.py
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/scheduler.py

@@ -40,7 +40,7 @@ from cluster.ray import local_ray
 from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
-from tests.free_port import free_port
+from tests.support.free_port import free_port
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 

@@ -28,8 +28,8 @@ import torch
 from benchmarks import report
 from benchmarks.child import Child, child
 from cluster.threads import WAITING
-from tests.torch_engine import greedy_jobs, starts
-from tests.worker_support import run
+from tests.support.worker.torch_engine import greedy_jobs, starts
+from tests.support.worker.worker_support import run
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits

@@ -50,9 +50,9 @@ from router.console.slot_grid import MOST_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.ledger.base import LoadReport
-from tests.admission_support import Cluster
-from tests.browser import browser
-from tests.console_support import FakeCluster, link
+from tests.support.router.admission_support import Cluster
+from tests.support.router.browser import browser
+from tests.support.router.console_support import FakeCluster, link
 
 NUM_WORKERS = (10, 100, 1000)
 SLOTS = 256

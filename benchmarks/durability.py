@@ -39,7 +39,7 @@ from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from router.ledger.redis.redis_ledger import connect
 from router.router import Router
-from tests.ledgers import valkey_server
+from tests.support.ledger.ledgers import valkey_server
 
 SEQUENCES = 256
 STEP_S = 0.1

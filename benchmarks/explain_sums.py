@@ -35,10 +35,10 @@ from router.requests.at_workers import AtWorkers
 from router.requests.explanation import kept
 from router.requests.request import LiveRequest
 from router.requests.timing import Journal, Unread
-from tests.fronts import COMPLETIONS
-from tests.http_client import JSON, ask
-from tests.in_process import ROUTER, WORKER, Cluster, cluster
-from tests.rim import Rim
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
+from tests.support.router.fronts import COMPLETIONS
+from tests.support.router.http_client import JSON, ask
+from tests.support.router.rim import Rim
 from worker.config import FakeModel
 
 _WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))

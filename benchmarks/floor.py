@@ -26,7 +26,7 @@ from everlift.v1 import inference_pb2_grpc
 from router.ledger.config import LedgerConfig
 from router.ledger.entry import Append
 from router.ledger.redis.redis_ledger import RedisLedger, connect
-from tests.ledgers import make_request
+from tests.support.ledger.ledgers import make_request
 
 _TOKEN = 97
 _LEASE_S = 3600.0

@@ -29,8 +29,8 @@ from router.ledger.embedded.embedded import find_binary
 from router.ledger.entry import Append, Appended, Entry, State, Stored, StoredChoice
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 from router.ledger.redis.server import SCHEMA
-from tests.ledger_servers import pair
-from tests.ledgers import make_request, valkey_server
+from tests.support.ledger.ledger_servers import pair
+from tests.support.ledger.ledgers import make_request, valkey_server
 
 SEQUENCES = 256
 TERM = 1

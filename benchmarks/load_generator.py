@@ -2,11 +2,11 @@
 
     python benchmarks/load_generator.py [--rounds 3] [--rate 10] [--requests 100]
 
-The endpoint (tests/timed_server.py, in a process of its own) has the first token of a stream ready
-TTFT after its request, and each further one GAP later. In each round both generators send it as
-many requests in turn, at constant intervals, and say what they saw. Told are the medians over the
-rounds; "by guidellm" is ours by theirs, "by the endpoint" ours by what the endpoint takes. A
-generator is in its own time what it adds to both.
+The endpoint (tests/support/router/timed_server.py, in a process of its own) has the first token of
+a stream ready TTFT after its request, and each further one GAP later. In each round both generators
+send it as many requests in turn, at constant intervals, and say what they saw. Told are the medians
+over the rounds; "by guidellm" is ours by theirs, "by the endpoint" ours by what the endpoint takes.
+A generator is in its own time what it adds to both.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
 @contextmanager
 def endpoint(plan: Plan) -> Iterator[str]:
     """Its address, without /v1."""
-    command = [sys.executable, "-m", "tests.timed_server"]
+    command = [sys.executable, "-m", "tests.support.router.timed_server"]
     command += ["--ttft-ms", str(plan.ttft), "--gap-ms", str(plan.gap)]
     with subprocess.Popen(command, cwd=_SOURCES, stdout=subprocess.PIPE, text=True) as process:
         try:

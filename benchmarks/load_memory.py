@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from tests.weights_support import Rank
+from tests.support.worker.weights_support import Rank
 from worker.model import weights
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec

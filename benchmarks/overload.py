@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import report
 from router.config import RouterConfig
-from tests.overload_support import TPOT_S, Asked, VirtualCluster, chats
+from tests.support.router.overload_support import TPOT_S, Asked, VirtualCluster, chats
 
 LOADS = (0.8, 0.9, 1.0, 1.1, 1.3, 1.6)
 BOUNDS: dict[str, dict[str, Any]] = {

@@ -2,9 +2,9 @@
 
     python benchmarks/prediction.py [--outputs 10000] [--rounds 9] [--out FILE]
 
-Requests are those of tests/mixes.py: of each kind lengths are log-normal, so that equal prompts
-have random lengths too. The oracle knows the kind. Of so many outputs the first 80 % are learnt
-from, the others are predicted in turn, and told.
+Requests are those of tests/support/router/mixes.py: of each kind lengths are log-normal, so that
+equal prompts have random lengths too. The oracle knows the kind. Of so many outputs the first 80 %
+are learnt from, the others are predicted in turn, and told.
 
 Times are of a router's Predictor: of ``predict`` (features, trees, correction, rank), and of
 ``note`` for an output that ended, by prompts of 20 to 100,000 tokens. Medians over the rounds.
@@ -30,8 +30,8 @@ from router.prediction.histories import Histories
 from router.prediction.model import Model
 from router.prediction.predictor import Predictor
 from router.prediction.rank_correlation import kendall_tau
-from tests.mixes import APPLICATIONS, Application, Kind
-from tests.prediction_support import examples, learnt, mixed, request, served
+from tests.support.router.mixes import APPLICATIONS, Application, Kind
+from tests.support.router.prediction_support import examples, learnt, mixed, request, served
 
 AT_ONCE = 500
 #: Requests that are ranked among each other, and grades of lengths that they may have.

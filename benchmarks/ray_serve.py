@@ -33,7 +33,7 @@ from typing import Any, Literal
 from benchmarks.child import Child, child
 from benchmarks.clients import Incomplete, Traffic, Window, watch
 from cluster.ray import local_ray
-from tests.free_port import free_port
+from tests.support.free_port import free_port
 
 Way = Literal["handle", "grpc", "direct", "alone"]
 WAYS: tuple[Way, ...] = ("handle", "grpc", "direct", "alone")

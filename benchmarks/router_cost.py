@@ -51,7 +51,7 @@ from benchmarks.floor import floor_process
 from benchmarks.ray_serve import ray_serve
 from benchmarks.router_parts import Bench, Figures
 from router.ledger.config import LedgerConfig
-from tests.ledgers import valkey_server
+from tests.support.ledger.ledgers import valkey_server
 
 Found = dict[str, Figures]
 

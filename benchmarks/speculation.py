@@ -22,7 +22,7 @@ from benchmarks import report
 from cluster.config import DEMO_MODEL
 from cluster.demo import tasks
 from everlift.sampling import SamplingParams
-from tests.torch_engine import Job, TorchEngine
+from tests.support.worker.torch_engine import Job, TorchEngine
 from worker.config import Speculation
 
 DRAFT_TOKENS = 4

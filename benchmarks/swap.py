@@ -20,8 +20,8 @@ from random import Random
 from typing import Any
 
 from benchmarks import report
-from tests.llama_support import save_llama
-from tests.torch_engine import TorchEngine, greedy_jobs
+from tests.support.worker.llama_support import save_llama
+from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 
 #: About 5 million parameters.
 SHAPE = {

@@ -38,8 +38,8 @@ from cluster.local.processes import ProcessCluster
 from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
-from tests.free_port import free_port
-from tests.weights_support import Rank
+from tests.support.free_port import free_port
+from tests.support.worker.weights_support import Rank
 from worker.config import WorkerConfig
 from worker.model import weights
 from worker.model.decoder import Decoder

@@ -32,7 +32,7 @@ import torch
 from benchmarks.online.online_load import Client
 from benchmarks.online.online_parts import PartsOf, Process, below
 from benchmarks.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
-from tests.free_port import free_port
+from tests.support.free_port import free_port
 from worker.device.device import choose_dtype
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.scheduler import Placed
 from router.admission.workers import Capacity, Load
 from router.config import Order, RouterConfig
-from tests.admission_support import Cluster
+from tests.support.router.admission_support import Cluster
 
 _WORKER = "worker"
 #: More than is ever asked of it.

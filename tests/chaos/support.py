@@ -44,7 +44,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
-from tests import patient
+from tests.support.router import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 

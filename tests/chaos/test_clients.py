@@ -18,8 +18,8 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.requests.tokenizer import ByteTokenizer
 from tests.chaos.support import Cluster, Load, config, paused, resident, running, until
-from tests.http_client import JSON, streamed
-from tests.session_support import OPTIONS
+from tests.support.router.http_client import JSON, streamed
+from tests.support.router.session_support import OPTIONS
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 

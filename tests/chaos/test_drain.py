@@ -14,8 +14,8 @@ import pytest
 
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
-from tests import patient
 from tests.chaos.support import Cluster, Load, config, report, running, until
+from tests.support.router import patient
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 

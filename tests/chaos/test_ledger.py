@@ -23,10 +23,10 @@ from everlift.errors import DataLoss, EverliftError, LedgerFull
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
-from tests import patient
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
-from tests.ledgers import redis_server
-from tests.proxy import Proxy, proxy
+from tests.support.ledger.ledgers import redis_server
+from tests.support.router import patient
+from tests.support.router.proxy import Proxy, proxy
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 

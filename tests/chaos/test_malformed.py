@@ -16,7 +16,7 @@ from tests.chaos.malformed import Malformed, answer, check_grpc, check_http
 from tests.chaos.raw_http2 import forget
 from tests.chaos.support import Cluster, Load, config, resident, running, until
 from tests.fuzz.native import PREFACE, Frames
-from tests.http_client import streamed
+from tests.support.router.http_client import streamed
 
 _AT_ONCE = 16
 _SEED = 7

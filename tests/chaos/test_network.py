@@ -15,8 +15,8 @@ import pytest
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.ledger.config import LedgerConfig
 from tests.chaos.support import Cluster, Load, config, report, until
-from tests.ledgers import redis_server
-from tests.proxy import Proxy, proxy
+from tests.support.ledger.ledgers import redis_server
+from tests.support.router.proxy import Proxy, proxy
 from worker.config import FakeModel
 
 SLOW = FakeModel(step_time=0.01)

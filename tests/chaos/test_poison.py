@@ -16,8 +16,8 @@ import pytest
 from everlift.client import AsyncClient
 from everlift.errors import AttemptsExhausted
 from everlift.v1 import session_pb2
-from tests import in_process
-from tests.poisoned_worker import MARK, POISON
+from tests.support import in_process
+from tests.support.worker.poisoned_worker import MARK, POISON
 
 ROOT = Path(__file__).parents[2]
 MAX_LOSSES = 3
@@ -35,7 +35,7 @@ class Workers:
     async def run(self) -> None:
         while True:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.poisoned_worker"),
+                *(sys.executable, "-m", "tests.support.worker.poisoned_worker"),
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
                 stdout=PIPE,

@@ -12,8 +12,8 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
-from tests import patient
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
+from tests.support.router import patient
 from worker.config import FakeModel
 
 

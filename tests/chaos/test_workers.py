@@ -21,8 +21,8 @@ from everlift.client import AsyncClient
 from everlift.errors import AttemptsExhausted, EverliftError, InvalidRequest
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
-from tests import in_process
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
+from tests.support import in_process
 from worker.config import FakeModel, WorkerConfig
 from worker.engine.plan import Plan, RowResult
 from worker.runner.fake_runner import FakeRunner

@@ -1,6 +1,6 @@
 """What the openai package sees of a model that calls tools, at EVERLIFT_HTTP, in the format that
-EVERLIFT_TOOL_FORMAT names. The model says what it is told to (tests/scripted.py), and where it has
-to call, what a grammar leaves it. Run in the environment of other people's clients."""
+EVERLIFT_TOOL_FORMAT names. The model says what it is told to (tests/support/scripted.py), and where
+it has to call, what a grammar leaves it. Run in the environment of other people's clients."""
 
 from __future__ import annotations
 

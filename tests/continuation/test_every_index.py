@@ -10,9 +10,9 @@ import pytest
 from everlift.v1 import session_pb2
 from router.requests import messages
 from router.requests.request import Choice, LiveRequest
-from tests.continuation_support import BREAKS, Bench, Break, kill, kinds
 from tests.simulated_cluster.asked import Asked, undisturbed
 from tests.simulated_cluster.judgement import listening
+from tests.support.continuation_support import BREAKS, Bench, Break, kill, kinds
 
 KINDS = kinds()
 Loss = Callable[[session_pb2.Start], None]

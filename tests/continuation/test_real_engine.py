@@ -16,11 +16,11 @@ import pytest
 
 from everlift.errors import EverliftError
 from everlift.sampling import Grammar, TokenLogprobs
-from tests.continuation_support import BREAKS, Bench, Break, attach, kill, kill_gateway
-from tests.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
 from tests.simulated_cluster.asked import ROUTERS, Asked
 from tests.simulated_cluster.client import Transcript
 from tests.simulated_cluster.judgement import listening
+from tests.support.continuation_support import BREAKS, Bench, Break, attach, kill, kill_gateway
+from tests.support.worker.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
 from worker.config import WorkerConfig
 from worker.engine.plan import Plan, RowResult
 from worker.parallel.group import Group

@@ -12,8 +12,8 @@ import pytest
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
 from router.ledger.memory.memory import MemoryLedger
-from tests.ledger_servers import cluster, cluster_url, tls_ledger
-from tests.ledgers import (
+from tests.support.ledger.ledger_servers import cluster, cluster_url, tls_ledger
+from tests.support.ledger.ledgers import (
     RETENTION_S,
     Clock,
     Tick,

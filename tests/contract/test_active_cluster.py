@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from everlift.v1 import session_pb2
 from router.ledger.redis import redis_ledger
 from router.ledger.redis.redis_ledger import RedisLedger
-from tests.ledger_servers import cluster, cluster_url
-from tests.ledgers import connected, valkey_server
+from tests.support.ledger.ledger_servers import cluster, cluster_url
+from tests.support.ledger.ledgers import connected, valkey_server
 
 
 @dataclass(frozen=True)

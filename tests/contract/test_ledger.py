@@ -43,7 +43,7 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
-from tests.ledgers import (
+from tests.support.ledger.ledgers import (
     Tick,
     eventually,
     lose_answers,

@@ -17,7 +17,14 @@ from router.ledger.entry import Append, Appended, Reasserted, State
 from router.ledger.quota import Charge, Settlement
 from router.ledger.redis import scripts
 from router.ledger.redis.redis_ledger import RedisLedger
-from tests.ledgers import connected, eventually, make_request, scored, unbury, valkey_server
+from tests.support.ledger.ledgers import (
+    connected,
+    eventually,
+    make_request,
+    scored,
+    unbury,
+    valkey_server,
+)
 
 TERM = 1
 EPOCH = 5

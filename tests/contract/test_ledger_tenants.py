@@ -10,7 +10,7 @@ import pytest
 from everlift.errors import RateLimited
 from router.ledger.base import AccessRecords, Ledger
 from router.ledger.quota import Charge, Settlement
-from tests.ledgers import Tick, eventually, lose_answers
+from tests.support.ledger.ledgers import Tick, eventually, lose_answers
 
 #: Long enough to act within, short enough to wait for.
 LEASE_S = 0.25

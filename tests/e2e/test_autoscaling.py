@@ -19,7 +19,7 @@ from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import running_url
 from router.ledger.redis.redis_ledger import connect
-from tests.free_port import free_port
+from tests.support.free_port import free_port
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 

@@ -15,9 +15,9 @@ from cluster.ray import local_ray
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
-from tests.chart import Rendered, running_helm
 from tests.conftest import leaving_nothing
-from tests.free_port import free_port
+from tests.support.chart import Rendered, running_helm
+from tests.support.free_port import free_port
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

@@ -26,8 +26,8 @@ from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.observability.metrics.catalogue import STEP_PARTS
 from tests.conftest import leaving_nothing
-from tests.free_port import free_port
-from tests.scrape import scraped
+from tests.support.free_port import free_port
+from tests.support.router.scrape import scraped
 from worker.config import WorkerConfig
 
 # Ray and Serve warn of this and that of their own.

@@ -17,7 +17,7 @@ from cluster.config import DEMO_MODEL, Config
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
-from tests.other_clients import program
+from tests.support.router.other_clients import program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

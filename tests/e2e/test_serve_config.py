@@ -19,8 +19,8 @@ from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.redis.redis_ledger import connect
 from tests.conftest import leaving_nothing
-from tests.free_port import free_port
-from tests.serve_api import call
+from tests.support.free_port import free_port
+from tests.support.serve_api import call
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

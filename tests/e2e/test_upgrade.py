@@ -22,10 +22,10 @@ from cluster.ray import local_ray
 from everlift.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
-from tests.chart import Object, running_helm
 from tests.conftest import leaving_nothing
-from tests.free_port import free_port
-from tests.serve_api import call
+from tests.support.chart import Object, running_helm
+from tests.support.free_port import free_port
+from tests.support.serve_api import call
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 

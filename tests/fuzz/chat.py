@@ -20,11 +20,11 @@ from router.chat.tools import ToolUse
 from router.event_loop import now
 from router.requests.timing import Journal
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
-from tests import chat_support
 from tests.fuzz import web
 from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn
 from tests.fuzz.served import template
 from tests.fuzz.target import Finding, Run, Target, event_loop
+from tests.support.router import chat_support
 from worker.grammar.json_grammar import json_grammar
 from worker.grammar.schema import NotEnforceable
 
@@ -163,7 +163,7 @@ def _schema(data: bytes) -> None:
 @contextmanager
 def _keepers() -> Iterator[Run]:
     # It loads torch, which the other targets do without.
-    from tests.grammar_support import grammar_service
+    from tests.support.worker.grammar_support import grammar_service
 
     with grammar_service(compile_timeout=5.0) as service:
 

@@ -48,9 +48,9 @@ from router.leader.policy_store import Rulebook
 from router.ledger.memory.memory import MemoryLedger
 from router.observability.metrics.http_server import MetricsServer
 from router.observability.traces.traces import Traces
-from tests import chat_support
 from tests.fuzz.target import Finding, event_loop, is_named
-from tests.gateway_support import CONFIG, Gateway, gateway_ledger
+from tests.support.router import chat_support
+from tests.support.router.gateway_support import CONFIG, Gateway, gateway_ledger
 from worker.config import WorkerConfig
 from worker.engine.limits import Limits
 from worker.engine.sequence import Sequence

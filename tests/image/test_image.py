@@ -16,10 +16,10 @@ import pytest
 
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
-from tests.chart import Rendered, running_helm
-from tests.free_port import free_port
 from tests.image import containers
 from tests.image.containers import ROOT, Container, container
+from tests.support.chart import Rendered, running_helm
+from tests.support.free_port import free_port
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 

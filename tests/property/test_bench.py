@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.bench.report import Outcome, Ramp, Slo, figures, more_figures, spread
 from cluster.sse import Events
-from tests.outcomes import outcome
+from tests.support.outcomes import outcome
 
 seconds = st.floats(0, 1000, allow_subnormal=False)
 values = st.lists(seconds, min_size=1, max_size=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.json_schema_support import ENFORCED_KEYWORDS, check_schemas
+from tests.support.worker.json_schema_support import ENFORCED_KEYWORDS, check_schemas
 
 
 @pytest.mark.parametrize("seed", range(5))

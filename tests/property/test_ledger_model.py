@@ -1,5 +1,5 @@
-"""Ledgers against the model of tests/ledger_machine.py: in memory, on a server, and on one whose
-answers are lost."""
+"""Ledgers against the model of tests/support/ledger/ledger_machine.py: in memory, on a server, and
+on one whose answers are lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ledger_backends import InMemory, OnServer
-from tests.ledger_machine import Run, check
-from tests.ledgers import valkey_server
+from tests.support.ledger.ledger_backends import InMemory, OnServer
+from tests.support.ledger.ledger_machine import Run, check
+from tests.support.ledger.ledgers import valkey_server
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Every check in the ledger's scripts is one that a test would miss.
 
-Each paragraph of tests/ledger_mutants.txt takes one away, or turns it round; the test of the
-contract that it names must fail then. A longer search lets the model's random histories find them
-(``make test-long``).
+Each paragraph of tests/support/ledger/ledger_mutants.txt takes one away, or turns it round; the
+test of the contract that it names must fail then. A longer search lets the model's random histories
+find them (``make test-long``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from redis.asyncio import Redis
 from router.ledger.redis import scripts
 from router.ledger.redis.scripts import Script
 from tests.contract import test_ledger, test_ledger_keys, test_ledger_tenants
-from tests.ledger_backends import OnServer
-from tests.ledger_machine import check
-from tests.ledger_mutants import MUTANTS, Mutant
-from tests.ledgers import RETENTION_S, connected, valkey_server
+from tests.support.ledger.ledger_backends import OnServer
+from tests.support.ledger.ledger_machine import check
+from tests.support.ledger.ledger_mutants import MUTANTS, Mutant
+from tests.support.ledger.ledgers import RETENTION_S, connected, valkey_server
 
 History = Callable[..., Coroutine[Any, Any, None]]
 

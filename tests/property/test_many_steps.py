@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.simulator.multi_step import MultiStepScheduler
-from tests.worker_support import POLICIES, limits, sequence
+from tests.support.worker.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
 from worker.engine.limits import Limits
 from worker.engine.outcome import NO_NEWS, Outcome

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.weights_support import Pieces
+from tests.support.worker.weights_support import Pieces
 from worker.model import dummy, filling
 from worker.model.layers import Piece
 from worker.model.runs import bounds_of, runs

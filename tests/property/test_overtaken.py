@@ -24,7 +24,7 @@ from router.admission.policy import (
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Waiting
 from router.admission.wait_stats import overtaken
-from tests.admission_support import POLICIES
+from tests.support.router.admission_support import POLICIES
 
 LONGEST, CLASSES = 60, (-1, 0, 1)
 

@@ -17,7 +17,7 @@ from everlift.errors import EngineFailed
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import session_pb2
 from tests.property.test_worker_engine import MODEL, Event, Job, bounds, crowds, events
-from tests.worker_support import Collected, limits, prompt
+from tests.support.worker.worker_support import Collected, limits, prompt
 from worker.config import Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits

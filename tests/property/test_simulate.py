@@ -13,7 +13,7 @@ from cluster.simulator.simulate import simulate
 from cluster.simulator.workloads.arrival import Arrival
 from router.admission.policy import ORDERS
 from router.config import RouterConfig
-from tests.small_clusters import spec
+from tests.support.small_clusters import spec
 
 moments = st.floats(0, 2, allow_nan=False).map(lambda at: round(at, 3))
 requests = st.lists(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from everlift.text import NO_STOPS, StopMatcher, Stops, TextState
 from router.requests.tokenizer import HuggingFaceTokenizer
-from tests.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, UNIGRAM, byte_ids
+from tests.support.worker.vocabularies import ALL, BYTE_LEVEL, SENTENCEPIECE, UNIGRAM, byte_ids
 
 RANDOM_TOKENS = st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 5), max_size=60)
 STOPS = st.builds(

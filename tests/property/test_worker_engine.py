@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
-from tests.worker_support import POLICIES, Collected, limits, prompt, run, start
+from tests.support.worker.worker_support import POLICIES, Collected, limits, prompt, run, start
 from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits

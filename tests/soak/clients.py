@@ -14,8 +14,8 @@ from cluster.llm.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
 from everlift.errors import EverliftError
 from everlift.reception import Chunk
-from tests import patient
 from tests.soak.pool import Answer, Pool, Task
+from tests.support.router import patient
 
 #: When the last faults are over, a request has so long to end.
 _PATIENCE_S = 180.0

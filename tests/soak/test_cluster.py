@@ -30,7 +30,6 @@ from everlift.errors import UnknownRequest
 from router.ledger.embedded.embedded import running_url
 from router.ledger.entry import Event
 from router.ledger.redis.redis_ledger import RedisLedger, connect
-from tests.free_port import free_port
 from tests.soak.clients import Crowd, Seen
 from tests.soak.faults import Faults
 from tests.soak.patience import minutes
@@ -45,6 +44,7 @@ from tests.soak.times import (
     struck,
     written,
 )
+from tests.support.free_port import free_port
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tests.fuzz.campaign import processors
-from tests.json_schema_support import check_schemas
+from tests.support.worker.json_schema_support import check_schemas
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 _SCHEMAS = 100_000

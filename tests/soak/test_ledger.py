@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ledger_backends import InMemory, OnServer
-from tests.ledger_machine import Run, check
-from tests.ledgers import valkey_server
 from tests.soak.patience import rounds
+from tests.support.ledger.ledger_backends import InMemory, OnServer
+from tests.support.ledger.ledger_machine import Run, check
+from tests.support.ledger.ledgers import valkey_server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 _HISTORIES = 100

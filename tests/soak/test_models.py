@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.decoder_steps import Step, SteppedDecoder
-from tests.families import (
+from tests.soak.patience import rounds
+from tests.support.worker.decoder_steps import Step, SteppedDecoder
+from tests.support.worker.families import (
     CHECKPOINTS,
     MAX_POSITION,
     VOCAB,
@@ -25,8 +26,7 @@ from tests.families import (
     load_family,
     save_family,
 )
-from tests.soak.patience import rounds
-from tests.torch_engine import TorchEngine, greedy_jobs
+from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 from worker.config import Speculation
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]

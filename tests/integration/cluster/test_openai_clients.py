@@ -1,0 +1,109 @@
+"""Other people's clients against a running cluster: openai, langchain-openai, and schemathesis,
+which asks everything that the OpenAPI document allows, and more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import load
+from cluster.local.processes import ProcessCluster
+from everlift import AsyncClient
+from tests.support.in_process import ROUTER, cluster, until
+from tests.support.router import chat_support
+from tests.support.router.http_client import get
+from tests.support.router.other_clients import ROOT, program
+from tests.support.scripted import scripted_cluster
+
+CHECKS = ROOT / "tests" / "clients"
+TEMPLATES = {"hermes": chat_support.HERMES, "llama3": chat_support.LLAMA3}
+
+RETRYING = """
+import os
+from openai import OpenAI
+
+with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none") as client:
+    patient = client.with_options(max_retries=30)
+    answer = patient.completions.create(model="fake", prompt="a", max_tokens=4, temperature=0)
+    print(answer.usage.completion_tokens)
+"""
+
+
+async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> str:
+    """What it prints; a failure is one here."""
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "EVERLIFT_HTTP": address}
+    environment |= environ
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=environment,
+        cwd=cwd,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        printed = (await process.communicate())[0].decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, printed
+    return printed
+
+
+async def check(address: str, name: str, **environ: str) -> None:
+    # Without this project's own settings and fixtures.
+    alone = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q"]
+    checks = str(CHECKS / name)
+    await run(address, program("python"), "-m", "pytest", *alone, checks, **environ)
+
+
+async def test_openai_and_langchain(tmp_path: Path) -> None:
+    places = ["router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
+    exact = ["worker.dtype=float32", "worker.num_blocks=512"]
+    async with ProcessCluster(load(None, {}, [*places, *exact])) as parts:
+        async with AsyncClient(parts.address) as client:
+            address = (await client.status()).http_address
+        await check(address, "openai_checks.py")
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+async def test_openai_of_a_model_that_calls_tools(tmp_path: Path, form: str) -> None:
+    async with scripted_cluster(tmp_path / "caller", TEMPLATES[form]) as parts:
+        names = {"EVERLIFT_TOOL_FORMAT": form, "EVERLIFT_MODEL": "caller"}
+        await check(parts.routers[0].http_address, "tool_checks.py", **names)
+
+
+async def test_openais_client_comes_again_when_it_is_told_to() -> None:
+    async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
+        address = parts.routers[0].http_address
+        async with AsyncClient(parts.address) as client:
+            waiting = client.generate("b", max_tokens=1)
+            waited_for = asyncio.create_task(waiting.text())
+            await until(lambda: parts.routers[0]._line.queued)
+            asking = asyncio.create_task(run(address, program("python"), "-c", RETRYING))
+            while b'outcome="queue_full"' not in (await get(address, "/metrics")).body:
+                await asyncio.sleep(0.02)
+            await parts.add_worker()
+            await waited_for
+            assert (await asking).strip() == "4"
+
+
+async def test_what_the_document_says_is_so(tmp_path: Path) -> None:
+    async with cluster(workers=1) as parts:
+        address = parts.routers[0].http_address
+        await run(
+            address,
+            program("schemathesis"),
+            "run",
+            f"http://{address}/openapi.json",
+            "--checks=not_a_server_error,status_code_conformance,content_type_conformance,"
+            "response_schema_conformance,negative_data_rejection,unsupported_method",
+            "--max-examples=40",
+            "--generation-deterministic",
+            "--no-color",
+            cwd=tmp_path,
+        )

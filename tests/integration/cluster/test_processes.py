@@ -1,0 +1,335 @@
+"""A cluster in plain processes: it starts, goes on when a part is killed, and says what went wrong.
+
+That it leaves nothing behind is seen after each test by conftest.py.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEMO_MODEL, Config, load
+from cluster.errors import ClusterFailed
+from cluster.local.prefork import Nursery
+from cluster.local.processes import ProcessCluster
+from cluster.local.replica import RouterReplica
+from everlift import AsyncClient, OnDisconnect
+from everlift.v1 import inference_pb2 as pb
+from tests.support.free_port import free_port
+
+TOKENS = 200
+SETTINGS = [
+    "model=fake",
+    "router.port=0",
+    "router.http_port=0",
+    "router.drain=0.2",
+    "worker.fake.step_time=0.005",
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(None, {}, [*SETTINGS, f"state_dir={tmp_path}"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def undisturbed(cluster: ProcessCluster) -> str:
+    async with AsyncClient(cluster.addresses) as client:
+        return await client.generate("prompt", temperature=0.0, max_tokens=TOKENS).text()
+
+
+async def worker_that_runs(cluster: ProcessCluster, client: AsyncClient) -> int:
+    busy = {w.worker_id for w in (await client.status()).workers if w.num_running}
+    return next(i for i, worker in enumerate(cluster.workers) if worker.worker_id in busy)
+
+
+async def num_alive(address: str) -> int:
+    async with AsyncClient(address) as client:
+        return sum(worker.alive for worker in (await client.status()).workers)
+
+
+async def test_every_router_serves_with_every_worker(config: Config) -> None:
+    async with ProcessCluster(replace(config, num_routers=2, num_workers=2)) as cluster:
+        assert await asyncio.gather(*map(num_alive, cluster.addresses)) == [2, 2]
+        assert len([pid for pid in cluster.pids if is_alive(pid)]) == 5
+        texts = set()
+        for address in cluster.addresses:
+            async with AsyncClient(address) as client:
+                texts.add(await client.generate("x", max_tokens=5, temperature=0.0).text())
+        assert len(texts) == 1
+
+
+async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> None:
+    async with ProcessCluster(replace(config, num_workers=2)) as cluster:
+        expected = await undisturbed(cluster)
+        async with AsyncClient(cluster.address) as client:
+            stream = client.generate("prompt", temperature=0.0, max_tokens=TOKENS)
+            text = ""
+            async for chunk in stream:
+                text += chunk.text
+                if chunk.offset == 50:
+                    victim = await worker_that_runs(cluster, client)
+                    await cluster.kill_worker(victim)
+        assert text == expected
+        assert stream.timing is not None
+        assert stream.timing.migrations == 1
+        before = cluster.workers[victim].worker_id
+        await cluster.restart_worker(victim)
+        assert cluster.workers[victim].worker_id != before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_until_a_worker_was_found_dead_or_frozen_is_told(
+    config: Config, number: signal.Signals
+) -> None:
+    async with ProcessCluster(replace(config, num_workers=2)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.generate("prompt", max_tokens=TOKENS, request_id="r")
+            async for chunk in stream:
+                if chunk.offset == 50:
+                    victim = await worker_that_runs(cluster, client)
+                    for pid in cluster.workers[victim].pids:
+                        os.kill(pid, number)
+            explanation = await client.explain("r")
+        await cluster.kill_worker(victim)
+    first, second = explanation.attempts
+    assert "was lost" in first.end and second.end == "finished"
+    spent = {(span.kind, span.attempt): span.seconds for span in explanation.spans}
+    found_s = spent[pb.SPAN_KIND_DETECTION, 1]
+    # A dead one is found by its stream. A frozen one has to be silent for some time: a tenth of it
+    # is left for the way of its last word.
+    assert found_s > (0.75 * config.router.worker_silence if number == signal.SIGSTOP else 0)
+    assert spent[pb.SPAN_KIND_RECOMPUTE, 2] > 0
+
+
+async def test_who_waits_for_a_worker_is_told_that_one_starts(config: Config) -> None:
+    """From its process's beginning on, and not before."""
+    async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
+        await cluster.kill_worker(0)
+        asking = asyncio.create_task(client.generate("x", max_tokens=5, request_id="r").text())
+        async with asyncio.timeout(20):
+            while not (await client.status()).queued:
+                await asyncio.sleep(0.02)
+        await cluster.restart_worker(0)
+        await asking
+        kinds = {span.kind for span in (await client.explain("r")).spans}
+    assert kinds > {pb.SPAN_KIND_NO_WORKER, pb.SPAN_KIND_WORKER_STARTS}
+
+
+async def test_a_stream_goes_on_when_its_router_is_killed_and_started_again(
+    config: Config,
+) -> None:
+    async with ProcessCluster(config) as cluster:
+        expected = await undisturbed(cluster)
+        address = cluster.address
+        async with AsyncClient(address) as client:
+            before = await client.status()
+            text = ""
+            async for chunk in client.generate("prompt", temperature=0.0, max_tokens=TOKENS):
+                text += chunk.text
+                if chunk.offset == 50:
+                    await cluster.kill_router(0)
+                    await cluster.restart_router(0)
+            after = await client.status()
+            assert before.metrics_address and after.metrics_address == before.metrics_address
+            assert before.http_address and after.http_address == before.http_address
+        assert (text, cluster.address) == (expected, address)
+
+
+async def test_the_ranks_of_a_worker_start_and_end_together(config: Config) -> None:
+    config = replace(config, worker=replace(config.worker, tensor_parallel=2))
+    async with ProcessCluster(config) as cluster:
+        first, second = cluster.workers[0].pids
+        assert len(await undisturbed(cluster)) > 0
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: not is_alive(first))
+        await cluster.restart_worker(0)
+        pids = cluster.workers[0].pids
+        await cluster.kill_worker(0)
+        assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_what_ends_by_itself_is_started_again_where_that_is_wanted(config: Config) -> None:
+    # Of a port that the kernel has given another test may be the next owner while nobody listens.
+    router = replace(config.router, port=free_port(), http_port=free_port())
+    async with ProcessCluster(replace(config, router=router), revive=True) as cluster:
+        before = cluster.pids[1:]
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        replicas = (*cluster.routers, *cluster.workers)
+        await until(lambda: all(r.is_running and r.pids[0] not in before for r in replicas))
+        assert len(await undisturbed(cluster)) > 0
+
+
+async def test_the_cause_is_told_when_a_process_does_not_start(tmp_path: Path) -> None:
+    config = load(
+        None, {}, ["model=/nowhere", "router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
+    )
+    with pytest.raises(ClusterFailed, match="router-0: no model at '/nowhere'"):
+        await ProcessCluster(config).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+async def test_the_nursery_loads_while_the_routers_start(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until the other has begun."""
+    both = asyncio.Barrier(2)
+    load, start = Nursery.load, RouterReplica.start
+
+    async def met_load(nursery: Nursery) -> None:
+        await both.wait()
+        await load(nursery)
+
+    async def met_start(router: RouterReplica) -> None:
+        await both.wait()
+        await start(router)
+
+    monkeypatch.setattr(Nursery, "load", met_load)
+    monkeypatch.setattr(RouterReplica, "start", met_start)
+    async with asyncio.timeout(60), ProcessCluster(config, revive=True) as cluster:
+        assert cluster.workers[0].is_running
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+async def test_without_a_nursery_workers_start_by_themselves(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def crowded(nursery: Nursery) -> None:
+        raise ClusterFailed("2 threads are there")
+
+    monkeypatch.setattr(Nursery, "load", crowded)
+    async with ProcessCluster(config, revive=True) as cluster:
+        before = cluster.workers[0].pids
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: cluster.workers[0].is_running and cluster.workers[0].pids != before)
+        assert len(await undisturbed(cluster)) > 0
+    assert "workers start by themselves, slower" in caplog.text
+
+
+@pytest.mark.parametrize("revive", [False, True])
+async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        router = replace(config.router, port=taken.getsockname()[1])
+        with pytest.raises(ClusterFailed, match="router-0: cannot listen on"):
+            await ProcessCluster(replace(config, router=router), revive=revive).start()
+
+
+@pytest.mark.parametrize("model", ["fake", str(DEMO_MODEL)])
+async def test_nothing_listens_beyond_loopback(tmp_path: Path, model: str) -> None:
+    """Nor do the processes that these have started."""
+    settings = [*SETTINGS, f"model={model}", f"state_dir={tmp_path}", "worker.tensor_parallel=2"]
+    async with ProcessCluster(load(None, {}, settings)) as cluster:
+        addresses = set(listening(with_descendants(cluster.pids)))
+        # A router has three and a worker one.
+        assert len(addresses) >= 4
+        assert {address.rpartition(":")[0] for address in addresses} <= LOOPBACK
+
+
+def with_descendants(pids: Iterable[int]) -> set[int]:
+    found, left = set[int](), list(pids)
+    while left:
+        pid = left.pop()
+        found.add(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            left.extend(map(int, children.read_text().split()))
+    return found
+
+
+#: 127.0.0.1, and the same as an IPv6 address.
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def listening(pids: Iterable[int]) -> Iterable[str]:
+    """Local addresses, as /proc writes them, on which these processes accept TCP connections."""
+    sockets = {
+        os.readlink(link)
+        for pid in pids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink()
+    }
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                yield fields[1]
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from cluster.config import load
+from cluster.local.prefork import Nursery
+from cluster.local.processes import ProcessCluster
+from cluster.local.replica import RouterReplica
+
+async def main():
+    async with ProcessCluster(load(None, {}, sys.argv[1:])) as cluster:
+        print(cluster.address, *cluster.pids, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def is_written(state_dir: Path, *names: bytes) -> bool:
+    """The ledger's file holds them: a kill cannot take them back."""
+    files = (state_dir / "ledger" / "appendonlydir").glob("*.aof")
+    data = b"".join(file.read_bytes() for file in files)
+    return all(name in data for name in names)
+
+
+async def test_after_a_kill_of_everything_the_next_cluster_goes_on(config: Config) -> None:
+    assignments = [*SETTINGS, f"state_dir={config.state_dir}"]
+    first = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *assignments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    with first:
+        assert first.stdout is not None
+        address, *pids = (await asyncio.to_thread(first.stdout.readline)).split()
+        async with AsyncClient(address) as client:
+            text = await client.generate("done", request_id="done", max_tokens=5).text()
+            stream = client.generate(
+                "open",
+                request_id="open",
+                temperature=0.0,
+                max_tokens=1000,
+                on_disconnect=OnDisconnect.CONTINUE,
+            )
+            seen = [(await anext(stream)).token_ids for _ in range(100)]
+            await until(lambda: is_written(config.state_dir, b"done", b"open"))
+        first.kill()
+    await until(lambda: not any(is_alive(int(pid)) for pid in pids))
+    async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
+        assert (await client.get_request("done")).state == pb.REQUEST_STATE_FINISHED
+        assert await client.attach("done").text() == text
+        again = [chunk async for chunk in client.attach("open")]
+        tokens = [token for chunk in again for token in chunk.token_ids]
+        assert len(tokens) == 1000
+        shown = [token for ids in seen for token in ids]
+        assert tokens[: len(shown)] == shown

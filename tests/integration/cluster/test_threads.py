@@ -1,0 +1,106 @@
+"""However a rank starts, its OpenMP threads are its share of the cores, and sleep while they wait.
+
+OpenMP itself says so, in the log of the process that has imported torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEMO_MODEL, load
+from cluster.local.processes import ProcessCluster
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch comes with libgomp there")
+
+ROOT = Path(__file__).parents[3]
+#: Of OpenMP's own: how often it looks before it sleeps, and what is ours.
+WAITING = "GOMP_SPINCOUNT"
+THREADS = "OMP_NUM_THREADS"
+SLEEPS = "500"
+
+
+def said(text: str, name: str) -> str:
+    """The value of ``name`` as OpenMP has shown it."""
+    found = re.search(rf"{name} = '(.*)'", text)
+    assert found is not None, f"nothing is said of {name} in:\n{text}"
+    return found[1]
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", WAITING):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("revive", "ranks", "files"),
+    [
+        (False, 2, ["worker-0.log", "worker-0.1.log"]),
+        (True, 1, ["nursery.log"]),
+    ],
+    ids=["processes", "nursery"],
+)
+async def test_of_a_cluster(revive: bool, ranks: int, files: list[str], tmp_path: Path) -> None:
+    settings = [
+        f"state_dir={tmp_path}",
+        "router.port=0",
+        "router.http_host=",
+        f"worker.tensor_parallel={ranks}",
+        "worker.num_threads=3",
+        "worker.num_blocks=16",
+    ]
+    async with ProcessCluster(load(None, {}, settings), revive=revive):
+        logs = [(tmp_path / "logs" / file).read_text() for file in files]
+    assert [(said(log, WAITING), said(log, THREADS)) for log in logs] == [(SLEEPS, "3")] * ranks
+
+
+AN_LLM = """
+import sys
+{before}
+from cluster import LLM
+with LLM(sys.argv[1], tensor_parallel={ranks}, num_threads=3, num_blocks=16, max_num_seqs=8):
+    import torch
+    assert torch.get_num_threads() == 3
+"""
+
+
+def llm(before: str, ranks: int, state: Path, **more: str) -> str:
+    """What OpenMP, and we, say in the process of an LLM."""
+    environment = os.environ | {"XDG_STATE_HOME": str(state), **more}
+    script = AN_LLM.format(before=before, ranks=ranks)
+    command = [sys.executable, "-c", script, str(DEMO_MODEL)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_of_an_llm(tmp_path: Path) -> None:
+    first = llm("", 2, tmp_path)
+    other = (tmp_path / "everlift" / "logs" / "offline.1.log").read_text()
+    assert (said(first, WAITING), said(other, WAITING)) == (SLEEPS, SLEEPS)
+    assert said(other, THREADS) == "3"
+    assert "torch was imported" not in first
+
+
+def test_who_imported_torch_before_an_llm_is_told(tmp_path: Path) -> None:
+    heard = llm("import torch", 1, tmp_path)
+    assert said(heard, WAITING) != SLEEPS
+    assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in heard
+
+
+def test_who_has_the_policy_gets_the_rest_and_keeps_what_is_set(tmp_path: Path) -> None:
+    assert said(llm("", 1, tmp_path, OMP_WAIT_POLICY="PASSIVE"), WAITING) == SLEEPS
+    assert said(llm("", 1, tmp_path, GOMP_SPINCOUNT="77"), WAITING) == "77"
+
+
+def test_who_has_decided_how_an_llm_waits_hears_nothing(tmp_path: Path) -> None:
+    heard = llm("import torch", 1, tmp_path, OMP_WAIT_POLICY="ACTIVE")
+    assert said(heard, WAITING) != SLEEPS
+    assert "torch was imported" not in heard

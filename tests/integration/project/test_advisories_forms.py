@@ -1,0 +1,177 @@
+"""As test_advisories.py: forms of outputs and chat templates, which other servers' workers died of
+and their event loops stood still for."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+from everlift.errors import (
+    InvalidGrammar,
+    InvalidRequest,
+    OutOfRange,
+    PromptTextTooLong,
+    PromptTooLong,
+    TemplateTimeout,
+    UnknownField,
+)
+from everlift.v1 import inference_pb2 as pb
+from tests.support.router.bystander import beside_a_good_stream
+from tests.support.router.fronts import (
+    CHAT,
+    Cases,
+    Send,
+    chat,
+    check,
+    completion,
+    demo_fronts,
+    kserve,
+    native,
+    said,
+    tokenize,
+)
+from tests.support.worker.grammar_support import DEMO_MODEL
+
+DEEP = 20_000
+#: What structured_outputs calls the kinds of grammar.
+FIELDS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
+
+
+def over_each(kind: str, texts: dict[str, str]) -> Cases:
+    return {
+        f"{front}, {name}": (InvalidGrammar, send)
+        for name, text in texts.items()
+        for front, send in (
+            ("native", native(sampling=pb.Sampling(grammar=pb.Grammar(**{kind: text})))),
+            ("kserve", kserve(**{kind: text})),
+            ("completion", completion(structured_outputs={FIELDS[kind]: text})),
+            ("chat", chat(structured_outputs={FIELDS[kind]: text})),
+        )
+    }
+
+
+async def test_a_regex_that_is_none_fails_alone() -> None:
+    texts = {
+        "open": "(a",
+        "range": "[z-a]",
+        "counts": "a{3,1}",
+        "deep": "(" * DEEP + "a" + ")" * DEEP,
+    }
+    async with demo_fronts() as fronts:
+        await check(fronts, over_each("regex", texts))
+
+
+async def test_a_schema_that_is_none_fails_alone() -> None:
+    texts = {
+        "no JSON": '{"type":',
+        "no type": '{"type": "something"}',
+        "no types": '{"type": [{}]}',
+        "pattern": '{"type": "string", "pattern": "(\\\\d+"}',
+        "itself": '{"$ref": "#"}',
+        "deep": "[" * DEEP + "]" * DEEP,
+    }
+    bad = {"type": "object", "properties": {"a": {"type": "something"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
+    cases = over_each("json_schema", texts) | {
+        "response_format": (InvalidGrammar, completion(response_format=form)),
+        "chat, response_format": (InvalidGrammar, chat(response_format=form)),
+    }
+    async with demo_fronts() as fronts:
+        await check(fronts, cases)
+
+
+async def test_a_grammar_that_is_none_or_has_no_end_fails_alone() -> None:
+    texts = {
+        "itself": "root ::= root",
+        "each other": "root ::= a\na ::= b\nb ::= a",
+        "deep": "root ::= " + "(" * DEEP + '"a"' + ")" * DEEP,
+        "unknown": "root ::= other",
+    }
+    async with demo_fronts() as fronts:
+        await check(fronts, over_each("ebnf", texts))
+
+
+def called(parameters: dict[str, Any], **choice: Any) -> Send:
+    """A tool that the output has to call."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return chat(tools=[tool], **{"tool_choice": "required"} | choice)
+
+
+def argument(**schema: Any) -> dict[str, Any]:
+    properties = {"a": {"type": "string"} | schema}
+    return {"type": "object", "properties": properties, "required": ["a"]}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+async def test_a_tool_whose_schema_is_none_fails_alone() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    cases: Cases = {
+        "no object": (InvalidRequest, called({"type": "something"})),
+        "type": (InvalidGrammar, called(argument(type="something"))),
+        "pattern": (InvalidGrammar, called(argument(pattern="(\\d+"))),
+        "named": (InvalidGrammar, called(argument(pattern="(\\d+"), tool_choice=named)),
+        "types": (InvalidGrammar, called(argument(type=[{}]))),
+        "deep": (OutOfRange, called(argument(**nested(60)))),
+    }
+    async with demo_fronts() as fronts:
+        await check(fronts, cases)
+
+
+# chat templates
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_a_client_chooses_no_template_and_nothing_that_becomes_of_one() -> None:
+    messages = [said("a")]
+    cases: Cases = {}
+    for name, value in {
+        "chat_template": LOOP,
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+        "continue_final_message": True,
+        "documents": "a",
+        "__class__": "a",
+        "messages": "a",
+    }.items():
+        for path, send in (("chat", chat), ("tokenize", tokenize)):
+            fields = {"messages": messages, "chat_template_kwargs": {name: value}}
+            cases[f"{path}, {name}"] = InvalidRequest, send(**fields)
+    for path, send in (("chat", chat), ("tokenize", tokenize)):
+        cases[path] = UnknownField, send(messages=messages, chat_template=LOOP)
+        cases[f"{path}, text"] = None, send(messages=[said(LOOP[:90])])
+    async with demo_fronts() as fronts:
+        await check(fronts, cases)
+
+
+async def test_a_long_chat_is_rendered_and_tokenised_off_the_event_loop() -> None:
+    long = [said("count " * 500_000)]
+    cases: Cases = {
+        "chat": (PromptTextTooLong, chat(messages=long)),
+        "tokenize": (PromptTextTooLong, tokenize(messages=long)),
+        "completion": (PromptTooLong, completion(prompt="count " * 20_000)),
+    }
+    async with demo_fronts() as fronts:
+        await check(fronts, cases)
+
+
+async def test_a_template_that_never_ends_holds_up_no_stream(tmp_path: Path) -> None:
+    """The model's own may loop for some chats."""
+    directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}a"
+    (directory / "chat_template.jinja").write_text(template)
+    async with demo_fronts(directory, template_timeout=3.0) as fronts:
+        assert await fronts.chat(max_tokens=1) is None
+        looping = asyncio.create_task(fronts.over_http(CHAT, {"messages": [said("loop")]}))
+        async with beside_a_good_stream(fronts.grpc):
+            assert await looping is TemplateTimeout
+        assert await fronts.chat(max_tokens=1) is None

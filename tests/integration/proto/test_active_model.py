@@ -1,0 +1,109 @@
+"""Routers of two models that clients reach at one address, while one replaces the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import RouterStopping, UnknownModel
+from tests.support.in_process import Cluster, KeptLedger, cluster, until
+from tests.support.router.http_client import get
+
+
+@dataclass
+class Turns:
+    """The key that both clusters share."""
+
+    active: str = "old"
+
+
+class SharedLedger(KeptLedger):
+    def __init__(self, name: str, turns: Turns) -> None:
+        super().__init__(time.monotonic)
+        self._name = name
+        self._turns = turns
+
+    async def is_active(self) -> bool:
+        return self._turns.active == self._name
+
+    async def activate(self) -> None:
+        self._turns.active = self._name
+
+
+@dataclass
+class Upgrade:
+    old: Cluster
+    new: Cluster
+    turns: Turns = field(default_factory=Turns)
+
+
+@pytest.fixture
+async def upgrade() -> AsyncIterator[Upgrade]:
+    turns = Turns()
+    async with AsyncExitStack() as stack:
+        old, new = [
+            await stack.enter_async_context(cluster(workers=1, ledger=SharedLedger(name, turns)))
+            for name in ("old", "new")
+        ]
+        yield Upgrade(old, new, turns)
+
+
+async def is_ready(parts: Cluster) -> bool:
+    return (await get(parts.routers[0].http_address, "/ready")).status == 200
+
+
+async def ask(parts: Cluster, model: str) -> list[int]:
+    async with AsyncClient(parts.address, reconnect_s=0) as client:
+        return await tokens(client, 3, model)
+
+
+async def tokens(client: AsyncClient, number: int, model: str = "") -> list[int]:
+    stream = client.generate([1, 2], max_tokens=number, model=model)
+    return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def test_clients_are_sent_to_one_model_at_a_time(upgrade: Upgrade) -> None:
+    old, new = upgrade.old, upgrade.new
+    assert await is_ready(old)
+    assert not await is_ready(new)
+    with pytest.raises(UnknownModel):
+        await ask(old, "other")
+    with pytest.raises(RouterStopping):
+        await ask(new, "other")
+
+    await new.routers[0].activate()
+    async with asyncio.timeout(30.0):
+        while await is_ready(old) or not await is_ready(new):
+            await asyncio.sleep(0.05)
+    # Whoever is still led here is served.
+    assert len(await ask(old, "fake")) == 3
+    for parts in (old, new):
+        with pytest.raises(RouterStopping):
+            await ask(parts, "other")
+
+
+async def test_connections_to_the_replaced_model_close_after_their_requests(
+    upgrade: Upgrade,
+) -> None:
+    [held] = upgrade.old.hold()
+    router = upgrade.old.routers[0]
+    async with AsyncClient(router.address) as client:
+        running = asyncio.create_task(tokens(client, 30))
+        reader, writer = await asyncio.open_connection(*router.http_address.rsplit(":", 1))
+        writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        await until(lambda: held.num_requests == 1)
+        await upgrade.new.routers[0].activate()
+        # The idle one closes, and what runs goes on.
+        async with asyncio.timeout(30.0):
+            await reader.read()
+        writer.close()
+        await until(lambda: not router._model.is_active)
+        held.release()
+        assert len(await running) == 30

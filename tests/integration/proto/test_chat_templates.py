@@ -1,0 +1,400 @@
+"""Chats rendered by templates in processes of their own: good templates, and hostile ones."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everlift.errors import (
+    EverliftError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    TemplateFailed,
+    TemplateTimeout,
+    UnknownModel,
+)
+from router.chat import process as renderers
+from router.chat import templates
+from router.chat.formats import HERMES, LLAMA3
+from router.chat.templates import ChatTemplate
+from router.config import RouterConfig
+from tests.support.in_process import until
+from tests.support.router import chat_support
+from tests.support.router.chat_support import USE, chat_template
+
+HELLO = [{"role": "user", "content": "hello"}]
+#: Does what the first message says.
+HOSTILE = """\
+{%- set act = messages[0].content %}
+{%- if act == 'loop' %}
+{%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{%- elif act == 'number' %}{{ 7 ** (7 ** messages|length * 10 ** 8) }}
+{%- elif act == 'double' %}{% set ns = namespace(x='aaaaaaaa') %}
+{%- for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
+{%- elif act == 'long' %}{{ 'a' * 20000000 }}
+{%- elif act == 'huge' %}{{ 'a' * 10 ** 11 }}
+{%- elif act == 'recurse' %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
+{%- elif act == 'walk' %}{{ ''.__class__.__mro__[1].__subclasses__() }}
+{%- elif act == 'globals' %}{{ raise_exception.__globals__['__builtins__'] }}
+{%- elif act == 'format' %}{{ '{0.__class__}'.format(1) }}
+{%- elif act == 'change' %}{{ messages.append(1) }}
+{%- elif act == 'include' %}{% include '/etc/passwd' %}
+{%- elif act == 'divide' %}{{ 1 // 0 }}
+{%- elif act == 'surrogate' %}{{ '\\ud800' }}
+{%- elif act == 'refuse' %}{{ raise_exception('not with me') }}
+{%- else %}{{ act }} is fine{% endif %}"""
+REFUSED = {
+    "double": "memory",
+    "huge": "memory",
+    "recurse": "RecursionError",
+    "walk": "unsafe",
+    "globals": "unsafe",
+    "change": "unsafe",
+    "include": "fails",
+    "divide": "ZeroDivisionError",
+    "surrogate": "UnicodeEncodeError",
+    "refuse": "not with me",
+}
+
+
+@asynccontextmanager
+async def serving(
+    directory: Path, text: str, config: RouterConfig | None = None
+) -> AsyncIterator[ChatTemplate]:
+    template = chat_template(directory, text, config)
+    try:
+        yield template
+    finally:
+        await template.close()
+
+
+def saying(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+async def test_hermes(tmp_path: Path) -> None:
+    async with serving(tmp_path, chat_support.HERMES) as template:
+        text = await template.render(
+            [
+                {"role": "developer", "content": "be brief"},
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            ],
+            USE.shown,
+            more={"enable_thinking": False},
+        )
+
+        assert template.tool_format is HERMES
+        assert text.endswith(
+            "<|im_start|>system\nbe brief<|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n"
+            "<|im_start|>assistant\n<tool_call>\n"
+            '{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>rain</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>\n"
+        )
+        assert '{"name": "search", "parameters": {' in text
+        assert await template.render(HELLO, None, add_generation_prompt=False) == (
+            "<|im_start|>user\nhello<|im_end|>\n"
+        )
+
+
+async def test_llama3(tmp_path: Path) -> None:
+    async with serving(tmp_path, chat_support.LLAMA3) as template:
+        assert template.tool_format is LLAMA3
+        assert await template.render(HELLO, None) == (
+            "<s><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        )
+
+
+async def test_mistral_and_what_its_template_refuses(tmp_path: Path) -> None:
+    async with serving(tmp_path, chat_support.MISTRAL) as template:
+        assert template.tool_format is None
+        answer = {"role": "assistant", "content": "hi"}
+        assert await template.render([*HELLO, answer, *HELLO], None) == (
+            "<s>[INST] hello [/INST] hi</s>[INST] hello [/INST]"
+        )
+        with pytest.raises(TemplateFailed, match="user and assistant must take turns"):
+            await template.render([*HELLO, *HELLO], None)
+        with pytest.raises(InvalidRequest, match="system is no role here"):
+            await template.render([{"role": "system", "content": ""}], None)
+        with pytest.raises(InvalidRequest, match="may not set chat_template"):
+            await template.render(HELLO, None, more={"chat_template": "mine"})
+
+
+async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow the machine is, it is not the time that ends a chat here.
+    monkeypatch.setattr(renderers, "_PATIENCE", 10)
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
+        for act, cause in REFUSED.items():
+            with pytest.raises(TemplateFailed) as caught:
+                await template.render(saying(act), None)
+            assert cause in str(caught.value), act
+            assert len(str(caught.value)) <= 500
+            assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
+        assert await template.render(saying("format"), None) == ""
+        with pytest.raises(PromptTooLong, match="20000000 characters"):
+            await template.render(saying("long"), None)
+
+
+async def test_a_template_without_end_costs_its_own_chat_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However busy the machine is, it is the CPU time that ends a chat here.
+    monkeypatch.setattr(renderers, "_PATIENCE", 60)
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=3.0)) as template:
+        assert await template.render(HELLO, None) == "hello is fine"
+        before = supervisor(template).pid
+        for act in ("loop", "number"):
+            with pytest.raises(TemplateTimeout, match="more than 3 s"):
+                await template.render(saying(act), None)
+            assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
+        # The kernel did it: what has transformers loaded is still there.
+        assert supervisor(template).pid == before
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("{% if %}", TemplateFailed, "wrong in line 1"),
+        ("{{ 'a' * 10 ** 11 }}", TemplateFailed, "memory"),
+        ("{{ 3 ** (3 ** 20) }}", TemplateTimeout, r"0\.5 s"),
+        ("{{ (" * 5000, TemplateFailed, "fails|wrong"),
+    ],
+)
+async def test_a_template_that_cannot_even_be_compiled_refuses_every_chat(
+    tmp_path: Path, text: str, error: type[Exception], words: str
+) -> None:
+    limit_s = 0.5 if error is TemplateTimeout else 30.0
+    async with serving(tmp_path, text, RouterConfig(template_timeout=limit_s)) as template:
+        for _ in range(2):
+            with pytest.raises(error, match=words):
+                await template.render(HELLO, None)
+
+
+async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> None:
+    config = RouterConfig(template_timeout=3.0)
+    async with serving(tmp_path, HOSTILE, config) as template:
+        await template.render(HELLO, None)
+        turns = 0
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        ticking = asyncio.create_task(tick())
+        began = time.thread_time()
+        with pytest.raises(TemplateTimeout):
+            await template.render(saying("loop"), None)
+        ticking.cancel()
+
+        # What the loop's thread computed meanwhile were its own turns.
+        assert turns > 100 * (time.thread_time() - began)
+
+
+async def test_what_was_started_ahead_renders_the_first_chat(tmp_path: Path) -> None:
+    async with serving(tmp_path, HOSTILE) as template:
+        template.start()
+        await until(lambda: template._processes[0]._process)
+        process = supervisor(template)
+        assert await template.render(HELLO, None) == "hello is fine"
+        assert supervisor(template) is process
+
+
+async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, HOSTILE) as template:
+        await template.render(HELLO, None)
+        process = supervisor(template)
+
+        [child] = children(process.pid)
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(TemplateFailed, match="ended the process"):
+            await template.render(HELLO, None)
+        assert await template.render(HELLO, None) == "hello is fine"
+        assert supervisor(template) is process
+
+        process.kill()
+        process.wait()
+        assert await template.render(HELLO, None) == "hello is fine"
+
+
+async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
+        await template.render(HELLO, None)
+        process = supervisor(template)
+        for child in children(process.pid):
+            os.kill(child, signal.SIGSTOP)
+
+        with monkeypatch.context() as patch, pytest.raises(TemplateTimeout):
+            patch.setattr(renderers, "_PATIENCE", 0.01)
+            await template.render(HELLO, None)
+        assert process.returncode is not None
+        assert await template.render(HELLO, None) == "hello is fine"
+
+
+async def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, HOSTILE) as template:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/bin/false")
+            template.start()
+            with pytest.raises(EverliftError, match="no chat can be rendered") as caught:
+                await template.render(HELLO, None)
+            assert not isinstance(caught.value, InvalidRequest)
+        assert await template.render(HELLO, None) == "hello is fine"
+
+
+async def test_chats_take_turns_and_too_many_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "_MAX_WAITING", 3)
+    async with serving(tmp_path, HOSTILE) as template:
+        chats = [asyncio.create_task(template.render(saying(str(i)), None)) for i in range(5)]
+        given_up = chats[1]
+        await asyncio.sleep(0)
+        given_up.cancel()
+        results = await asyncio.gather(*chats, return_exceptions=True)
+
+        assert [type(result) for result in results[3:]] == [QueueFull, QueueFull]
+        assert isinstance(results[1], asyncio.CancelledError)
+        assert results[0] == "0 is fine" and results[2] == "2 is fine"
+        assert template._waiting_bytes == 0
+
+
+async def test_a_client_that_goes_leaves_the_renderer_to_others(tmp_path: Path) -> None:
+    config = RouterConfig(template_timeout=3.0)
+    async with serving(tmp_path, HOSTILE, config) as template:
+        await template.render(HELLO, None)
+        gone = asyncio.create_task(template.render(saying("loop"), None))
+        while not template._waiting.empty() or not gone.get_stack():
+            await asyncio.sleep(0)
+        gone.cancel()
+
+        assert await template.render(HELLO, None) == "hello is fine"
+
+
+async def test_several_processes_render_at_once(tmp_path: Path) -> None:
+    config = RouterConfig(template_timeout=60, template_processes=2)
+    async with serving(tmp_path, HOSTILE, config) as template:
+        looping = asyncio.create_task(template.render(saying("loop"), None))
+        # The one does not wait for the other.
+        assert await template.render(HELLO, None) == "hello is fine"
+        assert not looping.done()
+        await template.close()
+        with pytest.raises(asyncio.CancelledError):
+            await looping
+
+
+async def test_a_renderer_has_no_secrets_no_torch_and_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERLIFT_SECRET", "hush")
+    async with serving(tmp_path, HOSTILE) as template:
+        await template.render(HELLO, None)
+        process = supervisor(template)
+        [child] = children(process.pid)
+        for pid in (process.pid, child):
+            assert b"hush" not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        limits = Path(f"/proc/{child}/limits").read_text().splitlines()
+        soft = {line[:26].strip(): line[26:].split()[0] for line in limits}
+        assert soft["Max file size"] == soft["Max processes"] == soft["Max core file size"] == "0"
+        assert int(soft["Max address space"]) < 1 << 30
+
+
+def test_a_renderer_ends_with_its_router(tmp_path: Path) -> None:
+    """Also while it renders; who starts it here is killed."""
+    program = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from router.config import RouterConfig
+from tests.support.router.chat_support import chat_template
+from tests.integration.proto.test_chat_templates import HELLO, HOSTILE, saying
+
+async def main():
+    template = chat_template(Path(sys.argv[1]), HOSTILE, RouterConfig(template_timeout=3.0))
+    await template.render(HELLO, None)
+    asyncio.create_task(template.render(saying("loop"), None))
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+
+    assert ended.returncode == -signal.SIGKILL
+    # That nothing is left every test checks.
+
+
+def test_where_templates_are(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": "<s>", "chat_template": "from the config"}))
+    assert sources(tmp_path) == ("from the config", "from the config")
+
+    by_name = {"default": "plain", "tool_use": "with tools"}
+    listed = [{"name": name, "template": text} for name, text in by_name.items()]
+    config.write_text(json.dumps({"chat_template": listed}))
+    assert sources(tmp_path) == ("plain", "with tools")
+
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of json"}))
+    assert sources(tmp_path) == ("of json", "of json")
+
+    (tmp_path / "chat_template.jinja").write_text("of jinja")
+    assert sources(tmp_path) == ("of jinja", "of jinja")
+
+
+@pytest.mark.parametrize(
+    "config", ["{", '{"chat_template": [{"name": "rag", "template": ""}]}', '{"chat_template": 3}']
+)
+def test_files_that_are_no_templates_are_refused(tmp_path: Path, config: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config)
+
+    with pytest.raises(UnknownModel):
+        ChatTemplate.load(tmp_path)
+
+
+def sources(directory: Path) -> tuple[str, str]:
+    template = ChatTemplate.load(directory)
+    assert template is not None
+    return template._templates.default, template._templates.tool_use
+
+
+def supervisor(template: ChatTemplate) -> subprocess.Popen[bytes]:
+    [process] = template._processes
+    assert process._process is not None
+    return process._process
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,37 @@
+"""How a process hears that it has to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+async def test_a_signal_is_heard_once_and_outside_the_main_thread_too() -> None:
+    """As in an actor's process, whose event loop has a thread of its own."""
+    script = """
+import asyncio, os, signal, threading
+from everlift.notice import on_signal
+
+async def main():
+    notices = []
+    on_signal(lambda: notices.append("heard"))
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.1)
+    print(*notices)
+
+thread = threading.Thread(target=asyncio.run, args=(main(),))
+thread.start()
+thread.join()
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), env=environment, stdout=PIPE
+    )
+    out, _ = await process.communicate()
+    assert (out, process.returncode) == (b"heard\n", 0)

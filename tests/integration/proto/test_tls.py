@@ -1,0 +1,441 @@
+"""TLS between all parts: who gets in, who does not, and what changes while everything runs."""
+
+import asyncio
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.config import Config, load
+from cluster.errors import ClusterFailed
+from cluster.local.processes import ProcessCluster
+from everlift import AsyncClient, Client, Tls, Unreachable
+from everlift.settings import SettingsError
+from everlift.tls import InternalTls
+from everlift.transport import GRPC, TlsTransport, Transport
+from everlift.v1 import session_pb2, session_pb2_grpc
+from router.config import RouterConfig
+from router.router import Router
+from tests.support.in_process import ROUTER, WORKER, Cluster, KeptLedger, cluster, right_tokens
+from tests.support.router.authority import Authority, Pair, Secret
+from worker.serving.rank import Rank
+
+PROMPT = [3, 1, 4]
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is made once: each authority costs openssl some tens of milliseconds."""
+
+    ours: Authority
+    others: Authority
+    server: Pair
+    client: Pair
+    member: Pair
+
+    @property
+    def client_tls(self) -> Tls:
+        return Tls(str(self.ours.ca), str(self.client.cert), str(self.client.key))
+
+    @property
+    def internal(self) -> InternalTls:
+        return InternalTls(str(self.ours.ca), str(self.member.cert), str(self.member.key))
+
+    def router(self, *, mutual: bool = False) -> RouterConfig:
+        return replace(
+            ROUTER,
+            tls_cert=str(self.server.cert),
+            tls_key=str(self.server.key),
+            tls_client_ca=str(self.ours.ca) if mutual else "",
+        )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    directory = tmp_path_factory.mktemp("tls")
+    ours, others = Authority(directory / "ours"), Authority(directory / "others")
+    member = ours.issue("member", "DNS:everlift")
+    return Files(ours, others, ours.issue("server"), ours.issue("client"), member)
+
+
+async def tokens(address: str, tls: Tls | None) -> list[int]:
+    async with AsyncClient(address, tls=tls, reconnect_s=0.0) as client:
+        stream = client.generate(PROMPT, max_tokens=8, temperature=0.0)
+        return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def reason(address: str, tls: Tls | None) -> str:
+    """Why one does not get in."""
+    async with AsyncClient(address, tls=tls, retry_s=0) as client:
+        with pytest.raises(Unreachable) as refused:
+            await client.status()
+    return str(refused.value)
+
+
+# clients and routers
+
+
+async def test_clients_come_in_over_tls_and_no_other_way(files: Files) -> None:
+    async with cluster(workers=1, router_config=files.router()) as parts:
+        trusting = Tls(ca=str(files.ours.ca))
+        assert await tokens(parts.address, trusting) == right_tokens(PROMPT, 8)
+        assert "it may want TLS" in await reason(parts.address, None)
+        assert "not signed by an authority" in await reason(
+            parts.address, Tls(ca=str(files.others.ca))
+        )
+        # A name that leads there, and that the certificate lacks.
+        address = parts.address.replace("127.0.0.1", "localhost")
+        assert "for another name or address" in await reason(address, trusting)
+        named = replace(trusting, name="127.0.0.1")
+        assert await tokens(address, named) == right_tokens(PROMPT, 8)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_openais_api_is_behind_the_same_certificate(files: Files, mutual: bool) -> None:
+    async with cluster(workers=0, router_config=files.router(mutual=mutual)) as parts:
+        address = parts.routers[0].http_address
+        context = ssl.create_default_context(cafile=str(files.ours.ca))
+        if mutual:
+            assert await said(address, context) == b""
+            context.load_cert_chain(files.client_tls.cert, files.client_tls.key)
+        assert (await said(address, context)).startswith(b"HTTP/1.1 200 OK")
+        assert not (await said(address, None)).startswith(b"HTTP/1.1 200")
+
+
+async def said(address: str, context: ssl.SSLContext | None) -> bytes:
+    """About its health by who listens there; nothing to those it hangs up on."""
+    reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        return await reader.read()
+    except OSError:
+        return b""
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(
+    files: Files,
+) -> None:
+    foreign = files.others.issue("foreign")
+    async with cluster(workers=1, router_config=files.router(mutual=True)) as parts:
+        assert await tokens(parts.address, files.client_tls) == right_tokens(PROMPT, 8)
+        expired = files.ours.issue("expired", days=-1)
+        for pair in (foreign, expired):
+            tls = Tls(str(files.ours.ca), str(pair.cert), str(pair.key))
+            assert "or another one" in await reason(parts.address, tls)
+        assert "a certificate of yours" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
+
+
+async def test_an_expired_certificate_is_refused_and_a_plain_router_told_from_it(
+    files: Files,
+) -> None:
+    expired = files.ours.issue("expired", days=-1)
+    config = replace(ROUTER, tls_cert=str(expired.cert), tls_key=str(expired.key))
+    async with cluster(workers=0, router_config=config) as parts:
+        assert "has expired" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
+    async with cluster(workers=0) as parts:
+        assert "does not speak TLS" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
+
+
+async def test_the_blocking_client_speaks_tls_too(files: Files) -> None:
+    async with cluster(workers=1, router_config=files.router(mutual=True)) as parts:
+
+        def ask() -> str:
+            with Client(parts.address, tls=files.client_tls) as client:
+                return client.status().cluster_id
+
+        assert await asyncio.to_thread(ask)
+
+
+def test_a_client_with_a_file_of_no_use_is_not_made(files: Files) -> None:
+    with pytest.raises(SettingsError, match="/nowhere: cannot be read"):
+        AsyncClient("127.0.0.1:1", tls=Tls(ca="/nowhere"))
+
+
+async def test_a_stream_goes_on_while_certificates_change(files: Files, tmp_path: Path) -> None:
+    secret = Secret(tmp_path / "secret")
+    secret.hold(files.server, files.ours.ca)
+    config = replace(ROUTER, tls_cert=str(secret.cert), tls_key=str(secret.key))
+    async with cluster(workers=1, router_config=config) as parts:
+        [held] = parts.hold()
+        trusting = Tls(ca=str(files.ours.ca))
+        async with AsyncClient(parts.address, tls=trusting) as client:
+            stream = client.generate(PROMPT, max_tokens=8, temperature=0.0)
+            held.let(2)
+            got = [*(await anext(stream)).token_ids]
+            assert await asyncio.to_thread(shown, parts.address, files.ours) == "server"
+            secret.hold(files.ours.issue("renewed"), files.ours.ca)
+            assert await asyncio.to_thread(shown, parts.address, files.ours) == "renewed"
+            held.release()
+            got += [token async for chunk in stream for token in chunk.token_ids]
+        assert got == right_tokens(PROMPT, 8)
+        assert await tokens(parts.address, trusting) == right_tokens(PROMPT, 8)
+
+
+def shown(address: str, authority: Authority) -> str:
+    """Whose certificate a new connection meets."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection((host, int(port))) as line:
+        with context.wrap_socket(line, server_hostname=host) as connection:
+            certificate = connection.getpeercert()
+    assert certificate is not None
+    return dict(field for [field] in certificate["subject"])["commonName"]
+
+
+async def test_a_client_shows_its_new_certificate_when_it_has_one(
+    files: Files, tmp_path: Path
+) -> None:
+    """The router trusts another authority by then: what the client had would not let it in."""
+    theirs, ours = Secret(tmp_path / "theirs"), Secret(tmp_path / "ours")
+    theirs.hold(files.server, files.ours.ca)
+    ours.hold(files.client, files.ours.ca)
+    config = replace(
+        ROUTER,
+        tls_cert=str(theirs.cert),
+        tls_key=str(theirs.key),
+        tls_client_ca=str(theirs.ca),
+    )
+    async with cluster(workers=0, router_config=config) as parts:
+        tls = Tls(str(ours.ca), str(ours.cert), str(ours.key))
+        async with AsyncClient(parts.address, tls=tls, retry_s=0) as client:
+            await client.status()
+            theirs.hold(files.server, files.others.ca)
+            # What is connected stays so.
+            await client.status()
+            await start_again(parts)
+            with pytest.raises(Unreachable, match="it hung up"):
+                await client.status()
+            ours.hold(files.others.issue("client"), files.ours.ca)
+            await client.status()
+
+
+async def start_again(parts: Cluster) -> None:
+    """The router, at its address."""
+    port = int(parts.address.rpartition(":")[2])
+    await parts.kill_router(parts.routers[0])
+    parts.router_config = replace(parts.router_config, port=port)
+    await parts.add_router()
+
+
+# inside
+
+
+@asynccontextmanager
+async def closed_cluster(internal: InternalTls, routers: int = 1) -> AsyncIterator[Cluster]:
+    router, worker = (replace(each, internal_tls=internal) for each in (ROUTER, WORKER))
+    async with cluster(routers, 1, router, worker) as parts:
+        yield parts
+
+
+async def test_routers_and_workers_know_each_other_by_their_certificates(files: Files) -> None:
+    async with closed_cluster(files.internal, routers=2) as parts:
+        for router in parts.routers:
+            assert await tokens(router.address, None) == right_tokens(PROMPT, 8)
+
+
+def strangers(files: Files) -> dict[str, Transport]:
+    foreign = files.others.issue("foreign", "DNS:everlift")
+    return {
+        "plain": GRPC,
+        "without a certificate": TlsTransport(Tls(ca=str(files.ours.ca), name="everlift")),
+        "of another authority": TlsTransport(
+            Tls(str(files.ours.ca), str(foreign.cert), str(foreign.key), "everlift")
+        ),
+        "that trusts another one": TlsTransport(
+            Tls(str(files.others.ca), str(files.member.cert), str(files.member.key), "everlift")
+        ),
+        "that looks for another name": TlsTransport(replace(files.internal, name="elsewhere").tls),
+    }
+
+
+async def test_a_stranger_is_nobody_inside(files: Files) -> None:
+    async with closed_cluster(files.internal) as parts:
+        router = parts.routers[0].internal_address
+        worker = parts.routers[0]._sessions.links[0].info.address
+        for who, transport in strangers(files).items():
+            assert await is_refused_by_router(router, transport), who
+            assert await is_refused_by_worker(worker, transport), who
+        member = TlsTransport(files.internal.tls)
+        assert not await is_refused_by_router(router, member)
+        assert not await is_refused_by_worker(worker, member)
+
+
+async def is_refused_by_router(address: str, transport: Transport) -> bool:
+    async with AsyncClient(address, transport=transport, retry_s=0) as client:
+        try:
+            await client.status()
+        except Unreachable:
+            return True
+    return False
+
+
+async def is_refused_by_worker(address: str, transport: Transport) -> bool:
+    async def frames() -> AsyncIterator[session_pb2.RouterFrame]:
+        yield session_pb2.RouterFrame(hello=session_pb2.RouterHello(router_id="stranger"))
+        await asyncio.Event().wait()
+
+    async with transport.channel(address) as channel:
+        stub: session_pb2_grpc.WorkerSessionAsyncStub = session_pb2_grpc.WorkerSessionStub(channel)
+        try:
+            await anext(aiter(stub.Connect(frames())))
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            return True
+    return False
+
+
+async def test_parts_dial_with_what_the_files_hold_by_then(files: Files, tmp_path: Path) -> None:
+    """From one authority to another: first both are trusted, then certificates change, and at the
+    end the old authority goes."""
+    secret = Secret(tmp_path / "secret")
+    both = tmp_path / "both.crt"
+    both.write_bytes(files.ours.ca.read_bytes() + files.others.ca.read_bytes())
+    renewed = files.others.issue("renewed", "DNS:everlift")
+    secret.hold(files.member, files.ours.ca)
+    internal = InternalTls(str(secret.ca), str(secret.cert), str(secret.key))
+    async with closed_cluster(internal) as parts:
+        for pair, ca in ((files.member, both), (renewed, both), (renewed, files.others.ca)):
+            secret.hold(pair, ca)
+            # Each of them is a part that comes anew, and is found by those that are there.
+            await parts.add_worker()
+            await parts.kill_worker(parts.workers[0])
+            assert await tokens(parts.address, None) == right_tokens(PROMPT, 8)
+        old = TlsTransport(files.internal.tls)
+        assert await is_refused_by_router(parts.routers[0].internal_address, old)
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_client_ca", "internal_tls"])
+async def test_a_router_whose_files_are_of_no_use_does_not_start(
+    files: Files, tmp_path: Path, name: str
+) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("no PEM")
+    config = {
+        "tls_cert": replace(files.router(), tls_cert=str(bad)),
+        "tls_client_ca": replace(files.router(), tls_client_ca=str(bad)),
+        "internal_tls": replace(ROUTER, internal_tls=replace(files.internal, ca=str(bad))),
+    }[name]
+    with pytest.raises(SettingsError, match=f"{bad}: must hold certificates in PEM"):
+        await Router.start(config, KeptLedger(asyncio.get_running_loop().time))
+
+
+async def test_a_worker_whose_files_are_of_no_use_does_not_start(files: Files) -> None:
+    internal = replace(files.internal, key=str(files.client.key))
+    rank = Rank(replace(WORKER, internal_tls=internal))
+    with pytest.raises(SettingsError, match=r"client\.key: must hold"):
+        await rank.start()
+    await rank.stop()
+
+
+def made(directory: Path) -> tuple[RouterConfig, InternalTls, Tls]:
+    """What deploy/certificates.sh makes, for a router, for the inside and for a client."""
+    script = [*("bash", CERTIFICATES, directory), "IP:127.0.0.1,DNS:llm.example", "alice"]
+    subprocess.run(script, check=True, capture_output=True)
+
+    def files(name: str) -> tuple[str, str, str]:
+        ca, cert, key = (str(directory / name / each) for each in ("ca.crt", "tls.crt", "tls.key"))
+        return ca, cert, key
+
+    ca, cert, key = files("router")
+    router = replace(ROUTER, tls_cert=cert, tls_key=key, tls_client_ca=ca)
+    return router, InternalTls(*files("internal")), Tls(*files("client-alice"))
+
+
+CERTIFICATES = Path(__file__).parents[3] / "deploy" / "certificates.sh"
+
+
+async def test_what_the_script_makes_is_taken_and_renewed(tmp_path: Path) -> None:
+    router, internal, client = made(tmp_path)
+    router = replace(router, internal_tls=internal)
+    async with cluster(1, 1, router, replace(WORKER, internal_tls=internal)) as parts:
+        assert await tokens(parts.address, client) == right_tokens(PROMPT, 8)
+        before = Path(client.cert).read_bytes()
+        assert made(tmp_path)[2] == client
+        assert Path(client.cert).read_bytes() != before
+        await parts.add_worker()
+        await parts.kill_worker(parts.workers[0])
+        assert await tokens(parts.address, client) == right_tokens(PROMPT, 8)
+
+
+# a whole cluster
+
+
+def settings_of(files: Files, state_dir: Path, *more: str) -> Config:
+    router = files.router(mutual=True)
+    return load(
+        None,
+        {},
+        [
+            "model=fake",
+            "router.port=0",
+            "router.http_port=0",
+            "router.drain=0.2",
+            f"state_dir={state_dir}",
+            *(
+                f"router.{name}={getattr(router, name)}"
+                for name in ("tls_cert", "tls_key", "tls_client_ca")
+            ),
+            *(
+                f"internal_tls.{name}={getattr(files.internal, name)}"
+                for name in ("ca", "cert", "key")
+            ),
+            *more,
+        ],
+    )
+
+
+async def command(*arguments: str, **environ: str) -> tuple[int, str, str]:
+    """Exit status, standard output and error of ``everlift``."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
+    return result.exit_code, result.stdout, result.stderr
+
+
+async def test_every_command_reaches_a_cluster_behind_tls(files: Files, tmp_path: Path) -> None:
+    config = settings_of(
+        files, tmp_path, "num_routers=2", "num_workers=2", "worker.tensor_parallel=2"
+    )
+    tls = files.client_tls
+    trusting = {"EVERLIFT_TLS_CA": tls.ca}
+    known = trusting | {"EVERLIFT_TLS_CERT": tls.cert, "EVERLIFT_TLS_KEY": tls.key}
+    text = ("generate", "x", "--max-tokens", "5", "--temperature", "0", "--request-id", "r")
+    async with ProcessCluster(config) as cluster:
+        here = {"EVERLIFT_ADDRESS": ",".join(cluster.addresses)}
+        code, out, err = await command(*text, **here, **known)
+        assert code == 0 and out.strip(), err
+        assert await command("attach", "r", **here, **known) == (0, out, "")
+        assert (await command("status", **here, **known))[0] == 0
+        drain = ("drain", cluster.workers[0].worker_id, "--wait")
+        assert (await command(*drain, **here, **known))[1].endswith("is empty\n")
+        assert await command("forget", "r", **here, **known) == (0, "forgotten\n", "")
+        code, out, err = await command(*text, **here, **trusting)
+        assert (code, out) == (1, "")
+        assert "it may want TLS, or a certificate of yours" in err
+        half = trusting | {"EVERLIFT_TLS_CERT": tls.cert}
+        code, out, err = await command(*text, **here, **half)
+        assert "EVERLIFT_TLS_CERT must be set together with EVERLIFT_TLS_KEY" in err
+
+
+async def test_a_cluster_says_which_file_is_of_no_use(files: Files, tmp_path: Path) -> None:
+    for setting in ("router.tls_cert", "internal_tls.ca"):
+        with pytest.raises((ClusterFailed, SettingsError), match="/nowhere: cannot be read"):
+            await ProcessCluster(settings_of(files, tmp_path, f"{setting}=/nowhere")).start()
+
+
+def test_parts_have_the_clusters_tls(files: Files, tmp_path: Path) -> None:
+    config = settings_of(files, tmp_path)
+    assert config.router.internal_tls == config.worker.internal_tls == files.internal
+    with pytest.raises(SettingsError, match="internal_tls is set for the whole cluster"):
+        settings_of(files, tmp_path, "worker.internal_tls.name=other")

@@ -1,0 +1,106 @@
+"""``everlift chat`` with piped input, and on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+
+from router.ledger.entry import State
+from tests.support import in_process
+from tests.support.in_process import Cluster
+from tests.support.scripted import SAY, scripted_cluster
+
+TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+async def chat(parts: Cluster, *arguments: str, stdin: int = PIPE, stdout: int = PIPE) -> Process:
+    router = parts.routers[0]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cluster.cli", "chat", "--address", router.address, *arguments),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=PIPE if stdout == PIPE else stdout,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=True,
+    )
+
+
+async def prompts(parts: Cluster) -> list[str]:
+    page = await parts.ledger.list_requests("")
+    model = parts.routers[0]._model
+    texts = []
+    for entry in page.entries:
+        stored = await parts.ledger.read(entry.request_id)
+        texts.append(model.decode(stored.request.prompt_ids))
+    return texts[::-1]
+
+
+async def test_each_line_of_input_is_a_message_of_one_conversation(tmp_path: Path) -> None:
+    async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
+        process = await chat(parts, "--system", "be brief", "--temperature", "0")
+        lines = f"{SAY}four\n\n{SAY}five\n/clear\n{SAY}six\n"
+        out, err = await process.communicate(lines.encode())
+        assert (process.returncode, out.decode()) == (0, "four\nfive\nsix\n")
+        assert err.decode().strip() == "new conversation"
+        first, second, third = await prompts(parts)
+    for prompt in (first, second, third):
+        assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>")
+    assert second.startswith(first) and "four" in second
+    assert "five" not in third
+
+
+async def test_a_model_without_a_template_is_said_to_have_none() -> None:
+    async with in_process.cluster(workers=1) as parts:
+        process = await chat(parts)
+        out, err = await process.communicate(b"hello\n")
+    assert (process.returncode, out) == (1, b"")
+    assert "has no chat template: use `everlift generate`" in err.decode()
+
+
+async def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
+    async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
+        terminal, end = pty.openpty()
+        os.set_blocking(terminal, False)
+        process = await chat(parts, stdin=end, stdout=end)
+        os.close(end)
+        shown = b""
+
+        async def until_shown(text: str) -> None:
+            nonlocal shown
+            while text.encode() not in shown:
+                with suppress(BlockingIOError):
+                    shown += os.read(terminal, 1024)
+                await asyncio.sleep(0.01)
+
+        try:
+            async with asyncio.timeout(60.0):
+                await until_shown("> ")
+                os.write(terminal, f"{SAY}{'on and ' * 100}\n".encode())
+                await until_shown("\r\non and ")
+                # The terminal is not the process's own, so that the key sends no signal.
+                process.send_signal(signal.SIGINT)
+                shown = b""
+                await until_shown("> ")
+                os.write(terminal, f"{SAY}five\n".encode())
+                await until_shown("five\r\n")
+                await until_shown("> ")
+                os.write(terminal, b"/exit\n")
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            os.close(terminal)
+        page = await parts.ledger.list_requests("")
+    # The newest comes first.
+    assert [entry.state for entry in page.entries] == [State.FINISHED, State.CANCELLED]

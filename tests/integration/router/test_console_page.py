@@ -1,0 +1,468 @@
+"""The console's page in a real browser: what somebody sees and does there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, Page, Route, expect
+
+from everlift.client import AsyncClient
+from everlift.v1.session_pb2 import Scaling, ScalingChange
+from router.auth.caller import Scope
+from router.console import console
+from tests.conftest import leaving_nothing
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
+from tests.support.router.browser import browser, opened, violations
+from tests.support.router.chat_support import HERMES
+from tests.support.router.keyring import Keyring
+from tests.support.scripted import scripted_cluster
+from worker.config import FakeModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+#: Where pictures of the page are left, if anywhere.
+PICTURES = os.environ.get("CONSOLE_PICTURES")
+THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
+WINDOWS = ((1440, 900), (390, 844))
+#: Requests last for as long as a test looks at them.
+SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Of all tests here together: they have one browser, whose processes come and go."""
+    with leaving_nothing():
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium(nothing_left: None) -> AsyncIterator[Browser]:
+    async with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router asks its ledger and the other ones once a second else."""
+    monkeypatch.setattr(console, "_ASK_S", 0.1)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(1, 2, replace(ROUTER, chaos=True), SLOW) as parts:
+        yield parts
+
+
+def url_of(parts: Cluster) -> str:
+    return f"http://{parts.routers[0].http_address}/console/"
+
+
+@pytest.fixture
+def url(parts: Cluster) -> str:
+    return url_of(parts)
+
+
+class Load:
+    """Requests that go on until the end."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Load:
+        self._client = await self._stack.enter_async_context(AsyncClient(self._address))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def begin(self, name: str, **options: Any) -> None:
+        options = {"max_tokens": 3000} | options
+        stream = self._client.generate([7] * 60, request_id=name, **options)
+        await anext(aiter(await self._stack.enter_async_context(stream)))
+
+
+async def check_readable(page: Page, name: str, part: str = "") -> None:
+    """By axe, in both themes and windows, and nothing is wider than the window."""
+    for theme, (width, height) in product(THEMES, WINDOWS):
+        await page.emulate_media(color_scheme=theme)
+        await page.set_viewport_size({"width": width, "height": height})
+        assert await violations(page) == [], (name, theme, width)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        if PICTURES:
+            path = Path(PICTURES) / f"{name}-{theme}-{width}.png"
+            shown = page.locator(part).screenshot if part else page.screenshot
+            await shown(path=path, **({} if part else {"full_page": True}))
+
+
+async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
+    chromium: Browser,
+) -> None:
+    async with cluster(1, 2) as parts, opened(chromium, url_of(parts)) as page:
+        held = parts.hold()
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#key-form"), "nobody asks for a key").to_be_hidden()
+        await page.fill("#max-tokens", "200")
+        await page.click("#try-start")
+        for each in held:
+            each.let(20)
+        await expect(page.locator("#try-status")).to_contain_text("streaming")
+        await page.click("#seats-details summary")
+        seat = page.locator("#seats tr")
+        await expect(seat).to_have_count(1)
+        worker, _, phase, name, _ = await seat.locator("td").all_inner_texts()
+        assert phase == "decode" and name
+        [rank] = [it for it in parts.workers if it.worker_id.startswith(worker)]
+        lost = held.pop(parts.workers.index(rank))
+        killing = asyncio.create_task(parts.kill_worker(rank))
+        await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
+        lost.release()
+        await killing
+        # The arrow from lane to lane, and the words for it.
+        arrow = page.locator("#lanes-arrows path.migrated")
+        await expect(arrow).to_have_attribute("data-cause", "worker_lost")
+        told = page.locator("#happened li[data-kind=migrated]")
+        await expect(told).to_contain_text(f"{name} went from worker {worker}")
+        # And for who does not see it.
+        await expect(page.locator("#news")).to_contain_text("went on at another worker")
+        # What is lost is not offered to be drained.
+        offered = page.locator("#drain-worker option")
+        await expect(offered).to_have_count(1)
+        assert await offered.get_attribute("value") != rank.worker_id
+        # And not a token is lost.
+        held[0].release()
+        await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
+        await page.click("#try-status button")
+        answer = page.locator("#request-answer")
+        await expect(answer).to_contain_text("finished")
+        await expect(answer).to_contain_text("200 of its output")
+        await expect(answer).to_contain_text("was lost")
+        await expect(answer).to_contain_text("until the ledger had it")
+        # Where its time went is told in words, attempt by attempt.
+        spans = page.get_by_role("region", name="Where its")
+        await expect(spans).to_contain_text("decode (attempt 2)")
+        attempts = page.get_by_role("region", name="Its attempts").locator("tbody tr")
+        await expect(attempts).to_have_count(2)
+        await expect(attempts.last).to_contain_text("finished")
+        await check_readable(page, "lost")
+
+
+async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> None:
+    """The KV cache has room for fewer tokens than its slots come to."""
+    crowded = replace(WORKER, max_num_seqs=3, num_blocks=64)
+    async with (
+        cluster(1, 1, ROUTER, crowded) as parts,
+        opened(chromium, url_of(parts)) as page,
+        Load(parts.address) as load,
+    ):
+        await expect(page.locator("#connection")).to_have_text("live")
+        for number in range(3):
+            await load.begin(f"r{number}".ljust(128, "x"), min_tokens=1000, max_tokens=1000)
+        arrow = page.locator("#lanes-arrows path.resumed").first
+        await expect(arrow).to_be_attached(timeout=60_000)
+        await expect(arrow).to_have_attribute("data-cause", "preempted")
+        # However long a name is, nothing of it is out of sight.
+        happened = page.locator("#happened")
+        await expect(happened.locator("[data-kind=resumed]").first).to_contain_text("xxx")
+        assert await happened.evaluate("list => list.scrollWidth <= list.clientWidth")
+
+
+async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load:
+        for number in range(12):
+            await load.begin(f"story-{number}", priority=number % 3)
+        async with opened(chromium, url) as page:
+            await page.fill("#request-id", "story-3")
+            await page.press("#request-id", "Enter")
+            answer = page.locator("#request-answer")
+            await expect(answer).to_contain_text("running")
+            await expect(answer).to_contain_text("came to its worker during attempt 1: story-")
+            await page.click("#seats-details summary")
+            await expect(page.locator("#seats tr")).to_have_count(12)
+            await expect(page.locator("#percentiles tr")).to_have_count(5)
+            hits = page.locator("#tiles > div", has_text="Prefix hits")
+            await expect(hits.locator("dd")).to_contain_text("% of")
+            await check_readable(page, "console")
+
+
+async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        line, changes = page.locator("#scaling-line"), page.locator("#scalings tr")
+        await expect(line).to_have_text("No autoscaler is at work: the number of workers is fixed.")
+        change = ScalingChange(ago_s=30.0, before=1, workers=3, reason="requests would wait 7.0 s")
+        await parts.ledger.put_scaling(
+            Scaling(workers=3, max_workers=8, need=2.5, reason="enough", changes=[change])
+        )
+        await expect(line).to_contain_text("3 workers are wanted, 8 at most: enough.")
+        await expect(changes).to_have_count(1)
+        await expect(changes).to_contain_text("1 → 3requests would wait 7.0 s")
+
+
+async def test_the_newest_requests_are_listed_and_a_click_shows_one(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load, opened(chromium, url) as page:
+        for number in range(3):
+            await load.begin(f"story-{number}", priority=number % 3)
+        rows = page.locator("#recent-rows tr")
+        names = rows.locator("button")
+        await expect(names.filter(has_text="story-")).to_have_count(3)
+        # The newest comes first.
+        await expect(names.first).to_have_text("story-2")
+        await expect(rows.first).to_contain_text("running")
+        await page.get_by_role("button", name="story-1").click()
+        await expect(page.locator("#request-id")).to_have_value("story-1")
+        await expect(page.locator("#request-answer")).to_contain_text("story-1")
+
+
+async def test_a_bar_is_filled_by_its_value(parts: Cluster, url: str, chromium: Browser) -> None:
+    async with Load(parts.address) as load:
+        for number in range(12):
+            await load.begin(f"story-{number}")
+        async with opened(chromium, url) as page:
+            bars = page.locator("#tiles [role=progressbar]")
+            await expect(bars).to_have_count(2)
+            slots = bars.first
+            await expect(slots).not_to_have_attribute("aria-valuenow", "0")
+            filled = await slots.evaluate(
+                "bar => { const width = (it) => it.getBoundingClientRect().width;"
+                " return [+bar.ariaValueNow, (100 * width(bar.firstChild)) / width(bar)]; }"
+            )
+            assert filled[0] == pytest.approx(filled[1], abs=1.0)
+            # Nothing of an empty one is filled.
+            await slots.evaluate("bar => { bar.firstChild.style.width = '0%' }")
+            width = await slots.evaluate("bar => bar.firstChild.getBoundingClientRect().width")
+            assert width == 0
+
+
+async def test_cards_without_content_are_small(url: str, chromium: Browser) -> None:
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#latencies-of")).to_have_text("No request was measured yet.")
+        for part in ("latencies-measured", "queue-chart", "by-class", "scalings-table", "recent"):
+            await expect(page.locator(f"#{part}")).to_be_hidden()
+        for card in ("queue", "latencies", "scaling"):
+            box = await page.locator(f"#{card}").bounding_box()
+            assert box is not None and box["height"] < 120
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+async def test_a_chat_is_asked_for_where_the_model_has_them(
+    has_template: bool, chromium: Browser, tmp_path: Path
+) -> None:
+    if has_template:
+        started = scripted_cluster(tmp_path / "m", HERMES)
+    else:
+        started = cluster(1, 1)
+    async with started as parts, opened(chromium, url_of(parts)) as page:
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#as-chat")).to_be_checked(checked=has_template)
+
+
+async def test_what_others_say_is_text_and_never_markup(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    markup = "<img src=x onerror=alert(1)>"
+    change = ScalingChange(ago_s=1.0, before=1, workers=2, reason=markup)
+    await parts.ledger.put_scaling(Scaling(workers=2, reason=markup, changes=[change]))
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#scaling-line")).to_contain_text(markup)
+        await expect(page.locator("#scalings")).to_contain_text(markup)
+        await page.fill("#request-id", markup)
+        await page.press("#request-id", "Enter")
+        await expect(page.locator("#request-answer")).to_contain_text("invalid_request")
+        await expect(page.locator("main img")).to_have_count(0)
+        await check_readable(page, "refused")
+
+
+async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load:
+        await load.begin("story")
+        async with opened(chromium, url) as page:
+            await page.focus("#seats-details summary")
+            await page.keyboard.press("Enter")
+            name, age = page.locator("#seats button"), page.locator("#seats td").last
+            await expect(name).to_have_text("story")
+            await name.focus()
+            # What is told again every second takes the focus from nobody.
+            been = await age.inner_text()
+            await expect(age).not_to_have_text(been)
+            await expect(name).to_be_focused()
+            await page.keyboard.press("Enter")
+            await expect(page.locator("#request-answer")).to_contain_text("running")
+
+
+async def test_an_answer_that_comes_late_is_not_taken_for_the_next_ones(
+    url: str, chromium: Browser
+) -> None:
+    late = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await late.wait()
+        await route.continue_()
+
+    async with opened(chromium, url) as page:
+        await page.route("**/requests/first", hold)
+        for name in ("first", "second"):
+            await page.fill("#request-id", name)
+            await page.click("#request-form button")
+        answer = page.locator("#request-answer")
+        await expect(answer).to_contain_text("no request second")
+        async with page.expect_response("**/requests/first"):
+            late.set()
+        await page.evaluate("new Promise((resolve) => setTimeout(resolve))")
+        await expect(answer).to_contain_text("no request second")
+
+
+async def test_workers_are_chosen_with_the_keyboard_alone(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first, second = sorted(rank.worker_id for rank in parts.workers)
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#grid .cell")).to_have_count(2)
+        await page.locator("#grid .cell").first.focus()
+        await expect(page.locator("#worker-line")).to_contain_text(f"worker {first[:8]}")
+        await page.keyboard.press("ArrowRight")
+        await expect(page.locator("#worker-line")).to_contain_text(f"worker {second[:8]}")
+        await page.keyboard.press("Space")
+        chosen = page.locator("#grid .cell[aria-selected=true]")
+        await expect(chosen).to_have_count(1)
+        await expect(page.locator("#lanes-text")).to_contain_text("1 workers shown")
+        await page.click("#lanes-reset")
+        await expect(chosen).to_have_count(2)
+
+
+async def test_what_is_said_of_a_worker_goes_with_it(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first = min(parts.workers, key=lambda rank: rank.worker_id)
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#grid .cell")).to_have_count(2)
+        await page.locator("#grid .cell").first.focus()
+        await expect(page.locator("#worker-line")).to_contain_text(first.worker_id[:8])
+        await parts.drain_worker(first)
+        # Its announcement holds for a while.
+        await expect(page.locator("#grid .cell")).to_have_count(1, timeout=30_000)
+        await expect(page.locator("#worker-line")).to_have_text("")
+
+
+async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
+    url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        patience = page.locator("#policy-patience")
+        held = await patience.input_value()
+        await patience.fill("9")
+        await page.select_option("#policy-order", "hrrn")
+        await page.click("#policy-reset")
+        await expect(page.locator("#admin-status")).to_have_text("all is as configured")
+        await expect(patience).to_have_value(held)
+        await expect(page.locator("#policy-order")).to_have_value("fifo")
+        # Nothing at all is no setting.
+        await patience.fill("")
+        await page.click("#policy-form button[type=submit]")
+        assert await patience.evaluate("input => input.validity.valueMissing")
+        await expect(page.locator("#admin-status")).to_have_text("all is as configured")
+
+
+async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Browser) -> None:
+    async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
+        parts.routers[0].reconfigure(ROUTER, {}, 1)
+        parts.routers[0].place("ray", 1, "no node with 1 GPU is free")
+        missing = "Workers: 0 of 1 ready; 1 pending placement: no node with 1 GPU is free"
+        await expect(page.locator("#missing-workers")).to_have_text(missing)
+        line = page.locator("#queue-line")
+        # The page hears clicks once it shows the queue.
+        await expect(line).to_contain_text("0 wait")
+        await page.click("#try-start")
+        await expect(line).to_contain_text("when all will have left is not known.")
+        await expect(line).not_to_contain_text("A full worker")
+        await page.locator("#recent-rows button").first.click()
+        await expect(page.locator("#request-answer .warning")).to_have_text(f"{missing}.")
+        await page.click("#try-stop")
+        await expect(page.locator("#try-status")).to_have_text("stopped")
+
+
+async def test_an_operator_drains_sets_the_policy_and_kills(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first, second = sorted(rank.worker_id for rank in parts.workers)
+    async with opened(chromium, url) as page:
+        await page.select_option("#policy-order", "hrrn")
+        await page.click("#policy-form button[type=submit]")
+        await expect(page.locator("#admin-status")).to_have_text("the policy holds")
+        await expect(page.locator("#queue-line")).to_contain_text("order hrrn")
+        await expect(page.locator("#happened")).to_contain_text("policy: order hrrn")
+        await page.select_option("#policy-engine_policy", "slai")
+        await page.click("#policy-form button[type=submit]")
+        await expect(page.locator("#happened")).to_contain_text("policy: engine_policy slai")
+        await page.select_option("#drain-worker", first)
+        await page.click("#drain-form button")
+        await check_readable(page, "confirm")
+        await page.click("#confirm button[value=no]")
+        await page.click("#drain-form button")
+        await page.click("#confirm button[value=yes]")
+        await expect(page.locator("#grid .cell[data-state=draining]")).to_have_count(1)
+        await page.select_option("#chaos-kind", "FAULT_KIND_SLOW")
+        await page.select_option("#chaos-target", second)
+        await page.fill("#chaos-seconds", "0.5")
+        await page.click("#chaos-form button")
+        await page.click("#confirm button[value=yes]")
+        await expect(page.locator("#admin-status")).to_contain_text("slow: under way")
+        await check_readable(page, "draining")
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    key = await keyring.key("acme", Scope.INFER, Scope.METRICS)
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with cluster(1, 1, config) as parts:
+        async with opened(chromium, url_of(parts)) as page:
+            connection = page.locator("#connection")
+            await expect(connection).to_contain_text("an API key is needed")
+            await check_readable(page, "key")
+            await page.fill("#key", key)
+            await page.press("#key", "Enter")
+            await expect(connection).to_have_text("live")
+            await expect(page.locator("#admin")).to_be_hidden()
+            await page.fill("#max-tokens", "3")
+            await page.click("#try-start")
+            await expect(page.locator("#try-status")).to_contain_text("pieces in")
+            kept = await page.evaluate(
+                "[localStorage.length, document.cookie, ...Object.values(sessionStorage)]"
+            )
+            assert kept == [0, "", key]
+            await page.reload()
+            await expect(connection).to_have_text("live")
+
+
+async def test_a_feed_that_breaks_is_opened_again(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        connection = page.locator("#connection")
+        await expect(connection).to_have_text("live")
+        [uvicorn_connection] = [
+            it
+            for it in parts.routers[0]._http._state.connections
+            if it.cycle is not None and not it.cycle.response_complete
+        ]
+        uvicorn_connection.transport.abort()
+        await expect(connection).not_to_have_text("live")
+        await expect(connection).to_have_text("live")

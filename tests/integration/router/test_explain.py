@@ -1,0 +1,401 @@
+"""Where the time of requests went: routers, workers and a ledger over real gRPC, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import Cancelled, DeadlineExceeded, UnknownRequest
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.auth.caller import ANYONE
+from router.event_loop import now
+from router.requests.timing import Journal
+from router.router import Router
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
+from tests.support.router.http_client import JSON, ask, get, streamed
+from tests.support.router.keyring import Keyring
+from tests.support.worker.grammar_support import DEMO_MODEL
+from worker.config import FakeModel, WorkerConfig
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(workers=1) as parts:
+        yield parts
+
+
+def seconds(explanation: pb.Explanation) -> dict[pb.SpanKind.ValueType, float]:
+    """By kind."""
+    by_kind: dict[pb.SpanKind.ValueType, float] = {}
+    for span in explanation.spans:
+        by_kind[span.kind] = by_kind.get(span.kind, 0.0) + span.seconds
+    return by_kind
+
+
+def check_sum(explanation: pb.Explanation, wall_s: float) -> None:
+    """To 1 ms or 1 %."""
+    told_s = sum(seconds(explanation).values())
+    assert told_s == pytest.approx(wall_s, rel=0.01, abs=1e-3)
+    assert told_s == pytest.approx(explanation.total_s)
+
+
+async def timed(router: Router, message: pb.GenerateRequest) -> float:
+    """How long a request takes, by who asks for it in the router's own process."""
+    began = now()
+    opened = await router._inference.generate(ANYONE, message, {}, Journal(began))
+    async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            pass
+        return now() - began
+
+
+def asked(request_id: str, max_tokens: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=request_id, tokens=pb.TokenIds(ids=PROMPT), max_tokens=max_tokens
+    )
+
+
+async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
+    worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
+    config = replace(ROUTER, model=str(DEMO_MODEL))
+    async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        for number, more in enumerate(({}, {"n": 3}, {"stop": ["20"]})):
+            message = pb.GenerateRequest(
+                text="count from 17 to 30:",
+                request_id=f"r{number}",
+                max_tokens=24,
+                sampling=pb.Sampling(temperature=0),
+                **more,
+            )
+            wall_s = await timed(parts.routers[0], message)
+            explanation = await client.explain(f"r{number}")
+            check_sum(explanation, wall_s)
+            spent = seconds(explanation)
+            assert spent[pb.SPAN_KIND_DOOR] > 0 and spent[pb.SPAN_KIND_OPENING] > 0
+            # What a stop string ends may have come in one frame, which told of no step.
+            assert spent.keys() & {pb.SPAN_KIND_PREFILL, pb.SPAN_KIND_DECODE}
+            (attempt,) = explanation.attempts
+            assert attempt.worker_id == parts.workers[0].worker_id
+            assert attempt.new_tokens == explanation.output_tokens > 0
+            assert (attempt.end, explanation.state) == ("finished", pb.REQUEST_STATE_FINISHED)
+
+
+async def until_prefilling(client: AsyncClient, request_id: str, tokens: int) -> pb.Explanation:
+    async with asyncio.timeout(20.0):
+        while True:
+            with suppress(UnknownRequest):
+                explanation = await client.explain(request_id)
+                if explanation.attempts and explanation.attempts[0].prefilled_tokens >= tokens:
+                    return explanation
+            await asyncio.sleep(0.02)
+
+
+async def test_a_prefill_of_many_steps_is_explained_while_it_goes_on() -> None:
+    worker = replace(
+        WORKER, max_num_seqs=8, max_num_batched_tokens=32, fake=FakeModel(token_time=0.002)
+    )
+    async with cluster(1, 1, worker_config=worker) as parts, AsyncClient(parts.address) as client:
+        going = asyncio.create_task(receive(client, PROMPT * 400, 2, request_id="long"))
+        first = await until_prefilling(client, "long", 1)
+        second = await until_prefilling(client, "long", 500)
+        for explanation in (first, second):
+            spent = seconds(explanation)
+            assert pb.SPAN_KIND_UNTOLD not in spent
+            assert spent[pb.SPAN_KIND_PREFILL] > 0
+            assert explanation.attempts[0].known_tokens == 1200
+            assert explanation.attempts[0].new_tokens == 0
+        spent = seconds(second)
+        assert spent[pb.SPAN_KIND_PREFILL] > 0.8 * (second.total_s - 0.2)
+        await going
+        (attempt,) = (await client.explain("long")).attempts
+        assert (attempt.prefilled_tokens, attempt.new_tokens) == (0, 2)
+
+
+async def test_a_prefill_in_one_long_step_is_explained_as_prefill() -> None:
+    worker = replace(WORKER, max_num_batched_tokens=2048, fake=FakeModel(token_time=0.001))
+    async with cluster(1, 1, worker_config=worker) as parts, AsyncClient(parts.address) as client:
+        going = asyncio.create_task(receive(client, PROMPT * 600, 2, request_id="long"))
+        await asyncio.sleep(1.0)
+        explanation = await client.explain("long")
+        assert not going.done()
+        spent = seconds(explanation)
+        assert pb.SPAN_KIND_UNTOLD not in spent
+        assert spent[pb.SPAN_KIND_PREFILL] > 0.5
+        await going
+
+
+async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=1)
+    async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = [asyncio.create_task(receive(client, PROMPT, 8, request_id="first"))]
+        await until(lambda: held.num_requests == 1)
+        leader = parts.routers[0]._leader
+        for name, priority in (("second", 0), ("third", 0), ("last", 0), ("high", 5)):
+            queued = leader.queued
+            going = receive(client, PROMPT, 8, request_id=name, priority=priority)
+            work.append(asyncio.create_task(going))
+            await until(
+                lambda queued=queued, held=held: leader.queued + held.num_requests > queued + 1
+            )
+        waits = await client.explain("last")
+        assert waits.state == pb.REQUEST_STATE_QUEUED
+        assert waits.spans[-1].kind == pb.SPAN_KIND_QUEUED
+        held.release()
+        await asyncio.gather(*work)
+        explanation = await client.explain("last")
+    stay = explanation.attempts[0].queue
+    assert stay.order == "fifo" and stay.higher == 1 and stay.earlier >= 1
+    assert "high" in stay.before
+    spent = seconds(explanation)
+    assert spent[pb.SPAN_KIND_BEHIND_CLASS] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
+    assert sum(spent.values()) == pytest.approx(explanation.total_s)
+
+
+async def test_who_waits_for_room_is_told_who_has_it() -> None:
+    worker, config = replace(WORKER, max_num_seqs=1), replace(ROUTER, local_depth=1)
+    async with cluster(1, 2, config, worker) as parts, AsyncClient(parts.address) as client:
+        first, other = parts.hold()
+        names = [f"r{number}" for number in range(5)]
+        leader, work = parts.routers[0]._leader, {}
+
+        def num_known() -> int:
+            return leader.queued + first.num_requests + other.num_requests
+
+        for number, name in enumerate(names, 1):
+            going = receive(client, PROMPT, 8, request_id=name)
+            work[name] = asyncio.create_task(going)
+            await until(lambda number=number: num_known() == number)
+        first.release()
+        await work["r4"]
+        explanations = {name: await client.explain(name) for name in names}
+        other.release()
+        await asyncio.gather(*work.values())
+    last = explanations.pop("r4")
+    assert seconds(last)[pb.SPAN_KIND_NO_CREDIT] > 0
+    [attempt] = last.attempts
+    at_other = {
+        name
+        for name, told in explanations.items()
+        if told.attempts[0].worker_id != attempt.worker_id
+    }
+    assert set(attempt.occupants) == at_other and at_other
+
+
+async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=1)
+    async with cluster(2, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        await until(lambda: any(router._leader.is_leading for router in parts.routers))
+        *_, leading = sorted(parts.routers, key=lambda router: router._leader.is_leading)
+        work = [asyncio.create_task(receive(client, PROMPT, 8, request_id="first"))]
+        await until(lambda: held.num_requests == 1)
+        for number, name in enumerate(("second", "cancelled", "expires")):
+            timeout_s = 0.5 if name == "expires" else None
+            going = receive(client, PROMPT, 8, request_id=name, timeout_s=timeout_s)
+            work.append(asyncio.create_task(going))
+            await until(
+                lambda number=number: leading._leader.queued + held.num_requests > number + 1
+            )
+        await client.cancel("cancelled")
+        ends = await asyncio.gather(*work[2:], return_exceptions=True)
+        assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded]
+        explanations = [await client.explain(name) for name in ("cancelled", "expires")]
+        held.release()
+        await asyncio.gather(*work[:2])
+    for explanation in explanations:
+        spent = seconds(explanation)
+        assert pb.SPAN_KIND_QUEUED not in spent and spent[pb.SPAN_KIND_NO_CREDIT] > 0
+        assert sum(spent.values()) == pytest.approx(explanation.total_s)
+
+
+async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster) -> None:
+    async with AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = asyncio.create_task(timed(parts.routers[0], asked("r", 40)))
+        await until(lambda: held.num_requests == 1)
+        link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
+        held.let(10)
+        await until(lambda: link.state.step >= 10)
+        killing = asyncio.create_task(parts.kill_worker(parts.workers[0]))
+        await until(lambda: not link.is_up)
+        held.release()
+        await killing
+        router = parts.routers[0]
+        router.worker_starts(session_pb2.WorkerStart(name="heir", seconds=30.0))
+        await asyncio.sleep(0.05)
+        await parts.add_worker()
+        wall_s = await work
+        explanation = await client.explain("r")
+    spent = seconds(explanation)
+    check_sum(explanation, wall_s)
+    assert spent[pb.SPAN_KIND_REQUEUE] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
+    assert spent[pb.SPAN_KIND_WORKER_STARTS] > 0
+    # Its last word came before it was gone, and its heir computed all of it again.
+    assert spent[pb.SPAN_KIND_DETECTION] > 0 and spent[pb.SPAN_KIND_RECOMPUTE] > 0
+    attempts = {span.kind: span.attempt for span in explanation.spans}
+    assert attempts[pb.SPAN_KIND_DETECTION] == 1 and attempts[pb.SPAN_KIND_RECOMPUTE] == 2
+    first, second = explanation.attempts
+    assert "was lost" in first.end and second.end == "finished"
+    assert second.known_tokens == len(PROMPT) + first.new_tokens
+    assert first.steps == first.new_tokens == 10, "of all but the first it had told nothing"
+    assert second.recomputed_tokens == second.known_tokens - 1
+
+
+async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
+    worker = replace(WORKER, fake=FakeModel(step_time=0.002, token_time=2e-5))
+    async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = asyncio.create_task(timed(parts.routers[0], asked("decodes", 60)))
+        await until(lambda: held.num_requests == 1)
+        link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
+        held.let(10)
+        await until(lambda: link.state.step >= 10)
+        other = asyncio.create_task(receive(client, [5] * 2000, 4, request_id="prompt"))
+        await until(lambda: held.num_requests == 2)
+        running = await client.explain("decodes")
+        held.release()
+        wall_s, _ = await asyncio.gather(work, other)
+        decodes, prompt = [await client.explain(name) for name in ("decodes", "prompt")]
+    check_sum(decodes, wall_s)
+    assert seconds(decodes)[pb.SPAN_KIND_STALLED] > 0
+    assert decodes.attempts[0].most_neighbours == 1
+    for told in (running, decodes):
+        assert (told.attempts[0].neighbours, told.attempts[0].newcomers) == ([], ["prompt"])
+    assert (prompt.attempts[0].neighbours, prompt.attempts[0].newcomers) == (["decodes"], [])
+    assert seconds(prompt)[pb.SPAN_KIND_PREFILL] > 0
+    assert pb.SPAN_KIND_STALLED not in seconds(prompt)
+
+
+async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    keys = [await keyring.key("many"), await keyring.key("few")]
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=2, access="file", access_file=str(keyring.path))
+    async with AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(cluster(1, 1, config, worker))
+        clients = [AsyncClient(parts.address, api_key=key) for key in keys]
+        many, few = [await stack.enter_async_context(client) for client in clients]
+        [held] = parts.hold()
+        leader, work = parts.routers[0]._leader, []
+        for number, client in enumerate((many, many, many, many, few)):
+            going = receive(client, PROMPT, 8, request_id=f"r{number}")
+            work.append(asyncio.create_task(going))
+            await until(lambda number=number: leader.queued + held.num_requests > number)
+        held.release()
+        await asyncio.gather(*work)
+        first, last = [await many.explain(name) for name in ("r0", "r3")]
+        other = await few.explain("r4")
+    spent, stay = seconds(last), last.attempts[0].queue
+    assert spent[pb.SPAN_KIND_BEHIND_TURN] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
+    assert (stay.turns, stay.ordered) == (1, 0)
+    # The other tenant is counted, and never named.
+    assert set(stay.before) <= {"r0", "r1", "r2"}
+    assert {"r1"} <= {*first.attempts[0].newcomers} <= {"r1", "r2", "r3"}
+    assert {*last.attempts[0].neighbours} <= {"r1", "r2"} and not other.attempts[0].neighbours
+    assert pb.SPAN_KIND_BEHIND_TURN not in seconds(other)
+
+
+async def test_without_its_blocks_a_request_waits_again_and_is_computed_again() -> None:
+    """Three of them have room at first, and not to their ends."""
+    worker = replace(WORKER, num_blocks=8, watermark=0.0)
+    async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:
+        names = ("a", "b", "c")
+        going = (timed(parts.routers[0], asked(name, 120)) for name in names)
+        times = await asyncio.gather(*going)
+        explanations = [await client.explain(name) for name in names]
+    for explanation, wall_s in zip(explanations, times, strict=True):
+        check_sum(explanation, wall_s)
+    lost = [it for it in explanations if it.attempts[0].preemptions]
+    assert lost and all(seconds(it)[pb.SPAN_KIND_PREEMPTED] > 0 for it in lost)
+    assert any(pb.SPAN_KIND_RECOMPUTE in seconds(it) for it in lost)
+
+
+async def test_while_nobody_leads_a_request_waits_for_a_leader() -> None:
+    worker, config = replace(WORKER, max_num_seqs=1), replace(ROUTER, local_depth=1)
+    async with cluster(2, 1, config, worker) as parts:
+        [held] = parts.hold()
+        await until(lambda: any(router._leader.is_leading for router in parts.routers))
+        heir, leading = sorted(parts.routers, key=lambda router: router._leader.is_leading)
+        work = [asyncio.create_task(timed(heir, asked("first", 8)))]
+        await until(lambda: held.num_requests == 1)
+        for name in ("second", "third", "fourth"):
+            work.append(asyncio.create_task(timed(heir, asked(name, 8))))
+        await until(lambda: leading._leader.queued > 0)
+        await parts.kill_router(leading)
+        await until(lambda: heir._leader.is_leading)
+        held.release()
+        times = await asyncio.gather(*work)
+        async with AsyncClient(heir.address) as client:
+            explanations = [await client.explain(name) for name in ("first", "fourth")]
+    for explanation, wall_s in zip(explanations, (times[0], times[-1]), strict=True):
+        check_sum(explanation, wall_s)
+    assert seconds(explanations[1])[pb.SPAN_KIND_LINE] > 0
+
+
+async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None:
+    config = replace(ROUTER, reassert=3 * ROUTER.beat)
+    async with cluster(2, 1, config) as parts:
+        async with AsyncClient(parts.routers[0].address) as here:
+            async with AsyncClient(parts.routers[1].address) as there:
+                [held] = parts.hold()
+                work = asyncio.create_task(timed(parts.routers[0], asked("r", 20)))
+                await until(lambda: held.num_requests == 1)
+                assert (await there.explain("r")).state == pb.REQUEST_STATE_RUNNING
+                # That the way to a client is seldom about as long as what is left out of it.
+                await asyncio.sleep(0.3)
+                held.release()
+                wall_s = await work
+                fresh = await here.explain("r")
+                await until(lambda: parts.routers[0]._requests._recent.get("r") is None)
+                kept = await there.explain("r")
+                with pytest.raises(UnknownRequest):
+                    await there.explain("other")
+    assert kept.state == pb.REQUEST_STATE_FINISHED
+    check_sum(fresh, wall_s)
+    check_sum(kept, wall_s)
+    assert kept.attempts == fresh.attempts
+
+
+async def test_the_short_form_comes_with_the_answer_where_it_is_asked_for(parts: Cluster) -> None:
+    async with AsyncClient(parts.address) as client:
+        for explains in (False, True):
+            stream = client.generate(PROMPT, max_tokens=4, explain=explains)
+            await stream.text()
+            assert stream.timing is not None
+            assert bool(stream.timing.spans) is explains
+        kinds = [span.kind for span in stream.timing.spans]
+        assert kinds == sorted(set(kinds)) and pb.SPAN_KIND_DECODE in kinds
+
+
+async def test_over_http_it_is_json_and_a_header(parts: Cluster) -> None:
+    address = parts.routers[0].http_address
+    body = {"prompt": PROMPT, "max_tokens": 4}
+    headers = {**JSON, "idempotency-key": "r", "x-explain": "1"}
+    answer = await ask(address, "/v1/completions", body, headers)
+    assert "decode;dur=" in answer.headers["server-timing"]
+    told = (await get(address, "/v1/requests/r/explanation")).json
+    assert told["state"] == "finished" and told["attempts"][0]["end"] == "finished"
+    assert 0 <= told["ledger_s"] < told["ttft_s"] < told["total_s"]
+    whole_s = sum(span["seconds"] for span in told["spans"])
+    assert whole_s == pytest.approx(told["total_s"])
+    unknown = await get(address, "/v1/requests/other/explanation")
+    assert (unknown.status, unknown.error[0]) == (404, "unknown_request")
+    async with streamed(
+        address, "/v1/completions", {**body, "stream": True}, {**JSON, "x-explain": "true"}
+    ) as stream:
+        chunks = [event.json async for event in stream.events() if event.data != "[DONE]"]
+    assert {"kind", "start_s", "seconds", "attempt"} == chunks[-1]["timing"][0].keys()
+    plain = await ask(address, "/v1/completions", body, JSON)
+    assert "server-timing" not in plain.headers

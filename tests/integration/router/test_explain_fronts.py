@@ -1,0 +1,238 @@
+"""What is told of a request adds up to all of its time at a router, over each front: also to what
+passes before it is known what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from everlift import wire
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
+from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
+from router.api.service import IDEMPOTENCY_KEY
+from router.chat.templates import ChatTemplate
+from tests.integration.router.test_explain import check_sum, seconds
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, until
+from tests.support.router.fronts import CHAT, COMPLETIONS, GENERATE, INFER, element
+from tests.support.router.http_client import JSON, ask
+from tests.support.router.rim import Rim
+from tests.support.router.scrape import scraped
+from tests.support.worker.grammar_support import DEMO_MODEL
+from worker.config import WorkerConfig
+
+MANY = "/everlift.v1.Inference/GenerateMany"
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+#: Of which 1 % is more than a router's turn of its event loop takes.
+TOKENS = 150
+LATE_S = 0.2
+_TRIES = 4
+
+
+@pytest.fixture
+def rim(monkeypatch: pytest.MonkeyPatch) -> Rim:
+    return Rim(monkeypatch)
+
+
+@pytest.fixture
+async def parts(rim: Rim) -> AsyncIterator[Cluster]:
+    async with cluster(1, 1, ROUTER, WORKER) as parts:
+        yield parts
+
+
+@pytest.fixture
+async def chatting(rim: Rim) -> AsyncIterator[Cluster]:
+    worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
+    async with cluster(1, 1, replace(ROUTER, model=str(DEMO_MODEL)), worker) as parts:
+        yield parts
+
+
+async def told(parts: Cluster, name: str) -> pb.Explanation:
+    async with AsyncClient(parts.address) as client:
+        return await client.explain(name)
+
+
+async def added_up(
+    parts: Cluster, rim: Rim, send: Callable[[str], Awaitable[None]]
+) -> pb.Explanation:
+    """Of a request, whose sum is right. A busy machine may stop the process between the router's
+    look at the clock and the stopwatch's: then another one is sent."""
+    for number in range(_TRIES):
+        await send(name := f"r{number}")
+        wall_s, explanation = rim.seconds[name], await told(parts, name)
+        if abs(sum(seconds(explanation).values()) - wall_s) <= max(1e-3, 0.01 * wall_s):
+            break
+    check_sum(explanation, wall_s)
+    return explanation
+
+
+def named(name: str) -> dict[str, str]:
+    return {**JSON, IDEMPOTENCY_KEY: name}
+
+
+Fields = Mapping[str, Any]
+#: One call by its name, whose body comes so long after it was heard.
+Send = Callable[[Cluster, Rim, str], Awaitable[None]]
+
+
+async def late(rim: Rim, name: str) -> None:
+    await until(lambda: name in rim.heard)
+    await asyncio.sleep(LATE_S)
+
+
+def over_grpc(method: str, message: Callable[[str], Any]) -> Send:
+    async def send(parts: Cluster, rim: Rim, name: str) -> None:
+        async def messages() -> AsyncIterator[bytes]:
+            await late(rim, name)
+            yield message(name).SerializeToString()
+
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            call = channel.stream_stream(method)(messages(), metadata=((IDEMPOTENCY_KEY, name),))
+            while await wire.read(call) is not None:
+                pass
+
+    return send
+
+
+def over_http(body: Fields) -> Send:
+    async def send(parts: Cluster, rim: Rim, name: str) -> None:
+        data, address = json.dumps(body).encode(), parts.routers[0].http_address
+        fields = {"host": address, "content-length": str(len(data)), **named(name)}
+        head = "".join(f"{it}: {value}\r\n" for it, value in fields.items())
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode())
+        await late(rim, name)
+        writer.write(data)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    return send
+
+
+def generate(name: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="a", max_tokens=TOKENS)
+
+
+def infer(name: str) -> kserve_pb.ModelInferRequest:
+    message = kserve_pb.ModelInferRequest(model_name="fake", raw_input_contents=[element(b"a")])
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    message.parameters["max_tokens"].int64_param = TOKENS
+    message.parameters["request_id"].string_param = name
+    return message
+
+
+FRONTS = {
+    "Generate": over_grpc(GENERATE, generate),
+    "ModelInfer": over_grpc(INFER, infer),
+    "completions": over_http({"prompt": "a", "max_tokens": TOKENS}),
+    "completions as they come": over_http({"prompt": "a", "max_tokens": TOKENS, "stream": True}),
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+async def test_a_body_that_comes_late_is_time_at_the_door(
+    parts: Cluster, rim: Rim, front: str
+) -> None:
+    explanation = await added_up(parts, rim, lambda name: FRONTS[front](parts, rim, name))
+    assert explanation.spans[0].kind == pb.SPAN_KIND_DOOR
+    assert explanation.spans[0].seconds > LATE_S
+
+
+async def test_timing_and_metrics_count_from_the_call_too(parts: Cluster, rim: Rim) -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        await late(rim, "r")
+        yield generate("r").SerializeToString()
+
+    async with grpc.aio.insecure_channel(parts.address) as channel:
+        call = channel.stream_stream(GENERATE, response_deserializer=pb.GenerateResponse.FromString)
+        *_, last = [it async for it in call(messages(), metadata=((IDEMPOTENCY_KEY, "r"),))]
+    explanation, timing = await told(parts, "r"), last.timing
+    assert timing.time_to_first_token_s == explanation.ttft_s > LATE_S
+    assert LATE_S < timing.total_s <= explanation.total_s
+    samples = (await scraped(parts.routers[0].metrics_address)).samples
+
+    def total_s(name: str) -> float:
+        return samples.total(f"everlift_{name}_seconds_sum")
+
+    assert total_s("time_to_first_token") == pytest.approx(timing.time_to_first_token_s)
+    assert total_s("request_latency") == pytest.approx(timing.total_s)
+    assert total_s("queue_wait") < explanation.total_s - LATE_S
+
+
+async def test_all_requests_of_one_call_count_from_it(parts: Cluster, rim: Rim) -> None:
+    def many(name: str) -> pb.GenerateManyRequest:
+        return pb.GenerateManyRequest(requests=[pb.GenerateRequest(text="a", max_tokens=2)] * 2)
+
+    await over_grpc(MANY, many)(parts, rim, "r")
+    await over_http({"prompt": ["a", "b"], "max_tokens": 2})(parts, rim, "s")
+    for name in ("r:0", "r:1", "s:0", "s:1"):
+        explanation = await told(parts, name)
+        assert explanation.spans[0].kind == pb.SPAN_KIND_DOOR
+        assert explanation.spans[0].seconds > LATE_S
+
+
+async def test_a_request_of_a_stream_counts_from_its_own_message(parts: Cluster, rim: Rim) -> None:
+    """The call that it came over may be an hour old."""
+    await over_grpc(STREAM_INFER, lambda _: infer("r"))(parts, rim, "s")
+    assert (await told(parts, "r")).total_s < rim.seconds["s"] - LATE_S
+
+
+class HeldTemplate:
+    """Of a router: while it is held its processes write nothing."""
+
+    def __init__(self, template: ChatTemplate, patch: pytest.MonkeyPatch) -> None:
+        self.is_asked = False
+        self._renders = template.render
+        patch.setattr(template, "render", self._render)
+        processes = [one._process for one in template._processes]
+        self._pids = [process.pid for process in processes if process is not None]
+
+    def hold(self) -> None:
+        self.is_asked = False
+        self._signal(signal.SIGSTOP)
+
+    async def _render(self, *args: Any, **more: Any) -> str:
+        self.is_asked = True
+        return await self._renders(*args, **more)
+
+    def let(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.killpg(pid, number)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_whose_template_takes_its_time_is_told_so(
+    chatting: Cluster, rim: Rim, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    router = chatting.routers[0]
+    assert router._template is not None
+    # It is there before anybody chats.
+    [process] = router._template._processes
+    await until(lambda: process._process)
+    template = HeldTemplate(router._template, monkeypatch)
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "max_tokens": 20, "stream": stream}
+
+    async def send(name: str) -> None:
+        template.hold()
+        chat = asyncio.create_task(ask(router.http_address, CHAT, body, named(name)))
+        await until(lambda: template.is_asked)
+        await asyncio.sleep(LATE_S)
+        template.let()
+        assert (await chat).status == 200
+
+    explanation = await added_up(chatting, rim, send)
+    door, rendering, tokenising = explanation.spans[:3]
+    assert (door.kind, tokenising.kind) == (pb.SPAN_KIND_DOOR, pb.SPAN_KIND_DOOR)
+    assert rendering.kind == pb.SPAN_KIND_RENDERING and rendering.seconds > LATE_S

@@ -1,0 +1,262 @@
+"""Many requests over one call, at a whole cluster: each is a request like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+import pytest
+
+from everlift import error_details, wire
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
+from everlift.messages import MAX_REQUESTS
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.api.grpc import inference_server
+from tests.support.in_process import ROUTER, cluster, receive, right_tokens, until
+
+
+@dataclass
+class Read:
+    """Of each request, by its index."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, pb.Failure] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+
+    def take(self, message: pb.GenerateManyResponse) -> None:
+        for it in message.pieces:
+            if it.HasField("failure"):
+                assert it.index not in self.finished
+                self.failures[it.index] = it.failure
+                continue
+            tokens = self.tokens.setdefault(it.index, [])
+            self.names[it.index] = it.piece.request_id
+            assert it.piece.offset == len(tokens)
+            tokens.extend(it.piece.token_ids)
+            if it.piece.HasField("usage"):
+                self.finished.add(it.index)
+
+
+def asked(
+    tokens: Sequence[int], count: int, request_id: str = "", **fields: object
+) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=tokens),
+        max_tokens=count,
+        sampling=pb.Sampling(temperature=0.0),
+        request_id=request_id,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@asynccontextmanager
+async def stub(address: str) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def read(
+    address: str,
+    requests: Sequence[pb.GenerateRequest],
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> Read:
+    """To the end. Raises EverliftError."""
+    result = Read()
+    async with stub(address) as router:
+        call = router.GenerateMany(
+            pb.GenerateManyRequest(requests=requests),
+            metadata=tuple((headers or {}).items()),
+            timeout=timeout_s,
+        )
+        while (message := await wire.read(call)) is not None:
+            result.take(message)
+    return result
+
+
+async def test_each_request_is_answered_as_if_it_were_alone() -> None:
+    async with cluster(workers=2) as parts:
+        prompts = [[number, 7] for number in range(60)]
+        result = await read(parts.address, [asked(it, 1 + it[0] % 20) for it in prompts])
+    for index, prompt in enumerate(prompts):
+        assert result.tokens[index] == right_tokens(prompt, 1 + prompt[0] % 20)
+    assert result.finished == set(range(60))
+    assert len(set(result.names.values())) == 60
+
+
+async def test_a_bad_one_is_told_what_is_wrong_and_the_others_go_on() -> None:
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        result = await read(
+            parts.address,
+            [
+                asked([1], 5, "good"),
+                asked([], 5),
+                asked([1], 5, "a b"),
+                asked([1], 5, model="gpt-9"),
+                asked([5000], 5, "unknown-token"),
+            ],
+        )
+        assert result.tokens == {0: right_tokens([1], 5)}
+        assert {index: it.slug for index, it in result.failures.items()} == {
+            1: "empty_prompt",
+            2: "invalid_request",
+            3: "unknown_model",
+            4: "out_of_range",
+        }
+        assert (await client.get_request("good")).state == pb.REQUEST_STATE_FINISHED
+
+
+async def test_the_log_has_the_name_that_a_mesh_gave_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "router"):
+        async with cluster(workers=1) as parts:
+            requests = [asked([1], 3, "a"), asked([2], 3, "b")]
+            result = await read(parts.address, requests, {"x-request-id": "mesh/1"})
+            plain = await read(parts.address, [asked([1], 3, "c")])
+    assert (result.finished, plain.finished) == ({0, 1}, {0})
+    told = [
+        (fields["request_id"], record.getMessage(), fields.get("x_request_id"))
+        for record in caplog.records
+        if record.getMessage() in ("accepted", "finished")
+        for fields in [record.__dict__["everlift_fields"]]
+    ]
+    assert sorted(told, key=str) == [
+        (name, event, given)
+        for name, given in (("a", "mesh/1"), ("b", "mesh/1"), ("c", None))
+        for event in ("accepted", "finished")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        ([], OutOfRange),
+        ([""] * (MAX_REQUESTS + 1), TooManyRequests),
+        (["a", "b", "a"], InvalidRequest),
+    ],
+    ids=["none", "too many", "a name twice"],
+)
+async def test_a_call_that_is_wrong_as_a_whole_is_refused(
+    names: list[str], error: type[EverliftError]
+) -> None:
+    async with cluster(workers=1) as parts:
+        with pytest.raises(error) as caught:
+            await read(parts.address, [asked([1], 5, name) for name in names])
+        assert caught.value.field == "requests"
+        assert not len(parts.routers[0]._requests)
+
+
+async def test_as_many_as_may_be_are_served() -> None:
+    async with cluster(workers=2) as parts:
+        prompts = [[number % 1000] for number in range(MAX_REQUESTS)]
+        result = await read(parts.address, [asked(prompt, 2) for prompt in prompts])
+    assert result.tokens == dict(enumerate(right_tokens(prompt, 2) for prompt in prompts))
+
+
+async def test_asked_again_they_are_the_same_requests() -> None:
+    requests = [asked([number], 6) for number in range(4)]
+    named = {"idempotency-key": "batch"}
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        first = await read(parts.address, requests, named)
+        again = await read(parts.address, requests, named)
+        assert first == again
+        assert set(first.names.values()) == {"batch:0", "batch:1", "batch:2", "batch:3"}
+        assert (await client.status()).completed == 4
+        other = await read(parts.address, [asked([9], 6), *requests[1:]], named)
+        assert {index: it.slug for index, it in other.failures.items()} == {0: "request_conflict"}
+
+
+async def test_those_that_another_router_has_are_relayed() -> None:
+    async with cluster(routers=2, workers=1) as parts:
+        [held] = parts.hold()
+        here, there = (router.address for router in parts.routers)
+        reading = asyncio.create_task(read(there, [asked([1, 2], 30, "theirs")]))
+        await until(lambda: held.num_requests)
+        both = asyncio.create_task(read(here, [asked([1, 2], 30, "theirs"), asked([3], 4, "ours")]))
+        await until(lambda: held.num_requests == 2)
+        held.release()
+        assert (await both).tokens == {0: right_tokens([1, 2], 30), 1: right_tokens([3], 4)}
+        assert (await reading).tokens == {0: right_tokens([1, 2], 30)}
+
+
+async def test_who_hangs_up_leaves_each_request_as_it_wants_to_be_left() -> None:
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        async with stub(parts.address) as router:
+            call = router.GenerateMany(
+                pb.GenerateManyRequest(
+                    requests=[
+                        asked([1], 50, "ends"),
+                        asked([2], 50, "stays", on_disconnect=pb.ON_DISCONNECT_CONTINUE),
+                    ]
+                )
+            )
+            await until(lambda: held.num_requests == 2)
+            call.cancel()
+        async with asyncio.timeout(10):
+            while (await client.get_request("ends")).state != pb.REQUEST_STATE_CANCELLED:
+                await asyncio.sleep(0.01)
+        held.release()
+        kept = client.attach("stays")
+        assert [t async for it in kept for t in it.token_ids] == right_tokens([2], 50)
+
+
+async def test_a_full_queue_refuses_each_and_says_when_to_come_again() -> None:
+    config = replace(ROUTER, max_queued=2)
+    async with (
+        cluster(workers=0, router_config=config) as parts,
+        AsyncClient(parts.address) as client,
+    ):
+        waiting = [asyncio.create_task(receive(client, [number], 3)) for number in (1, 2)]
+        await until(lambda: parts.routers[0]._line.queued == 2)
+        result = await read(parts.address, [asked([number], 3) for number in range(3)])
+        assert [it.slug for it in result.failures.values()] == ["queue_full"] * 3
+        assert [it.retry_after_s for it in result.failures.values()] == [1.0] * 3
+        await parts.add_worker()
+        await asyncio.gather(*waiting)
+
+
+async def test_a_deadline_of_the_call_is_each_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine needs longer until its client has the answer: half of the deadline at most.
+    monkeypatch.setattr(inference_server, "_TO_ANSWER_S", 1.0)
+    async with cluster(workers=1) as parts:
+        parts.hold()
+        requests = [asked([1], 50, "a"), asked([2], 50, "b")]
+        result = await read(parts.address, requests, timeout_s=2.0)
+    assert {it.slug for it in result.failures.values()} == {"deadline_exceeded"}
+    assert len(result.failures) == 2
+
+
+async def test_a_neighbour_does_not_notice_a_thousand() -> None:
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        many = asyncio.create_task(
+            read(parts.address, [asked([number % 900], 3) for number in range(MAX_REQUESTS)])
+        )
+        assert (await receive(client, [5, 6], 20)).tokens == right_tokens([5, 6], 20)
+        assert len((await many).finished) == MAX_REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("data", "slug"),
+    [
+        pytest.param(b"\xff\xff", "invalid_request", id="no message"),
+        pytest.param(b"\x0a\x00" * 1_000_000, "out_of_range", id="a million requests"),
+        pytest.param(b"\x78\x00" * 1_000_000, "out_of_range", id="a million unknown fields"),
+    ],
+)
+async def test_a_message_that_is_none_is_refused(data: bytes, slug: str) -> None:
+    async with cluster(workers=0) as parts, grpc.aio.insecure_channel(parts.address) as channel:
+        call = channel.unary_stream("/everlift.v1.Inference/GenerateMany")(data)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    told = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
+    assert told is not None and told.slug == slug

@@ -1,0 +1,713 @@
+"""OpenAI's API over HTTP, on routers and fake workers: what is answered, refused and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
+from router.api.openai import connection
+from router.api.openai.event_id import BEGIN, EventId
+from router.auth.caller import Caller, Scope
+from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
+from tests.support.router.http_client import JSON, Event, ask, get, streamed
+from worker.config import FakeModel
+
+PROMPT = [5, 6, 7]
+GREEDY = {"prompt": PROMPT, "temperature": 0}
+
+
+def right_text(parts: Cluster, prompt: list[int], count: int) -> str:
+    return parts.routers[0]._model.tokenizer.decode(right_tokens(prompt, count))
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(workers=1) as parts:
+        yield parts
+
+
+@pytest.fixture
+def address(parts: Cluster) -> str:
+    return parts.routers[0].http_address
+
+
+async def events(address: str, body: Any, headers: Mapping[str, str] = JSON) -> list[Event]:
+    async with streamed(address, "/v1/completions", {**body, "stream": True}, headers) as stream:
+        assert stream.status == 200
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        return [event async for event in stream.events()]
+
+
+def text_of(chunks: list[Event], choice: int = 0) -> str:
+    shown = [it for event in chunks for it in event.json["choices"] if it["index"] == choice]
+    return "".join(it["text"] for it in shown)
+
+
+async def busy(parts: Cluster) -> int:
+    """Requests in the hands of the first worker."""
+    async with AsyncClient(parts.address) as client:
+        [worker] = (await client.status()).workers
+        return int(worker.num_running + worker.num_waiting)
+
+
+# answers
+
+
+async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str) -> None:
+    answer = await ask(address, "/v1/completions", {**GREEDY, "max_tokens": 20})
+    [choice] = answer.json["choices"]
+    assert (answer.status, choice["finish_reason"]) == (200, "length")
+    assert choice["text"] == right_text(parts, PROMPT, 20)
+    assert answer.json["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 20,
+        "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert answer.json["id"] == f"cmpl-{answer.headers['idempotency-key']}"
+    assert answer.json["model"] == "fake"
+
+
+async def test_a_stream_says_the_same(parts: Cluster, address: str) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, usage, done = await events(address, {**GREEDY, "max_tokens": 20, **options})
+    assert text_of(chunks) == right_text(parts, PROMPT, 20)
+    assert [it.json["choices"][0]["finish_reason"] for it in chunks] == [
+        *[None] * (len(chunks) - 1),
+        "length",
+    ]
+    assert usage.json["choices"] == [] and usage.json["usage"]["completion_tokens"] == 20
+    assert done.data == "[DONE]"
+    plain = await events(address, {**GREEDY, "max_tokens": 20})
+    assert all(event.json["usage"] is None for event in plain[:-1])
+
+
+async def test_usage_has_the_prefix_cache_hits(address: str) -> None:
+    body = {"prompt": list(range(100)), "temperature": 0, "max_tokens": 2}
+    options = {"stream_options": {"include_usage": True}}
+    first = await ask(address, "/v1/completions", body)
+    again = await ask(address, "/v1/completions", body)
+    *_, streamed_usage, _ = await events(address, {**body, **options})
+    details = [it.json["usage"]["prompt_tokens_details"] for it in (first, again, streamed_usage)]
+    assert details == [{"cached_tokens": 0}, {"cached_tokens": 96}, {"cached_tokens": 96}]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "abc", ["a", "bc"]])
+async def test_continuous_usage_is_in_every_chunk(address: str, prompt: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 20, "stream_options": options}
+    *chunks, last, _ = await events(address, body)
+    total = 20 * (2 if len(prompt) == 2 else 1)
+    counts = []
+    for chunk in chunks:
+        usage = chunk.json["usage"]
+        assert usage["prompt_tokens"] == 3
+        assert usage["total_tokens"] == 3 + usage["completion_tokens"]
+        counts.append(usage["completion_tokens"])
+    assert counts == sorted(counts) and counts[-1] == total
+    assert last.json["usage"]["completion_tokens"] == total and last.json["choices"] == []
+    # As with vLLM it takes effect with include_usage only.
+    alone = {**body, "stream_options": {"continuous_usage_stats": True}}
+    *chunks, _ = await events(address, alone)
+    assert all(chunk.json["usage"] is None and chunk.json["choices"] for chunk in chunks)
+
+
+async def test_stop_reason_is_the_stop_that_the_client_named(parts: Cluster, address: str) -> None:
+    tokens = right_tokens(PROMPT, 20)
+    text = right_text(parts, PROMPT, 20)
+    for fields, reason in (
+        ({"stop": [text[4:7]]}, text[4:7]),
+        ({"stop_token_ids": [tokens[5]]}, tokens[5]),
+        ({}, None),
+    ):
+        body = {**GREEDY, "max_tokens": 20, **fields}
+        [choice] = (await ask(address, "/v1/completions", body)).json["choices"]
+        finish = "length" if reason is None else "stop"
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish, reason)
+        *chunks, _ = await events(address, body)
+        reasons = [chunk.json["choices"][0]["stop_reason"] for chunk in chunks]
+        assert reasons == [*[None] * (len(chunks) - 1), reason]
+
+
+async def test_prompts_and_choices_are_in_order(parts: Cluster, address: str) -> None:
+    prompts = [[5], [6, 7], [8]]
+    body = {"prompt": prompts, "n": 2, "temperature": 0, "max_tokens": 9}
+    right = [right_text(parts, prompt, 9) for prompt in prompts for _ in range(2)]
+    answer = await ask(address, "/v1/completions", body)
+    assert [it["index"] for it in answer.json["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert [it["text"] for it in answer.json["choices"]] == right
+    assert answer.json["usage"]["prompt_tokens"] == 4
+    *chunks, _ = await events(address, body)
+    assert [text_of(chunks, choice) for choice in range(6)] == right
+
+
+async def test_an_echo_begins_with_the_prompt(parts: Cluster, address: str) -> None:
+    body = {"prompt": ["ab", "c"], "temperature": 0, "max_tokens": 3, "echo": True}
+    right = ["ab" + right_text(parts, list(b"ab"), 3), "c" + right_text(parts, list(b"c"), 3)]
+    answer = await ask(address, "/v1/completions", body)
+    assert [it["text"] for it in answer.json["choices"]] == right
+    *chunks, _ = await events(address, body)
+    assert [text_of(chunks, choice) for choice in range(2)] == right
+
+
+async def test_models_and_texts(address: str) -> None:
+    models = await get(address, "/v1/models")
+    [model] = models.json["data"]
+    assert (model["id"], model["max_model_len"], model["object"]) == ("fake", 4096, "model")
+    assert (await get(address, "/v1/models/fake")).json == model
+    unknown = await get(address, "/v1/models/org/other")
+    assert (unknown.status, unknown.error) == (404, ("unknown_model", "model"))
+    tokens = await ask(address, "/tokenize", {"prompt": "hé", "return_token_strs": True})
+    assert tokens.json["tokens"] == list("hé".encode())
+    assert tokens.json["token_strs"] == ["h", "<0xC3>", "<0xA9>"]
+    assert (tokens.json["count"], tokens.json["max_model_len"]) == (3, 4096)
+    text = await ask(address, "/detokenize", {"tokens": tokens.json["tokens"]})
+    assert text.json == {"prompt": "hé"}
+
+
+async def test_a_model_without_a_template_has_no_chats(address: str) -> None:
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = await ask(address, path, messages)
+        assert (answer.status, answer.error[0]) == (400, "no_chat_template")
+
+
+async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> None:
+    assert (await get(address, "/health")).status == 200
+    assert (await ask(address, "/health", method="HEAD")).status == 200
+    assert (await get(address, "/ready")).status == 200
+    await ask(address, "/v1/completions", GREEDY)
+    odd = {"accept": "application/openmetrics-text; version=latest"}
+    for headers in ({}, odd):
+        metrics = await get(address, "/metrics", headers)
+        assert metrics.headers["content-type"].startswith("text/plain")
+    assert b'everlift_requests_total{outcome="ok"} 1.0' in metrics.body
+    parts.routers[0]._requests._custody.is_closing = True
+    answer = await get(address, "/ready")
+    assert (answer.status, answer.error[0]) == (503, "router_stopping")
+    assert (await get(address, "/health")).status == 200
+    parts.routers[0]._requests._custody.is_closing = False
+
+
+async def test_status_says_where_it_is(parts: Cluster, address: str) -> None:
+    async with AsyncClient(parts.address) as client:
+        assert (await client.status()).http_address == address
+
+
+# names, traces
+
+
+async def test_a_name_makes_it_one_request(parts: Cluster, address: str) -> None:
+    headers = {**JSON, "idempotency-key": "mine"}
+    body = {"prompt": "a", "temperature": 1, "max_tokens": 9}
+    first = await ask(address, "/v1/completions", body, headers)
+    again = await ask(address, "/v1/completions", body, headers)
+    assert first.json["choices"] == again.json["choices"]
+    assert again.headers["idempotency-key"] == again.headers["x-request-id"] == "mine"
+    other = await ask(address, "/v1/completions", {**body, "prompt": "b"}, headers)
+    assert (other.status, other.error[0]) == (409, "request_conflict")
+    assert other.headers["x-should-retry"] == "false"
+    assert (await parts.ledger.get("mine")).num_tokens == (9,)
+
+
+async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own(address: str) -> None:
+    headers = {**JSON, "x-request-id": "mesh/1"}
+    answers = [
+        await ask(address, "/v1/completions", {**GREEDY, "prompt": prompt}, headers)
+        for prompt in ("a", "b")
+    ]
+    assert [answer.status for answer in answers] == [200, 200]
+    assert answers[0].json["id"] != answers[1].json["id"]
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mesh/1"}
+    unprintable = await ask(address, "/v1/completions", GREEDY, {**JSON, "x-request-id": "a b"})
+    assert unprintable.headers["x-request-id"] == unprintable.headers["idempotency-key"]
+
+
+async def test_every_answer_has_the_name_that_a_mesh_gave_its_call(address: str) -> None:
+    headers = {**JSON, "x-request-id": "mesh/1"}
+    paths = {"/tokenize": 200, "/v1/completions": 400, "/v1/models": 405, "/nothing": 404}
+    for path, status in paths.items():
+        answer = await ask(address, path, {"prompt": ""}, headers)
+        assert (answer.status, answer.headers["x-request-id"]) == (status, "mesh/1")
+
+
+async def test_several_prompts_have_their_places_behind_the_name(
+    parts: Cluster, address: str
+) -> None:
+    body = {"prompt": ["a", "b"], "max_tokens": 2}
+    await ask(address, "/v1/completions", body, {**JSON, "idempotency-key": "mine"})
+    assert [(await parts.ledger.get(f"mine:{i}")).num_tokens for i in range(2)] == [(2,), (2,)]
+
+
+async def test_a_refusal_names_its_request_too(address: str) -> None:
+    answer = await ask(address, "/v1/completions", {"prompt": ""})
+    assert answer.error == ("empty_prompt", "prompt")
+    assert answer.headers["idempotency-key"]
+    bad = await ask(address, "/v1/completions", GREEDY, {**JSON, "idempotency-key": "not one"})
+    assert (bad.status, bad.error) == (400, ("invalid_request", "idempotency-key"))
+
+
+# refusals
+
+
+REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
+    "no JSON": (b"{", 400, "malformed_body", None),
+    "no UTF-8": (b'{"prompt": "\xff"}', 400, "not_utf8", None),
+    "unknown field": ({"prompt": "a", "tempratur": 1}, 400, "unknown_field", "tempratur"),
+    "no prompt": ({}, 400, "invalid_request", "prompt"),
+    "unknown model": ({"prompt": "a", "model": "gpt-5"}, 404, "unknown_model", "model"),
+    "top_p above one": ({"prompt": "a", "top_p": 1.5}, 400, "out_of_range", "top_p"),
+    "n above the most": ({"prompt": "a", "n": 129}, 400, "too_many_choices", "n"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "too_many_stops", "stop"),
+    "empty stop": ({"prompt": "a", "stop": ""}, 400, "invalid_request", "stop"),
+    "unknown token": ({"prompt": [1024]}, 400, "out_of_range", "prompt"),
+    "unknown token, echoed": (
+        {"prompt": [[1], [1024]], "echo": True},
+        400,
+        "out_of_range",
+        "prompt",
+    ),
+    "long prompt": ({"prompt": [1] * 4096}, 400, "prompt_too_long", "prompt"),
+    "best_of above n": ({"prompt": "a", "best_of": 2}, 400, "out_of_range", "best_of"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, 400, "out_of_range", "max_tokens"),
+    "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "out_of_range", "logprobs"),
+    "timeout": ({"prompt": "a", "timeout_ms": 0}, 400, "out_of_range", "timeout_ms"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_every_refusal_has_openais_form(address: str, name: str, is_stream: bool) -> None:
+    body, status, code, param = REFUSED[name]
+    if isinstance(body, dict):
+        body = {**body, "stream": is_stream}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error) == (status, (code, param)), answer.body
+    assert (await ask(address, "/v1/completions", GREEDY)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"prompt": "a"}, ("unknown_field", "prompt")),
+        ({"logprobs": 5}, ("invalid_request", "logprobs")),
+    ],
+)
+async def test_a_field_that_is_wrong_in_a_chat_is_named(
+    address: str, asked: dict[str, Any], error: Any
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **asked}
+    assert (await ask(address, "/v1/chat/completions", body)).error == error
+
+
+async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
+    parts: Cluster, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    tokenizer = parts.routers[0]._model.tokenizer
+    monkeypatch.setattr(type(tokenizer), "decode", lambda _, ids: decoded.extend(ids) or "")
+    for last in ([1] * 5000, [1024]):
+        body = {"prompt": [[1], last], "echo": True, "max_tokens": 1}
+        assert (await ask(address, "/v1/completions", body)).status == 400
+    assert not decoded
+
+
+async def test_an_answer_that_is_not_streamed_holds_so_many_log_probabilities(address: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 128, "max_tokens": 256, "logprobs": 20}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error) == (400, ("out_of_range", "logprobs"))
+    assert b"stream" in answer.body
+
+
+async def test_what_http_itself_refuses(address: str) -> None:
+    other = await get(address, "/v1/embeddings")
+    assert (other.status, other.error[0]) == (404, "unknown_path")
+    wrong = await get(address, "/v1/completions")
+    assert (wrong.status, wrong.error[0]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    for headers in (
+        {"content-type": "application/x-www-form-urlencoded"},
+        {**JSON, "content-encoding": "gzip"},
+    ):
+        form = await ask(address, "/v1/completions", b"prompt=a", headers)
+        assert (form.status, form.error[0]) == (415, "unsupported_media_type")
+
+
+async def test_a_body_has_a_bound(parts: Cluster) -> None:
+    parts.router_config = replace(ROUTER, max_body_bytes=2000)
+    address = (await parts.add_router()).http_address
+    body = json.dumps({"prompt": "a" * 1900, "max_tokens": 1}).encode()
+    assert (await ask(address, "/v1/completions", body)).status == 200
+    large = await ask(address, "/v1/completions", {"prompt": "a" * 2000})
+    assert (large.status, large.error[0]) == (413, "message_too_large")
+    # Nobody has to say how long it is.
+    pieces = b"".join(b"400\r\n" + b"a" * 1024 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
+    async with streamed(address, "/v1/completions", None, {**JSON, "content-length": "0"}):
+        pass
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + pieces)
+    assert b"413" in await reader.readline()
+    writer.close()
+
+
+async def test_what_is_no_http_is_refused(address: str) -> None:
+    for hello in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(hello)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"400 Bad Request" in head
+        assert json.loads(body)["error"]["code"] == "malformed_body"
+        writer.close()
+    assert (await get(address, "/health")).status == 200
+
+
+async def test_headers_without_end_are_cut_off(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\n" + b"x: " + b"a" * (1 << 17))
+    assert b"431" in await reader.readline()
+    writer.close()
+
+
+async def test_headers_without_end_behind_a_body_are_cut_off_too(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"2\r\n{}\r\n0\r\n")
+    with suppress(ConnectionError):
+        for _ in range(1 << 10):
+            writer.write(b"x: " + b"a" * (1 << 10) + b"\r\n")
+            await writer.drain()
+    with suppress(ConnectionError):
+        assert b"431" in await reader.readline()
+    writer.close()
+    assert (await get(address, "/health")).status == 200
+
+
+async def test_a_body_in_many_small_chunks_is_taken(address: str) -> None:
+    body = json.dumps({**GREEDY, "user": "u" * 20_000}).encode()
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert b"200" in await reader.readline()
+    writer.close()
+
+
+async def test_who_says_nothing_is_hung_up_on(
+    parts: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_TIMEOUT_S", 0.05)
+    address = parts.routers[0].http_address
+    for begin in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(begin)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    request = b"GET %s HTTP/1.1\r\nHost: a\r\n%s\r\n"
+    writer.write(request % (b"/health", b"") + request % (b"/nowhere", b"Connection: close\r\n"))
+    answers = (await reader.read()).decode()
+    assert answers.index("200 OK") < answers.index("404 Not Found")
+    writer.close()
+
+
+async def test_what_takes_too_long_is_ended(address: str) -> None:
+    body = {**GREEDY, "max_tokens": 4000, "timeout_ms": 50}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error[0]) == (504, "deadline_exceeded")
+    *_, error = await events(address, body)
+    assert error.json["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
+    async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
+        address = parts.routers[0].http_address
+        waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
+        await until(lambda: parts.routers[0]._line.queued)
+        answer = await ask(address, "/v1/completions", {**GREEDY, "stream": is_stream})
+        assert (answer.status, answer.error[0]) == (429, QueueFull.slug)
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json["error"]["type"] == "rate_limit_error"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("room", [0, 1], ids=["none let in", "one let in"])
+async def test_of_several_prompts_that_are_refused_no_name_is_taken(
+    is_stream: bool, room: int
+) -> None:
+    """By this gateway or by the leader: then all of them can come again."""
+    router = replace(ROUTER, max_queued=1 + room)
+    async with cluster(workers=0, router_config=router) as parts:
+        address = parts.routers[0].http_address
+        waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
+        await until(lambda: parts.routers[0]._line.queued)
+        body = {"prompt": [[1], [2], [3], [4]], "max_tokens": 3, "stream": is_stream}
+        headers = {**JSON, "idempotency-key": "mine"}
+        refused = await ask(address, "/v1/completions", body, headers)
+        assert (refused.status, refused.error[0]) == (429, QueueFull.slug)
+        for place in range(4):
+            with pytest.raises(UnknownRequest):
+                await parts.ledger.get(f"mine:{place}")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+class Keys:
+    """A door with two keys."""
+
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        match headers.get("authorization", ""):
+            case "Bearer infer":
+                return Caller("acme", frozenset({Scope.INFER}))
+            case "Bearer metrics":
+                return Caller("", frozenset({Scope.METRICS}))
+        raise Unauthenticated("no key that is known")
+
+
+async def test_each_path_asks_for_its_scope(parts: Cluster, address: str) -> None:
+    app = parts.routers[0]._http._config.loaded_app
+    for route in app.routes:
+        route.endpoint._door = Keys()
+
+    async def status(method: str, path: str, key: str) -> int:
+        headers = {**JSON, "authorization": f"Bearer {key}"}
+        answer = await ask(address, path, GREEDY, headers, method)
+        if answer.status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json["error"]["type"] == "authentication_error"
+        return answer.status
+
+    posts = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    for path in posts:
+        assert [await status("POST", path, key) for key in ("", "metrics")] == [401, 403]
+        assert await status("POST", path, "infer") in (200, 400)
+    for path in ("/v1/models", "/v1/models/fake"):
+        assert [await status("GET", path, key) for key in ("", "metrics", "infer")] == [
+            *(401, 403, 200)
+        ]
+    assert [await status("GET", "/metrics", key) for key in ("", "infer", "metrics")] == [
+        *(401, 403, 200)
+    ]
+    for path in ("/health", "/ready", "/openapi.json"):
+        assert await status("GET", path, "") == 200
+
+
+async def test_pages_of_known_origins_may_ask(parts: Cluster) -> None:
+    origin = {"origin": "https://chat.example.com"}
+    plain = await get(parts.routers[0].http_address, "/health", origin)
+    assert "access-control-allow-origin" not in plain.headers
+    parts.router_config = replace(ROUTER, cors_origins=("https://chat.example.com",))
+    address = (await parts.add_router()).http_address
+    asked = {**origin, "access-control-request-method": "POST"}
+    preflight = await ask(address, "/v1/completions", None, asked, "OPTIONS")
+    assert preflight.status == 200
+    told = await get(address, "/health", origin)
+    assert told.headers["access-control-allow-origin"] == "https://chat.example.com"
+    other = await get(address, "/health", {"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_it_can_be_nowhere_and_its_port_is_its_own(parts: Cluster, address: str) -> None:
+    parts.router_config = replace(ROUTER, http_host="")
+    assert (await parts.add_router()).http_address == ""
+    taken = int(address.rpartition(":")[2])
+    parts.router_config = replace(ROUTER, http_port=taken)
+    with pytest.raises(OSError):
+        await parts.add_router()
+
+
+# clients that go, and come again
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(workers=1, worker_config=slow) as parts:
+        body = {**GREEDY, "max_tokens": 4000, "stream": is_stream}
+        headers = {**JSON, "idempotency-key": "mine"}
+        asking = asyncio.create_task(
+            hang_up_after_first_event(parts.routers[0].http_address, body, headers)
+        )
+        async with asyncio.timeout(20):
+            while not await busy(parts):
+                await asyncio.sleep(0.01)
+            if is_stream:
+                await asking
+            else:
+                asking.cancel()
+            while await busy(parts):
+                await asyncio.sleep(0.01)
+        assert (await parts.ledger.get("mine")).error_slug == "cancelled"
+
+
+async def test_a_client_that_goes_with_several_requests_frees_all_their_places() -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(workers=1, worker_config=slow) as parts:
+        body = json.dumps({**GREEDY, "max_tokens": 4000, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nIdempotency-Key: mine\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        reader, writer = await asyncio.open_connection(*parts.routers[0].http_address.split(":"))
+        writer.write(head + length + body + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"\n\n")
+        writer.transport.abort()
+        async with asyncio.timeout(20):
+            while await busy(parts):
+                await asyncio.sleep(0.01)
+        assert (await parts.ledger.get("mine")).error_slug == "cancelled"
+
+
+async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[str, str]) -> str:
+    """The id of the event."""
+    async with streamed(address, "/v1/completions", body, headers) as stream:
+        async for event in stream.events():
+            stream.hang_up()
+            return event.id
+    raise AssertionError("there was none")
+
+
+@pytest.mark.parametrize("router", [0, 1])
+async def test_a_stream_goes_on_through_any_router(router: int) -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        body = {"prompt": [[5], [6]], "n": 2, "temperature": 0, "max_tokens": 60}
+        body |= {"on_disconnect": "grace", "stream": True}
+        seen: list[Event] = []
+        async with streamed(parts.routers[0].http_address, "/v1/completions", body) as stream:
+            async for event in stream.events():
+                seen.append(event)
+                if len(seen) == 25:
+                    stream.hang_up()
+                    break
+        headers = {**JSON, "last-event-id": seen[-1].id}
+        *rest, done = await events(parts.routers[router].http_address, body, headers)
+        assert done.data == "[DONE]"
+        for choice in range(4):
+            right = right_text(parts, [5 + choice // 2], 60)
+            assert text_of([*seen, *rest], choice) == right
+        # Nothing came twice.
+        assert rest[0].id not in {event.id for event in seen}
+        assert rest[0].json["id"] == seen[0].json["id"]
+
+
+@pytest.mark.parametrize("router", [0, 1])
+async def test_resume_with_another_body_is_a_conflict(router: int) -> None:
+    """Whichever router has the request. A field of one try alone may differ."""
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        body = {**GREEDY, "n": 3, "max_tokens": 4000, "stream": True}
+        named = {**JSON, "idempotency-key": "mine"}
+        first, address = (parts.routers[each].http_address for each in (0, router))
+        async with streamed(first, "/v1/completions", body, named):
+            for fields in ({"n": 1}, {"n": 4}, {"logprobs": 1}, {"prompt": [5]}, {"stop": "x"}):
+                other = {**body, **fields}
+                headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * other["n"]))}
+                answer = await ask(address, "/v1/completions", other, headers)
+                assert (answer.status, answer.error) == (409, ("request_conflict", None))
+            headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * 3))}
+            same = {**body, "on_disconnect": "grace"}
+            async with streamed(address, "/v1/completions", same, headers) as again:
+                assert again.status == 200
+
+
+async def test_who_knows_nothing_but_data_is_told_nothing_else(address: str) -> None:
+    """As many clients do that take each line, or all that is before an empty one, for JSON."""
+    body = {**GREEDY, "stream": True}
+    async with streamed(address, "/v1/completions", body, {**JSON, "accept": "*/*"}) as stream:
+        *told, done, end = (await stream.rest()).decode().split("\n\n")
+    assert told and all(json.loads(each.removeprefix("data: "))["choices"] for each in told)
+    assert (done, end) == ("data: [DONE]", "")
+
+
+async def test_where_a_stream_is_must_be_right(address: str) -> None:
+    body = {**GREEDY, "stream": True}
+    for last, status, code in (
+        ("nonsense", 400, "invalid_request"),
+        (str(EventId("unknown", [BEGIN])), 404, "unknown_request"),
+        (str(EventId("r", [BEGIN, BEGIN])), 400, "invalid_request"),
+    ):
+        headers = {**JSON, "last-event-id": last}
+        answer = await ask(address, "/v1/completions", body, headers)
+        assert (answer.status, answer.error[0]) == (status, code)
+    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0"})
+    assert answer.error == ("invalid_request", "last-event-id")
+
+
+async def test_who_had_another_text_is_told_so(address: str) -> None:
+    body = {**GREEDY, "max_tokens": 20, "stream": True}
+    *seen, _ = await events(address, body, {**JSON, "idempotency-key": "mine"})
+    had = EventId.parse(seen[3].id)
+    [other] = [each._replace(digest=each.digest ^ 1) for each in had.positions]
+    for positions, status in ((had.positions, 200), ([other], 500)):
+        headers = {**JSON, "last-event-id": str(EventId("mine", positions))}
+        answer = await ask(address, "/v1/completions", body, headers)
+        assert answer.status == status
+    assert answer.error == ("data_loss", None)
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.long
+async def test_a_slow_reader_is_waited_for() -> None:
+    """The router writes no more than the connection takes, and others have their tokens."""
+    async with cluster(workers=1, worker_config=replace(WORKER, num_blocks=1024)) as parts:
+        router = parts.routers[0]
+        body = {**GREEDY, "n": 8, "max_tokens": 4000, "stream": True, "logprobs": 5}
+        async with streamed(router.http_address, "/v1/completions", body) as stream:
+            [served] = router._http._state.connections
+            await until(lambda: served.flow.write_paused)
+            held = served.transport.get_write_buffer_size()
+            assert held < 1 << 20
+            answer = await ask(router.http_address, "/v1/completions", GREEDY)
+            assert answer.status == 200
+            assert served.transport.get_write_buffer_size() == held
+            *_, done = [event async for event in stream.events()]
+            assert done.data == "[DONE]"
+
+
+async def test_a_stream_that_fails_ends_with_the_error(parts: Cluster, address: str) -> None:
+    [held] = parts.hold()
+    body = {**GREEDY, "max_tokens": 4000, "stream": True}
+    headers = {**JSON, "idempotency-key": "mine"}
+    reading = asyncio.create_task(events(address, body, headers))
+    await until(lambda: held.num_requests)
+    held.let(5)
+    async with AsyncClient(parts.address) as client:
+        while not (await parts.ledger.get("mine")).num_tokens[0]:
+            await asyncio.sleep(0.002)
+        await client.cancel("mine")
+    *chunks, error = await reading
+    assert chunks and error.json["error"]["code"] == "cancelled"
+
+
+async def test_a_router_that_stops_sends_its_streams_elsewhere() -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        leaving, other = parts.routers
+        body = {**GREEDY, "max_tokens": 100, "stream": True}
+        seen: list[Event] = []
+        stopping = None
+        async with streamed(leaving.http_address, "/v1/completions", body) as stream:
+            async for event in stream.events():
+                seen.append(event)
+                if stopping is None:
+                    stopping = asyncio.create_task(leaving.stop())
+        assert stopping is not None
+        error = seen.pop()
+        assert error.json["error"]["code"] == "router_stopping"
+        await stopping
+        parts.routers.remove(leaving)
+        headers = {**JSON, "last-event-id": error.id}
+        *rest, _ = await events(other.http_address, body, headers)
+        assert text_of([*seen, *rest]) == right_text(parts, PROMPT, 100)

@@ -1,0 +1,629 @@
+"""The ledger on servers of every arrangement, while they fail, move and change hands."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import resource
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from redis.exceptions import ResponseError
+
+from everlift.errors import LedgerUnavailable
+from everlift.messages import FinishReason
+from router.ledger.config import LedgerConfig, LedgerSetupError
+from router.ledger.embedded.embedded import find_binary
+from router.ledger.entry import Append, Appended, State
+from router.ledger.redis.redis_ledger import RedisLedger, connect
+from router.ledger.redis.server import SCHEMA
+from tests.support.ledger.ledger_servers import (
+    DURABLE,
+    PASSWORD,
+    SERVICE,
+    USER,
+    Server,
+    certificate,
+    cluster,
+    cluster_url,
+    pair,
+    readme_rule,
+    sentinel_url,
+    sentinels,
+    server,
+    tls_cluster_node,
+    tls_sentinel,
+    tls_server,
+    tls_url,
+    until,
+)
+from tests.support.ledger.ledgers import connected, eventually, make_request, tokens_of
+from tests.support.router.proxy import Proxy, proxy
+
+# Twice in some twenty runs on a busy machine, after one of these tests: a connection that redis-py
+# had not closed was left to the garbage collector. Which test it was is not known yet.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <(socket|function _SelectorTransport)"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+
+TERM = 1
+EPOCH = 2**64 - 1
+LOGIN = f"{USER}:secret@"
+ACL_USER = f"user {USER} on >secret ~* +@all"
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+async def running(ledger: RedisLedger, request_id: str = "r", epoch: int = EPOCH) -> None:
+    await ledger.lead("router", "address", TERM, 60.0)
+    await ledger.open(make_request(request_id, max_tokens=1 << 20), "gateway")
+    await ledger.dispatch(request_id, "worker", epoch, TERM)
+
+
+async def generation(ledger: RedisLedger) -> str:
+    return (await ledger.beat("gateway", "address", 60.0)).generation
+
+
+async def insist(ledger: RedisLedger, items: list[Append]) -> list[Appended]:
+    """As an appender does: until there is an answer."""
+    while True:
+        try:
+            return await ledger.append(items)
+        except LedgerUnavailable:
+            await asyncio.sleep(0.01)
+
+
+# sentinels
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[list[Server], list[Server]]]:
+    """Servers with a user of ours, and three sentinels of which the last one has it too."""
+    rule = f"user {USER} on >secret -@all +sentinel|masters"
+    with pair(ACL_USER) as servers, sentinels(servers[0], rule) as three:
+        yield servers, three
+
+
+def primary_of(servers: list[Server]) -> Server:
+    found: list[Server] = []
+
+    def is_there() -> bool:
+        found[:] = [one for one in servers if one.info("replication")["role"] == "master"]
+        return len(found) == 1
+
+    until(is_there)
+    return found[0]
+
+
+async def test_a_primary_that_does_not_know_that_it_is_deposed_gets_nothing_more(
+    watched: tuple[list[Server], list[Server]],
+) -> None:
+    """The sentinels tell it ten seconds after everybody else."""
+    servers, three = watched
+    async with connected(sentinel_url(three[:2], LOGIN)) as ledger:
+        await running(ledger)
+        before, first = await generation(ledger), primary_of(servers)
+        three[0].ask("SENTINEL", "FAILOVER", SERVICE)
+        offset = 0
+        while await generation_or(ledger, before) == before:
+            assert await append_on(ledger, offset) == offset + 1
+            offset += 1
+        stored = num_stored(first)
+        for further in range(offset, offset + 3):
+            await append_on(ledger, further)
+        assert num_stored(first) == stored
+        assert await tokens_of(ledger) == tuple(range(offset + 3))
+
+
+def num_stored(one: Server) -> int:
+    with one.client() as client:
+        [key] = client.keys("*:t:r:0")
+        return int(client.strlen(key)) // 4
+
+
+async def generation_or(ledger: RedisLedger, before: str) -> str:
+    try:
+        return await generation(ledger)
+    except LedgerUnavailable:
+        return before
+
+
+async def append_on(ledger: RedisLedger, offset: int) -> int:
+    """Stores the token of this offset, and those before it that a failover took; answers how many
+    there are then."""
+    answer = await insist(ledger, [Append("r", EPOCH, offset, (offset,))])
+    while answer == [Appended.GAP]:
+        answer = await insist(ledger, [Append("r", EPOCH, 0, tuple(range(offset + 1)))])
+    assert answer == [Appended.OK]
+    return offset + 1
+
+
+async def test_a_primary_that_is_killed_is_followed_by_its_replica(
+    watched: tuple[list[Server], list[Server]],
+) -> None:
+    servers, three = watched
+    async with connected(sentinel_url(three[2:], LOGIN), timeout=1.0) as ledger:
+        await running(ledger, "moved", 5)
+        await ledger.release("moved", 5, loss=None, max_losses=3)
+        await ledger.dispatch("moved", "other", 6, TERM)
+        await running(ledger)
+        before, killed = await generation(ledger), primary_of(servers)
+        killed.ask("WAIT", 1, 1000)
+        killed.kill()
+        offset = 0
+        while await generation_or(ledger, before) == before:
+            offset = await append_on(ledger, offset)
+        offset = await append_on(ledger, offset)
+        assert await tokens_of(ledger) == tuple(range(offset))
+        late = [Append("moved", 5, 0, (1,)), Append("moved", 6, 0, (2,))]
+        assert await ledger.append(late) == [Appended.FENCED, Appended.OK]
+        assert ledger.server.startswith("Redis 7")
+
+
+async def test_whoever_took_over_is_looked_at_again_until_it_keeps_what_is_demanded(
+    watched: tuple[list[Server], list[Server]],
+) -> None:
+    servers, three = watched
+    async with connected(sentinel_url(three[:2], LOGIN)) as ledger:
+        membership = await ledger.beat("gateway", "address", 60.0)
+        assert membership.unfit == ""
+        first = primary_of(servers)
+        [heir] = [one for one in servers if one is not first]
+        heir.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        three[0].ask("SENTINEL", "FAILOVER", SERVICE)
+        before = membership.generation
+        while await generation_or(ledger, before) == before:
+            await asyncio.sleep(0.05)
+        assert "allkeys-lru" in (await ledger.beat("gateway", "address", 60.0)).unfit
+        heir.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert (await ledger.beat("gateway", "address", 60.0)).unfit == ""
+
+
+# a cluster
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Server]]:
+    with cluster() as nodes:
+        yield nodes
+
+
+async def test_a_node_that_is_gone_takes_its_shards_along_and_no_others() -> None:
+    # Nothing may be lost by the way that they end.
+    with cluster(3, "appendfsync always") as nodes:
+        async with connected(cluster_url(nodes), shards=8, timeout=1.0) as ledger:
+            ids = [f"r{number}" for number in range(24)]
+            for request_id in ids:
+                await ledger.open(make_request(request_id), "gateway")
+            await asyncio.gather(*map(ledger.get, ids))
+            before = await generation(ledger)
+            nodes[2].kill()
+            answers = await asyncio.gather(*map(ledger.get, ids), return_exceptions=True)
+            assert {type(it).__name__ for it in answers} == {"Entry", "LedgerUnavailable"}
+            with pytest.raises(LedgerUnavailable):
+                await generation(ledger)
+            nodes[2].start()
+            until(lambda: is_covered(nodes[2]))
+            assert await generation(ledger) != before
+            await check_all_gone_and_back(nodes, ledger, ids)
+
+
+async def check_all_gone_and_back(nodes: list[Server], ledger: RedisLedger, ids: list[str]) -> None:
+    for node in nodes:
+        node.kill()
+    with pytest.raises(LedgerUnavailable, match="get: ConnectionError"):
+        await ledger.get(ids[0])
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        until(lambda node=node: is_covered(node))
+    assert all([(await ledger.get(request_id)).state is State.QUEUED for request_id in ids])
+
+
+def is_covered(node: Server) -> bool:
+    return bool(node.ask("CLUSTER INFO")["cluster_state"] == "ok")
+
+
+async def test_a_slot_that_moves_is_waited_for_and_found(nodes: list[Server]) -> None:
+    """Half of the shard's keys on either node: no script may see one half."""
+    async with connected(cluster_url(nodes), key_prefix="slot", timeout=0.5) as ledger:
+        await running(ledger)
+        slot = nodes[0].ask("CLUSTER", "KEYSLOT", f"slot:{SCHEMA}:{{0}}:")
+        source = holder_of(slot, nodes)
+        target = nodes[0] if source is not nodes[0] else nodes[1]
+        with moving(slot, source, target):
+            with pytest.raises(LedgerUnavailable, match="append: AskError within"):
+                await ledger.append([Append("r", EPOCH, 0, (1,))])
+            with pytest.raises(LedgerUnavailable, match="get: AskError within"):
+                await ledger.get("r")
+        assert await ledger.append([Append("r", EPOCH, 0, (1, 2))]) == [Appended.OK]
+        assert await tokens_of(ledger) == (1, 2)
+        assert holder_of(slot, nodes) is target
+
+
+def holder_of(slot: int, nodes: list[Server]) -> Server:
+    [holder] = [node for node in nodes if node.ask("CLUSTER", "COUNTKEYSINSLOT", slot)]
+    return holder
+
+
+@contextmanager
+def moving(slot: int, source: Server, target: Server) -> Iterator[None]:
+    """The way that redis-cli moves one, with a stop when the first key has gone."""
+    there, here = (bytes.decode(node.ask("CLUSTER", "MYID")) for node in (target, source))
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", here)
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", there)
+    for number, key in enumerate(source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000)):
+        if number == 1:
+            yield
+        source.ask("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+    for node in (target, source):
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", there)
+
+
+async def test_a_frame_reaches_shards_on_every_node(nodes: list[Server]) -> None:
+    async with connected(cluster_url(nodes), shards=8) as ledger:
+        ids = [f"r{number}" for number in range(24)]
+        for number, request_id in enumerate(ids):
+            await running(ledger, request_id, number + 1)
+        for node in nodes:
+            node.ask("SCRIPT", "FLUSH")
+        frame = [Append(request_id, n + 1, 0, (n,)) for n, request_id in enumerate(ids)]
+        assert await ledger.append(frame) == [Appended.OK] * 24
+        assert [await tokens_of(ledger, it) for it in ids] == [(n,) for n in range(24)]
+        assert len(await ledger.orphans(100)) == 24
+
+
+async def test_a_user_needs_little_more_in_a_cluster(nodes: list[Server]) -> None:
+    rule = f"on >secret {readme_rule()} +command +cluster|slots"
+    for node in nodes:
+        node.ask("ACL", "SETUSER", USER, *rule.split())
+    async with connected(cluster_url(nodes, LOGIN), shards=8) as ledger:
+        await running(ledger)
+        assert await generation(ledger)
+    with pytest.raises(LedgerSetupError, match="refuses our user or password"):
+        await connect(cluster_url(nodes, f"{USER}:wrong@"))
+
+
+async def test_a_url_must_say_whether_there_is_a_cluster(nodes: list[Server]) -> None:
+    with pytest.raises(LedgerSetupError, match=r"redis\+cluster://"):
+        await connect(f"redis://{nodes[0].address}")
+    with server(*DURABLE) as one, pytest.raises(LedgerSetupError, match="no cluster"):
+        await connect(cluster_url([one]))
+
+
+# TLS and users
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[tuple[Server, dict[str, str]]]:
+    with certificate() as (cert, key), tls_server(cert, key, readme_rule()) as one:
+        yield one, {"tls_ca": str(cert), "tls_cert": str(cert), "tls_key": str(key)}
+
+
+async def test_a_wrong_password_is_said_and_not_shown(
+    guarded: tuple[Server, dict[str, str]],
+) -> None:
+    one, files = guarded
+    with pytest.raises(LedgerSetupError, match="refuses our user or password") as error:
+        await connect(LedgerConfig(url=tls_url(one, "hunter2"), **files))
+    assert "hunter2" not in everything_said(error.value)
+
+
+def everything_said(error: BaseException) -> str:
+    said, cause = "", error
+    while cause is not None:
+        said += f"{cause!r} {cause} "
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return said
+
+
+async def test_a_certificate_that_nobody_trusts_is_refused(
+    guarded: tuple[Server, dict[str, str]],
+) -> None:
+    one, files = guarded
+    with (
+        certificate() as (other, _),
+        pytest.raises(LedgerSetupError, match="wrong certificate: self-signed") as error,
+    ):
+        await connect(LedgerConfig(url=tls_url(one), **(files | {"tls_ca": str(other)})))
+    assert PASSWORD not in everything_said(error.value)
+
+
+async def test_a_certificate_of_another_host_is_refused() -> None:
+    with (
+        certificate("DNS:elsewhere") as (cert, key),
+        tls_server(cert, key, readme_rule(), "tls-auth-clients no") as one,
+        pytest.raises(LedgerSetupError, match="wrong certificate: IP address mismatch"),
+    ):
+        await connect(LedgerConfig(url=tls_url(one), tls_ca=str(cert)))
+
+
+async def test_a_server_that_asks_for_our_certificate_gets_it(
+    guarded: tuple[Server, dict[str, str]],
+) -> None:
+    one, files = guarded
+    config = LedgerConfig(url=tls_url(one), tls_ca=files["tls_ca"], timeout=0.3)
+    with pytest.raises(LedgerUnavailable):
+        await connect(config)
+    with pytest.raises(LedgerSetupError, match="/nowhere: cannot be read"):
+        await connect(LedgerConfig(url=tls_url(one), **(files | {"tls_ca": "/nowhere"})))
+
+
+async def test_files_that_break_keep_nobody_from_the_ledger(
+    guarded: tuple[Server, dict[str, str]], tmp_path: Path
+) -> None:
+    one, files = guarded
+    for name, path in files.items():
+        (tmp_path / name).write_bytes(Path(path).read_bytes())
+    copies = {name: str(tmp_path / name) for name in files}
+    async with connected(tls_url(one), **copies) as ledger:
+        (tmp_path / "tls_ca").write_text("half a cert")
+        # Connections are made anew.
+        await ledger._shards._connections.look_again()
+        await running(ledger)
+
+
+async def test_sentinels_and_clusters_are_reached_over_tls_too() -> None:
+    with certificate() as (cert, key), tls_sentinel(cert, key) as sentinel:
+        url = sentinel_url([sentinel]).replace("redis+", "rediss+")
+        async with connected(url, tls_ca=str(cert)) as ledger:
+            await running(ledger)
+        with tls_cluster_node(cert, key) as node:
+            url = cluster_url([node]).replace("redis+", "rediss+")
+            async with connected(url, tls_ca=str(cert), shards=2) as ledger:
+                await running(ledger)
+            with certificate() as (other, _), pytest.raises(LedgerSetupError, match="certificate"):
+                await connect(LedgerConfig(url=url, tls_ca=str(other)))
+
+
+async def test_a_right_that_is_missing_is_named() -> None:
+    rule = f"user {USER} on >secret ~* +@all"
+    with server(*DURABLE, f"{rule} -info") as one:
+        with pytest.raises(LedgerSetupError, match="let us ask for INFO"):
+            await connect(f"redis://{LOGIN}{one.address}")
+        one.ask("ACL", "SETUSER", USER, "+info", "-hmget")
+        with pytest.raises(LedgerSetupError, match="refuses our user the command hmget"):
+            await connect(f"redis://{LOGIN}{one.address}")
+        one.ask("ACL", "SETUSER", USER, "+hmget", "-zadd")
+        async with connected(f"redis://{LOGIN}{one.address}") as ledger:
+            with pytest.raises(LedgerUnavailable, match="beat: NoPermissionError"):
+                await generation(ledger)
+
+
+async def test_a_password_that_changes_ends_calls_at_once() -> None:
+    with server(*DURABLE, ACL_USER) as one:
+        async with connected(f"redis://{LOGIN}{one.address}", timeout=60.0) as ledger:
+            await ledger.open(make_request(), "gateway")
+            one.ask("ACL", "SETUSER", USER, "resetpass", ">other")
+            one.ask("CLIENT", "KILL", "USER", USER)
+            with pytest.raises(LedgerUnavailable, match="get: AuthenticationError"):
+                await ledger.get("r")
+
+
+# what a server promises
+
+
+@pytest.mark.parametrize(
+    ("demanded", "settings"),
+    [
+        ("everysec", ["appendonly no"]),
+        ("everysec", ["appendonly yes", "appendfsync no"]),
+        ("always", ["appendonly yes", "appendfsync everysec"]),
+        ("replicated", ["appendonly no"]),
+    ],
+)
+async def test_a_server_that_promises_less_than_is_demanded_is_refused(
+    demanded: str, settings: list[str]
+) -> None:
+    with server("maxmemory-policy noeviction", *settings) as one:
+        with pytest.raises(LedgerSetupError, match=f"durability_class {demanded}"):
+            await connect(LedgerConfig(url=f"redis://{one.address}", durability_class=demanded))  # type: ignore[arg-type]
+        async with connected(f"redis://{one.address}", durability_class="memory") as ledger:
+            assert ledger.durability_class == "memory"
+
+
+async def test_a_server_that_does_not_let_us_look_is_taken_at_its_word() -> None:
+    hidden = f"{ACL_USER} -config|get"
+    with server(*DURABLE, hidden) as one:
+        async with connected(f"redis://{LOGIN}{one.address}", durability_class="always") as ledger:
+            assert ledger.server.startswith("Redis 7")
+
+
+@pytest.mark.parametrize("kind", ["Redis", "Valkey"])
+async def test_what_is_replicated_waits_for_the_replica(kind: str) -> None:
+    """Redis 7.0 asks it with WAIT, Valkey with WAITAOF."""
+    binary = "" if kind == "Redis" else str(find_binary())
+    rights = "+wait" if kind == "Redis" else "+wait +waitaof"
+    user = f"user {USER} on >secret {readme_rule()} {rights}"
+    with pair("appendfsync always", user, binary=binary) as (primary, replica):
+        url = f"redis://{LOGIN}{primary.address}"
+        async with connected(url, durability_class="replicated", timeout=0.8) as ledger:
+            assert ledger.server.startswith(kind)
+            await running(ledger)
+            # Its script is loaded then, which takes a try of its own.
+            await running(ledger, "ended", 5)
+            await ledger.end("ended", State.CANCELLED, "cancelled", "")
+            replica.send(signal.SIGSTOP)
+            assert await ledger.append([Append("r", EPOCH, 0, (1,))]) == [Appended.OK]
+            await check_nothing_settles(ledger)
+            replica.send(signal.SIGCONT)
+            assert not (await ledger.open(make_request("lonely"), "gateway")).created
+            last = Append("r", EPOCH, 1, (2,), finish_reason=FinishReason.STOP)
+            assert await ledger.append([last]) == [Appended.FINISHED]
+
+
+async def check_nothing_settles(ledger: RedisLedger) -> None:
+    # The second time the move itself writes nothing.
+    for _ in range(2):
+        with pytest.raises(LedgerUnavailable, match="open: not replicated within"):
+            await ledger.open(make_request("lonely"), "gateway")
+    last = Append("r", EPOCH, 1, (2,), finish_reason=FinishReason.STOP)
+    with pytest.raises(LedgerUnavailable, match="append: not replicated within"):
+        await ledger.append([last])
+    with pytest.raises(LedgerUnavailable, match="end: not replicated within"):
+        await ledger.end("lonely", State.CANCELLED, "cancelled", "")
+
+
+# lives and memory
+
+
+async def test_a_restart_between_two_beats_is_another_generation() -> None:
+    with server(*DURABLE) as one:
+        async with connected(f"redis://{one.address}") as ledger:
+            before = await generation(ledger)
+            assert await generation(ledger) == before
+            one.kill()
+            one.start()
+            assert await generation(ledger) != before
+
+
+async def test_a_beat_says_how_full_the_server_is() -> None:
+    with server(*DURABLE) as one:
+        async with connected(f"redis://{one.address}") as ledger:
+            assert (await ledger.beat("gateway", "address", 60.0)).memory_used == 0.0
+            used = int(one.info("memory")["used_memory"])
+            one.ask("CONFIG", "SET", "maxmemory", used * 2)
+            membership = await ledger.beat("gateway", "address", 60.0)
+            assert membership.memory_used == pytest.approx(0.5, rel=0.1)
+
+
+# a server in trouble
+
+
+@asynccontextmanager
+async def on_one_server(*settings: str) -> AsyncIterator[tuple[Server, RedisLedger]]:
+    with server(*DURABLE, *settings) as one:
+        async with connected(f"redis://{one.address}") as ledger:
+            await running(ledger)
+            yield one, ledger
+
+
+async def test_a_disk_that_is_full_is_waited_for() -> None:
+    async with on_one_server() as (one, ledger):
+        [data] = one.directory.glob("appendonlydir/*.incr.aof")
+        _, most = resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (data.stat().st_size, most))
+        tokens: list[int] = []
+
+        async def is_refused() -> bool:
+            item = Append("r", EPOCH, len(tokens), (len(tokens),))
+            try:
+                async with asyncio.timeout(0.3):
+                    assert await ledger.append([item]) == [Appended.OK]
+            except TimeoutError:
+                return True
+            tokens.append(len(tokens))
+            return False
+
+        await eventually(is_refused)
+        with pytest.raises(ResponseError, match="MISCONF"):
+            one.ask("SET", "key", "value")
+        waiting = asyncio.create_task(ledger.append([Append("r", EPOCH, 0, (*tokens, 99))]))
+        assert (await ledger.get("r")).state is State.RUNNING
+        resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (most, most))
+        assert await waiting == [Appended.OK]
+        assert await tokens_of(ledger) == (*tokens, 99)
+
+
+async def test_a_server_that_runs_a_long_script_is_waited_for() -> None:
+    async with on_one_server("busy-reply-threshold 10") as (one, ledger):
+        loop = asyncio.get_running_loop()
+        endless = loop.run_in_executor(None, one.ask, "EVAL", "while true do end", 0)
+        until(lambda: is_busy(one))
+        waiting = asyncio.create_task(ledger.append([Append("r", EPOCH, 0, (1,))]))
+        await asyncio.sleep(0)
+        one.ask("SCRIPT", "KILL")
+        assert await waiting == [Appended.OK]
+        with pytest.raises(ResponseError, match="killed"):
+            await endless
+
+
+def is_busy(one: Server) -> bool:
+    try:
+        one.ask("PING")
+    except ResponseError as error:
+        return "BUSY" in str(error)
+    return False
+
+
+async def test_a_server_that_only_reads_is_waited_for() -> None:
+    async with on_one_server() as (one, ledger):
+        one.ask("REPLICAOF", "127.0.0.1", 1)
+        waiting = asyncio.create_task(ledger.append([Append("r", EPOCH, 0, (1,))]))
+        with pytest.raises(ResponseError, match="You can't write"):
+            one.ask("SET", "key", "value")
+        one.ask("REPLICAOF", "NO", "ONE")
+        assert await waiting == [Appended.OK]
+
+
+async def test_a_server_that_only_reads_for_long_is_an_error_that_says_so() -> None:
+    with server(*DURABLE) as one:
+        async with connected(f"redis://{one.address}", timeout=0.3) as ledger:
+            await running(ledger)
+            one.ask("REPLICAOF", "127.0.0.1", 1)
+            with pytest.raises(LedgerUnavailable, match=re.escape("ReadOnlyError within 0.3 s")):
+                await ledger.append([Append("r", EPOCH, 0, (1,))])
+
+
+# the way there
+
+
+@asynccontextmanager
+async def by_a_way(**settings: object) -> AsyncIterator[tuple[Proxy, RedisLedger]]:
+    with server(*DURABLE) as one:
+        async with proxy(one.address) as way:
+            async with connected(f"redis://{way.address}", **settings) as ledger:
+                await running(ledger)
+                yield way, ledger
+
+
+async def test_a_slow_server_is_asked_many_things_at_once() -> None:
+    async with by_a_way() as (way, ledger):
+        # One after another they would take longer than a call may.
+        way.delay_s = 0.25
+        items = [[Append("r", EPOCH, 0, tuple(range(n)))] for n in range(1, 17)]
+        assert await asyncio.gather(*map(ledger.append, items)) == [[Appended.OK]] * 16
+        assert await tokens_of(ledger) == tuple(range(16))
+
+
+async def test_answers_that_break_off_are_asked_for_again() -> None:
+    async with by_a_way() as (way, ledger):
+        for offset, after in enumerate((0, 1, 5, 7)):
+            way.reset_after = after
+            assert await ledger.append([Append("r", EPOCH, offset, (offset,))]) == [Appended.OK]
+        way.reset_after = 100
+        assert await tokens_of(ledger) == (0, 1, 2, 3)
+        assert way.resets == 5
+
+
+async def test_an_answer_that_never_comes_is_an_error_in_time() -> None:
+    async with by_a_way(timeout=0.4) as (way, ledger):
+        assert await ledger.append([Append("r", EPOCH, 0, (0,))]) == [Appended.OK]
+        with way.deaf(), pytest.raises(LedgerUnavailable, match=r"within 0\.4 s"):
+            await ledger.append([Append("r", EPOCH, 1, (1,))])
+        assert await tokens_of(ledger) == (0, 1)
+
+
+async def test_a_call_is_disturbed_on_purpose_for_so_long() -> None:
+    async with by_a_way(timeout=0.4) as (_, ledger):
+        ledger.disturb(60.0, float("inf"))
+        with pytest.raises(LedgerUnavailable, match=r"get: no answer within 0\.4 s"):
+            await ledger.get("r")
+        ledger.disturb(0.1, float("inf"))
+        assert (await ledger.get("r")).state is State.RUNNING
+        ledger.disturb(60.0, 0.05)
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        await ledger.get("r")
+        assert loop.time() - since >= 0.05
+        ledger.disturb(0.0, 0.0)
+        await ledger.get("r")

@@ -1,0 +1,124 @@
+"""Workers that are asked for and missing: in the status, in the metrics, and for who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from cluster.commands.status_view import show
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from tests.support.in_process import ROUTER, cluster, until
+from tests.support.router.http_client import EVENTS, JSON, ask, get, streamed
+
+NO_GPU = "no node with 1 GPU and 4 CPU is free"
+
+
+async def missing(client: AsyncClient) -> str:
+    return (await client.status()).missing_workers
+
+
+async def until_said(client: AsyncClient, begins: str) -> None:
+    async with asyncio.timeout(30.0):
+        while not (await missing(client)).startswith(begins):
+            await asyncio.sleep(0.02)
+
+
+async def test_status_and_metrics_say_which_workers_are_missing() -> None:
+    async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
+        [router] = parts.routers
+        await until(lambda: router._leader.is_leading)
+        router.reconfigure(ROUTER, {}, 2)
+        await until_said(client, "0 of 2 ready; 2 not started")
+        router.place("ray", 2, NO_GPU)
+        await until_said(client, f"0 of 2 ready; 2 pending placement: {NO_GPU}")
+        one = session_pb2.WorkerStart(name="one", seconds=60.0, elapsed_s=3600.0)
+        router.worker_starts(one)
+        await until_said(
+            client,
+            f"0 of 2 ready; 1 loading the model for 60 min, 1 pending placement: {NO_GPU}",
+        )
+        metrics = (await get(router.metrics_address, "/metrics")).body.decode()
+        assert "everlift_wanted_workers 2.0" in metrics
+        assert "everlift_starting_workers 1.0" in metrics
+        shown = StringIO()
+        Console(file=shown, width=200).print(show(await client.status()))
+        assert "workers 0 of 2 ready; 1 loading the model" in shown.getvalue()
+        await parts.add_worker()
+        router.worker_starts(session_pb2.WorkerStart(name="one", seconds=0.0))
+        await until_said(client, "1 of 2 ready; 1 pending placement")
+        router.reconfigure(ROUTER, {}, 1)
+        async with asyncio.timeout(30.0):
+            while await missing(client):
+                await asyncio.sleep(0.02)
+
+
+async def test_the_autoscalers_number_is_what_there_is_to_be() -> None:
+    async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
+        await until(lambda: parts.routers[0]._leader.is_leading)
+        assert await missing(client) == ""
+        await parts.ledger.put_scaling(session_pb2.Scaling(workers=3, reason="requests wait"))
+        await until_said(client, "0 of 3 ready; 3 not started")
+
+
+async def test_two_clusters_on_one_ledger_are_added_up_during_an_upgrade() -> None:
+    async with cluster(routers=2, workers=1) as parts, AsyncClient(parts.address) as client:
+        old, new = parts.routers
+        old.place("old", 0, "")
+        old.reconfigure(ROUTER, {}, 1)
+        new.place("new", 3, NO_GPU)
+        new.reconfigure(ROUTER, {}, 3)
+        await until_said(client, f"1 of 4 ready; 3 pending placement: {NO_GPU}")
+        await parts.kill_router(new)
+        async with asyncio.timeout(30.0):
+            while await missing(client):
+                await asyncio.sleep(0.02)
+
+
+async def test_the_explanation_of_a_queued_request_says_which_workers_are_missing() -> None:
+    async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
+        [router] = parts.routers
+        router.reconfigure(ROUTER, {}, 1)
+        router.place("ray", 1, NO_GPU)
+        await until_said(client, "0 of 1 ready; 1 pending placement")
+        asking = asyncio.create_task(client.generate([1, 2], max_tokens=3, request_id="r").text())
+        await until(lambda: router._leader.queued)
+        waits = await client.explain("r")
+        assert waits.missing_workers == f"0 of 1 ready; 1 pending placement: {NO_GPU}"
+        await parts.add_worker()
+        await asking
+        ended = await client.explain("r")
+    assert not ended.missing_workers
+    spent = {span.kind: span.seconds for span in ended.spans}
+    assert spent[pb.SPAN_KIND_WORKER_UNPLACED] > 0.0
+
+
+async def test_requests_that_find_no_worker_wait_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream gets comments meanwhile, and no idle limit ends an answer that has none."""
+    monkeypatch.setattr("router.api.openai.server._IDLE_S", 0.05)
+    router = replace(ROUTER, keep_alive=0.05)
+    body = {"prompt": [1, 2], "max_tokens": 3}
+    async with cluster(workers=0, router_config=router) as parts, AsyncClient(parts.address) as it:
+        address = parts.routers[0].http_address
+        whole = asyncio.create_task(ask(address, "/v1/completions", body))
+        called = asyncio.create_task(it.generate([1, 2], max_tokens=3, request_id="r").text())
+        headers = JSON | {"accept": EVENTS}
+        stream_body = body | {"stream": True}
+        async with streamed(address, "/v1/completions", stream_body, headers) as stream:
+            first = asyncio.create_task(anext(stream.events()))
+            async with asyncio.timeout(30.0):
+                while stream.num_comments < 3 or parts.routers[0]._leader.queued < 3:
+                    await asyncio.sleep(0.02)
+            assert not (whole.done() or called.done() or first.done())
+            await parts.add_worker()
+            assert (await first).json["choices"]
+        answer = await whole
+        assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 3
+        assert await called

@@ -1,0 +1,70 @@
+"""Who may not wait, in a cluster of two routers over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError, QueueFull, QueueTimeout, Shed, UnknownRequest
+from tests.support.in_process import ROUTER, cluster, until
+
+
+async def refusal(client: AsyncClient, request_id: str, priority: int = 0) -> EverliftError | None:
+    """None: it was served."""
+    try:
+        await client.generate([1], request_id=request_id, priority=priority, max_tokens=2).text()
+    except EverliftError as error:
+        return error
+    return None
+
+
+async def test_a_higher_class_has_the_place_of_a_lower_one_at_whatever_router() -> None:
+    config = replace(ROUTER, max_queued=2)
+    async with (
+        cluster(routers=2, workers=0, router_config=config) as parts,
+        AsyncClient(parts.routers[0].address, retry_s=0) as one,
+        AsyncClient(parts.routers[1].address, retry_s=0) as other,
+    ):
+        await until(lambda: all(router._line.is_open for router in parts.routers))
+        low = [asyncio.create_task(refusal(one, "a"))]
+        await until(lambda: parts.routers[1]._line.queued == 1)
+        low.append(asyncio.create_task(refusal(one, "b")))
+        await until(lambda: parts.routers[1]._line.queued == 2)
+        lowest = parts.routers[1]._requests.outlook
+        await until(lambda: parts.routers[1]._requests.outlook is not lowest)
+        assert isinstance(await refusal(other, "c"), QueueFull)
+        high = asyncio.create_task(refusal(other, "d", priority=1))
+        shed = await low[1]
+        assert isinstance(shed, Shed) and shed.retry_after_s == 1.0, "nothing is known of workers"
+        with pytest.raises(UnknownRequest):
+            await one.get_request("b")
+        await parts.add_worker()
+        assert [await low[0], await high] == [None, None]
+
+
+async def test_who_has_waited_for_as_long_as_it_may_is_told_so() -> None:
+    config = replace(ROUTER, queue_ttl=0.3)
+    async with (
+        cluster(workers=0, router_config=config) as parts,
+        AsyncClient(parts.address, retry_s=0) as client,
+    ):
+        assert isinstance(await refusal(client, "a"), QueueTimeout)
+        await parts.add_worker()
+        assert await refusal(client, "a") is None, "its name is free"
+
+
+async def test_who_was_refused_in_the_queue_comes_again_and_is_served() -> None:
+    config = replace(ROUTER, queue_ttl=0.3)
+    async with cluster(workers=0, router_config=config) as parts:
+        counters = parts.routers[0]._requests.counters
+        async with AsyncClient(parts.address) as client:
+            one = asyncio.create_task(client.generate([1], max_tokens=2).text())
+            many = asyncio.create_task(client.generate_many([[1], [2]], max_tokens=2).texts())
+            await until(lambda: parts.routers[0]._line.queued == 3)
+            await until(lambda: parts.routers[0]._line.queued == 0)
+            await parts.add_worker()
+            assert all([await one, *await many])
+        assert counters.completed == 3

@@ -1,0 +1,180 @@
+"""Clusters whose ledger comes back without what it had acknowledged, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import DataLoss, UnknownRequest
+from everlift.messages import OnDisconnect
+from router.ledger.base import Membership
+from router.ledger.entry import State
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.in_process import ROUTER, Cluster, KeptLedger, receive, right_tokens, until
+from tests.support.router.gateway_support import roll_back, saved
+
+COUNT = 150
+PROMPTS = [[n, n + 1, n + 2] for n in range(1, 13)]
+
+
+class ForgetfulLedger(KeptLedger):
+    """A KeptLedger whose server says when it began anew, if it ``tells``."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.generation = 1
+        self.tells = True
+
+    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        membership = await super().beat(gateway, address, lease_s)
+        return replace(membership, generation=str(self.generation))
+
+    def restart(self, known: dict[str, object]) -> None:
+        roll_back(self, known)
+        self.generation += self.tells
+
+
+@pytest.fixture
+def ledger() -> ForgetfulLedger:
+    return ForgetfulLedger()
+
+
+@asynccontextmanager
+async def cluster(ledger: MemoryLedger, routers: int = 1) -> AsyncIterator[Cluster]:
+    parts = Cluster(ledger, router_config=ROUTER)
+    try:
+        for _ in range(routers):
+            await parts.add_router()
+        for _ in range(2):
+            await parts.add_worker()
+        yield parts
+    finally:
+        await parts.stop()
+
+
+async def tokens_of_all(parts: Cluster, at_least: int) -> None:
+    """Waits until so many tokens of each request went out."""
+    gateways = [router._requests._custody for router in parts.routers]
+    await until(lambda: sum(map(len, gateways)) == len(PROMPTS))
+    live = [each for gateway in gateways for each in gateway]
+    await until(lambda: all(each.choices[0].readable >= at_least for each in live))
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("kept", ["nothing", "some"])
+async def test_streams_do_not_notice(ledger: ForgetfulLedger, kept: str, tells: bool) -> None:
+    ledger.tells = tells
+    async with cluster(ledger, routers=2) as parts:
+        known = saved(ledger)
+        clients = [AsyncClient(router.address) for router in parts.routers]
+        work = [
+            asyncio.create_task(receive(clients[n % 2], prompt, COUNT))
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        for tokens in (10, 60):
+            await tokens_of_all(parts, tokens)
+            if kept == "some" and tokens == 10:
+                known = saved(ledger)
+        ledger.restart(known)
+        received = await asyncio.gather(*work)
+        for one, prompt in zip(received, PROMPTS, strict=True):
+            assert one.tokens == right_tokens(prompt, COUNT)
+            assert one.is_contiguous
+            stored = await ledger.read(one.request_id)
+            assert stored.entry.state is State.FINISHED
+            assert list(stored.choices[0].tokens) == one.tokens
+        statuses = [await client.status() for client in clients]
+        assert sum(status.completed for status in statuses) == len(PROMPTS)
+        assert [status.ledger.rollbacks for status in statuses] == [1, 1]
+        for client in clients:
+            await client.close()
+
+
+async def test_without_the_router_too_tokens_are_made_again_and_compared(
+    ledger: ForgetfulLedger,
+) -> None:
+    """Nobody is left who knows what the clients have; they do."""
+    async with cluster(ledger, routers=2) as parts:
+        first, second = parts.routers
+        async with AsyncClient([first.address, second.address]) as client:
+            work = [asyncio.create_task(receive(client, prompt, COUNT)) for prompt in PROMPTS]
+            await tokens_of_all(parts, 10)
+            known = saved(ledger)
+            await tokens_of_all(parts, 60)
+            await parts.kill_router(first)
+            ledger.restart(known)
+            received = await asyncio.gather(*work)
+        for one, prompt in zip(received, PROMPTS, strict=True):
+            assert one.tokens == right_tokens(prompt, COUNT)
+            assert one.is_contiguous
+
+
+async def test_what_is_made_again_otherwise_is_data_loss_never_other_text(
+    ledger: ForgetfulLedger,
+) -> None:
+    async with cluster(ledger, routers=2) as parts:
+        first, second = parts.routers
+        async with AsyncClient([first.address, second.address]) as client:
+            stream = client.generate(PROMPTS[0], max_tokens=COUNT, temperature=0)
+            while (chunk := await anext(stream)).offset < 20:
+                pass
+            known = saved(ledger)
+            await parts.kill_router(first)
+            [record] = known["_records"].values()  # type: ignore[attr-defined]
+            # What came after the third token is drawn from another prompt, as it were.
+            del record.choices[0].tokens[3:]
+            record.choices[0].tokens[2] += 1
+            record.put()
+            ledger.restart(known)
+            with pytest.raises(DataLoss, match="choice 0 cannot be continued at offset"):
+                while True:
+                    chunk = await anext(stream)
+                    assert chunk.token_ids[0] == right_tokens(PROMPTS[0], COUNT)[chunk.offset]
+
+
+async def test_forgetting_goes_to_the_router_that_has_it(ledger: ForgetfulLedger) -> None:
+    async with cluster(ledger, routers=2) as parts:
+        first, second = (AsyncClient(router.address) for router in parts.routers)
+        done = await receive(first, PROMPTS[0], 5)
+        runs = first.generate(PROMPTS[1], max_tokens=2000, on_disconnect=OnDisconnect.CONTINUE)
+        await anext(runs)
+        known = saved(ledger)
+        for request_id in (done.request_id, runs.request_id):
+            await second.forget(request_id)
+            for client in (first, second):
+                with pytest.raises(UnknownRequest):
+                    await client.get_request(request_id)
+        with pytest.raises(UnknownRequest):
+            await second.forget("never")
+        ledger.restart(known)
+        await until(lambda: not ledger._records)
+        for client in (first, second):
+            await client.close()
+
+
+async def test_a_router_that_relays_and_dies_does_not_take_the_request_with_it(
+    ledger: ForgetfulLedger,
+) -> None:
+    """Although its client asked that a disconnect should cancel it."""
+    async with cluster(ledger, routers=2) as parts:
+        first, second = parts.routers
+        async with AsyncClient(first.address) as client, AsyncClient(second.address) as other:
+            stream = client.generate([7], max_tokens=3000, on_disconnect=OnDisconnect.CANCEL)
+            await anext(stream)
+            relayed = other.attach(stream.request_id)
+            await anext(relayed)
+            live = first._requests._custody.get(stream.request_id)
+            assert live is not None
+            await until(lambda: live._num_readers == 2)
+            stream._reading._hang_up()
+            await until(lambda: live._num_readers == 1)
+            await parts.kill_router(second)
+            await until(lambda: not live.has_readers)
+            assert live.grace is not None
+            await client.cancel(stream.request_id)

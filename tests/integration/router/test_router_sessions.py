@@ -1,0 +1,252 @@
+"""A router's links to workers, over real gRPC: who is up, who is lost, and false alarms."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import UnknownWorker
+from everlift.transport import GRPC
+from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
+from router import worker_sessions as module
+from router.config import RouterConfig
+from router.event_loop import FREEZE_S
+from router.worker_sessions import Sessions
+from tests.support.in_process import until
+
+CONFIG = RouterConfig(model="fake", worker_silence=0.5)
+HELLO = session_pb2.RouterHello(router_id="router", cluster_id="here")
+
+
+class Worker(session_pb2_grpc.WorkerSessionServicer):
+    """Says something every 20 ms, unless it is frozen."""
+
+    def __init__(self, worker_id: str = "w", address: str = "127.0.0.1:0") -> None:
+        self.info = session_pb2.WorkerInfo(worker_id=worker_id, block_size=BLOCK_SIZE)
+        self.state = session_pb2.WorkerState(num_running=3, num_waiting=1)
+        #: goes with the next frame
+        self.progress: list[session_pb2.Progress] = []
+        self.frames: list[session_pb2.RouterFrame] = []
+        self.num_streams = 0
+        self.num_left = 0
+        self.moving = asyncio.Event()
+        self.moving.set()
+        self._server = grpc.aio.server()
+        session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        self.info.address = f"127.0.0.1:{port}"
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[session_pb2.RouterFrame], context: Any
+    ) -> AsyncIterator[session_pb2.WorkerFrame]:
+        reader = asyncio.create_task(self._read(request_iterator))
+        self.num_streams += 1
+        try:
+            yield session_pb2.WorkerFrame(hello=self.info, state=self.state)
+            while True:
+                await asyncio.sleep(0.02)
+                await self.moving.wait()
+                progress, self.progress = self.progress, []
+                yield session_pb2.WorkerFrame(state=self.state, progress=progress)
+        finally:
+            self.num_left += 1
+            reader.cancel()
+
+    async def _read(self, frames: AsyncIterator[session_pb2.RouterFrame]) -> None:
+        async for frame in frames:
+            self.frames.append(frame)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+
+@dataclass
+class Heard:
+    """A listener."""
+
+    words: list[str] = field(default_factory=list)
+    #: what came of sequences, and the turns of the event loop between
+    heard: list[int | str] = field(default_factory=list)
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None:
+        self.words.append(f"up {info.worker_id}")
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        pass
+
+    def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
+        self.heard.append(progress.epoch)
+        if progress.epoch == 1:
+            asyncio.get_running_loop().call_soon(self.heard.append, "turn")
+
+    def worker_lost(self, worker_id: str) -> None:
+        self.words.append(f"lost {worker_id}")
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    worker = Worker()
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+async def sessions(worker: Worker, heard: Heard) -> AsyncIterator[Sessions]:
+    sessions = Sessions(CONFIG, HELLO, heard, GRPC)
+    await sessions.reconcile([worker.info])
+    await until(lambda: heard.words == ["up w"])
+    yield sessions
+    await sessions.close()
+
+
+async def test_a_large_batch_leaves_others_their_turn(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.progress = [session_pb2.Progress(epoch=n) for n in range(1, 201)]
+    await until(lambda: 200 in heard.heard)
+    assert heard.heard.index("turn") < 100
+    heard.heard.remove("turn")
+    assert heard.heard == [*range(1, 201)]
+
+
+def policies(worker: Worker) -> list[tuple[bool, int, str]]:
+    """That it was told, and whether with the hello."""
+    told = [frame for frame in worker.frames if frame.HasField("engine_policy")]
+    return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
+
+
+async def test_every_worker_hears_of_its_engines_policy_and_again_when_it_is_dialled(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    sessions.set_policy(session_pb2.EnginePolicy(version=1, name="slai"))
+    await until(lambda: policies(worker) == [(False, 1, "slai")])
+    sessions.set_policy(session_pb2.EnginePolicy(version=2, name="static"))
+    await until(lambda: policies(worker)[1:] == [(False, 2, "static")])
+    worker.moving.clear()
+    await until(lambda: heard.words[1:] == ["lost w"])
+    worker.moving.set()
+    await until(lambda: policies(worker)[2:] == [(True, 2, "static")])
+    later = Worker("later")
+    await later.start()
+    await sessions.reconcile([worker.info, later.info])
+    await until(lambda: policies(later) == [(True, 2, "static")])
+    await later.stop()
+
+
+async def test_of_policies_that_wait_for_the_stream_the_last_one_is_told(
+    sessions: Sessions, worker: Worker
+) -> None:
+    for version, name in ((1, "slai"), (2, "magnus"), (3, "default")):
+        sessions.set_policy(session_pb2.EnginePolicy(version=version, name=name))
+    await until(lambda: policies(worker) == [(False, 3, "default")])
+
+
+async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    # Its stream is given up: for the worker that is the end of what this router started.
+    await until(lambda: worker.num_left == 1)
+    assert sessions.false_alarms == 0
+
+
+@pytest.mark.parametrize(("quiet", "is_lost"), [(0.8, False), (0.86, True)])
+async def test_a_worker_is_lost_well_before_its_time_is_up(
+    sessions: Sessions, heard: Heard, quiet: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the beats that come five times a second it has missed four by then."""
+    link = sessions.links[0]
+    monkeypatch.setattr(module, "now", lambda: link.last_heard + quiet * CONFIG.worker_silence)
+    link._check_silence()
+    assert (heard.words == ["up w", "lost w"]) == is_lost
+
+
+async def test_a_worker_that_speaks_again_was_a_false_alarm(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    worker.moving.set()
+    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    assert sessions.false_alarms == 1
+    await sessions.reconcile([])
+    assert sessions.false_alarms == 1
+
+
+async def test_another_worker_at_the_same_address_is_not_the_one_that_was_lost(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    await worker.stop()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    other = Worker("next", worker.info.address)
+    await other.start()
+    await until(lambda: other.num_left == 1)
+    await other.stop()
+    assert heard.words == ["up w", "lost w"] and sessions.false_alarms == 0
+
+
+async def test_a_router_that_was_held_up_itself_takes_nobody_for_lost(
+    sessions: Sessions, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes late, and has not read yet what came meanwhile."""
+    link = sessions.links[0]
+    checks: list[float] = []
+    check = link._check_silence
+    monkeypatch.setattr(link, "_check_silence", lambda: (checks.append(0.0), check()))
+    link.last_heard -= 10.0
+    monkeypatch.setattr(module, "_STALL_S", -1.0)
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    assert not checks and heard.words == ["up w"]
+
+
+async def test_after_a_freeze_workers_have_their_time_from_then_on(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    time.sleep(2 * CONFIG.worker_silence + FREEZE_S)
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    assert heard.words == ["up w"]
+    await until(lambda: heard.words == ["up w", "lost w"])
+
+
+async def test_a_held_line_brings_nothing_and_heals(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    sessions.links[0].hold(1.0)
+    await until(lambda: heard.words == ["up w", "lost w"])
+    assert worker.num_left == 0
+    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    assert sessions.false_alarms == 1
+
+
+async def test_a_worker_is_told_to_drain_and_of_faults(sessions: Sessions, worker: Worker) -> None:
+    await until(lambda: sessions.links[0].state.num_running)
+    assert sessions.drain("w") == 4
+    sessions.inject("w", chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=9.0))
+    await until(lambda: any(frame.drain for frame in worker.frames))
+    await until(lambda: any(frame.fault.factor == 9.0 for frame in worker.frames))
+
+
+async def test_nobody_else_can_be_told_anything(sessions: Sessions) -> None:
+    with pytest.raises(UnknownWorker):
+        sessions.drain("stranger")
+    with pytest.raises(UnknownWorker):
+        sessions.inject("stranger", chaos_pb2.Fault())

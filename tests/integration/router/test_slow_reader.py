@@ -1,0 +1,140 @@
+"""A client that does not read, over real gRPC: what it has not read waits in one place, not two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+
+from everlift.transport import GRPC
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc, session_pb2
+from router.api.grpc.inference_server import InferenceServer
+from router.api.service import Inference
+from router.api.status import Status
+from router.auth.caller import OPEN
+from router.requests.manager import Requests
+from router.requests.request import LiveRequest
+from router.requests.stream import Carried, Pieces
+from tests.support.ledger.ledgers import scored
+from tests.support.router.gateway_support import Gateway, started_gateway, until
+from tests.support.router.session_support import OPTIONS
+
+NUM_TOKENS = 10_000
+AT_ONCE = 100
+#: What gRPC holds of a stream whose client does not read: the window of a connection, and some.
+MOST_BYTES = 1 << 18
+
+
+class Counting:
+    """The gateway's requests, with a count of the bytes that left each stream."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.left: list[int] = []
+        self._requests = requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests, name)
+
+    def stream(self, *args: Any, **options: Any) -> Carried:
+        return Carried(self._counted(self._requests.stream(*args, **options)))
+
+    async def _counted(self, pieces: Pieces) -> AsyncGenerator[pb.GenerateResponse, None]:
+        number = len(self.left)
+        self.left.append(0)
+        async for piece in pieces:
+            self.left[number] += piece.ByteSize()
+            yield piece
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway, requests: Counting) -> AsyncIterator[str]:
+    """Its address."""
+    gateway.requests._model.max_model_len = NUM_TOKENS + 2
+    server = grpc.aio.server()
+    inference = Inference(cast("Requests", requests), gateway.model, GRPC)
+    handlers = InferenceServer(inference, cast("Status", None)).handlers(OPEN)
+    server.add_generic_rpc_handlers((handlers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def submitted(gateway: Gateway) -> LiveRequest:
+    return await gateway.submit(
+        max_tokens=NUM_TOKENS,
+        sampling=pb.Sampling(logprobs=20),
+        on_disconnect=pb.ON_DISCONNECT_CONTINUE,
+    )
+
+
+async def make(gateway: Gateway, epoch: int, first: int, until: int) -> None:
+    """Tokens of about 200 bytes each, with their log probabilities."""
+    scores = [it.to_proto() for it in scored(*[-1.0] * AT_ONCE, num_top=20)]
+    for offset in range(first, until, AT_ONCE):
+        stop = session_pb2.STOP_CAUSE_LENGTH if offset + AT_ONCE == NUM_TOKENS else 0
+        gateway.make(epoch, offset, "x" * AT_ONCE, stop, logprobs=scores)
+        await asyncio.sleep(0)
+
+
+async def test_what_is_not_read_does_not_pile_up_and_holds_nobody_up() -> None:
+    async with started_gateway() as gateway:
+        requests = Counting(gateway.requests)
+        async with (
+            serving(gateway, requests) as address,
+            grpc.aio.insecure_channel(address, options=OPTIONS) as channel,
+            grpc.aio.insecure_channel(address, options=OPTIONS) as another,
+        ):
+            live = await submitted(gateway)
+            attach = pb.AttachRequest(request_id="r")
+            slow = inference_pb2_grpc.InferenceStub(channel).Attach(attach)
+            await slow.read()
+            quick = inference_pb2_grpc.InferenceStub(another).Attach(attach)
+            reading = asyncio.create_task(read(quick))
+            await make(gateway, await gateway.dispatch(), 0, NUM_TOKENS)
+            assert await reading == NUM_TOKENS
+            await until(lambda: live.is_over)
+            # It ended, and is held by nobody but its reader.
+            assert not len(gateway.requests)
+            first, second = requests.left
+            assert first < MOST_BYTES < second
+            assert await read(slow) == NUM_TOKENS
+
+
+async def test_that_a_client_does_not_read_is_told_while_its_request_runs() -> None:
+    async with started_gateway() as gateway:
+        requests = Counting(gateway.requests)
+        async with (
+            serving(gateway, requests) as address,
+            grpc.aio.insecure_channel(address, options=OPTIONS) as channel,
+        ):
+            live = await submitted(gateway)
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            slow = stub.Attach(pb.AttachRequest(request_id="r"))
+            await slow.read()
+            epoch, half = await gateway.dispatch(), NUM_TOKENS // 2
+            await make(gateway, epoch, 0, half)
+            await until(lambda: live.choices[0].readable == half)
+            explain = pb.ExplainRequest(request_id="r")
+            first, second = await stub.Explain(explain), await stub.Explain(explain)
+            assert first.state == pb.REQUEST_STATE_RUNNING
+            assert 0 < first.unread_tokens <= half and first.unread_tokens >= second.unread_tokens
+            assert 0 < first.unread_s < second.unread_s
+            await make(gateway, epoch, half, NUM_TOKENS)
+            assert await read(slow) == NUM_TOKENS
+            assert (await stub.Explain(explain)).unread_tokens == 0
+
+
+async def read(call: Any) -> int:
+    """To the end; answers how many tokens there were."""
+    count = 0
+    while (piece := await call.read()) is not grpc.aio.EOF:
+        assert piece.offset == count or not piece.token_ids
+        count += len(piece.token_ids)
+    return count

@@ -1,0 +1,134 @@
+"""Text to tokens and back, over the wire, as the served model reads it; long texts hold nobody
+up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from cluster.config import DEMO_MODEL
+from everlift import wire
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError, OutOfRange, PromptTooLong, UnknownModel
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.requests.tokenizer import ByteTokenizer, ServedModel
+from tests.support.in_process import ROUTER, cluster, receive, right_tokens, until
+
+TEXTS = ["", " ", "count from 17 to 30:", "héllo 👩🏽‍🚀\n", "</s>", "x" * 10_000]
+
+
+@asynccontextmanager
+async def stub() -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    """Of a router with the demo model, which needs no worker for this."""
+    config = replace(ROUTER, model=str(DEMO_MODEL))
+    async with (
+        cluster(workers=0, router_config=config) as parts,
+        grpc.aio.insecure_channel(parts.address) as channel,
+    ):
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return ServedModel.load(str(DEMO_MODEL))
+
+
+async def test_a_text_is_read_as_a_prompt_is(model: ServedModel) -> None:
+    async with stub() as router:
+        for text in TEXTS:
+            answer = await router.Tokenize(pb.TokenizeRequest(text=text))
+            assert tuple(answer.token_ids) == model.encode(text)
+            assert answer.max_model_len == 0  # no worker has announced it
+
+
+async def test_tokens_are_the_text_again(model: ServedModel) -> None:
+    async with stub() as router:
+        for text in TEXTS:
+            ids = model.encode(text)[: model.context]
+            answer = await router.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+            assert answer.text == model.tokenizer.decode(ids)
+        plain = model.encode("count from 17 to 30:")
+        answer = await router.Detokenize(pb.DetokenizeRequest(token_ids=plain))
+        assert answer.text.strip() == "count from 17 to 30:"
+
+
+async def test_the_served_model_is_listed(model: ServedModel) -> None:
+    async with stub() as router:
+        [only] = (await router.ListModels(pb.ListModelsRequest())).models
+    assert only == pb.Model(
+        name=model.name,
+        max_model_len=0,
+        vocab_size=model.vocab_size,
+        sampling_defaults=pb.Sampling(),
+    )
+
+
+async def test_what_cannot_be_is_refused_by_name(model: ServedModel) -> None:
+    length, size = model.context, model.vocab_size
+    cases: list[tuple[pb.TokenizeRequest | pb.DetokenizeRequest, type[EverliftError], str]] = [
+        (pb.TokenizeRequest(text="a", model="gpt-9"), UnknownModel, "model"),
+        (pb.DetokenizeRequest(token_ids=[1], model="gpt-9"), UnknownModel, "model"),
+        (pb.TokenizeRequest(text="a" * (128 * length + 1)), PromptTooLong, "text"),
+        (pb.DetokenizeRequest(token_ids=[1] * (length + 1)), OutOfRange, "token_ids"),
+        (pb.DetokenizeRequest(token_ids=[size]), OutOfRange, "token_ids"),
+    ]
+    async with stub() as router:
+        for request, error, field in cases:
+            if isinstance(request, pb.TokenizeRequest):
+                call = router.Tokenize(request)
+            else:
+                call = router.Detokenize(request)
+            with pytest.raises(error) as caught:
+                await wire.answer(call, call)
+            assert caught.value.field == field
+
+
+class Patient(ByteTokenizer):
+    """Reads a text only when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.reads = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.reads.set()
+        assert self.may_read.wait(20)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_while_a_long_prompt_is_read_others_are_served() -> None:
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        model = parts.routers[0]._model
+        model.tokenizer = patient = Patient()
+        model.max_model_len = 10_000
+        long = asyncio.create_task(client.generate("x" * 5000, max_tokens=1).text())
+        await until(patient.reads.is_set)
+        assert (await receive(client, [5, 6], 3)).tokens == right_tokens([5, 6], 3)
+        assert not long.done()
+        patient.may_read.set()
+        with suppress(EverliftError):
+            await long
+
+
+async def test_while_a_long_text_is_tokenised_the_event_loop_goes_on(model: ServedModel) -> None:
+    """Python's lock is let go of, in a thread of its own: else no turn would come between."""
+    text = "the quick brown fox counts from 17 to 30 and again, " * 20_000
+    turns = 0
+    reading = asyncio.create_task(asyncio.to_thread(model.tokenizer.encode, text))
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    ids = await reading
+    back = asyncio.create_task(asyncio.to_thread(model.tokenizer.decode, ids))
+    while not back.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert await back
+    assert turns > 20

@@ -1,0 +1,234 @@
+"""A live engine's log, played again through what a forecast has of it: the same batches.
+
+The live one has tokens, hashes and a thread, and takes what comes when it comes. The other one has
+the product's scheduler too, but for sequences whose tokens nobody knows: their blocks have names,
+and they end after as many tokens as the live ones did. What the live one looked at when a step
+began, its log says: the time, and for whom a grammar was not ready.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from random import Random
+from typing import Any, TypeAlias
+
+import pytest
+
+from cluster.simulator.multi_step import MultiStepScheduler
+from cluster.simulator.sequence import TOKEN, BlockNames, NamedSequence
+from cluster.simulator.workloads.arrival import Arrival
+from everlift.blockhash import BLOCK_SIZE
+from everlift.engine_policy import EnginePolicy, policy_named
+from everlift.v1 import session_pb2
+from tests.support.worker.worker_support import Collected, limits, prompt, start
+from worker.config import FakeModel, Scheduling
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, SequenceKey
+from worker.engine.plan import Plan
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.runner.fake_runner import FakeRunner
+from worker.serving.inbox import Inbox
+from worker.serving.loop import LeadingLoop, Report
+
+#: A token is due when two or three steps have begun since the one before it.
+POLICIES = {
+    "continuous": Scheduling(),
+    "static": Scheduling("static"),
+    "slai": Scheduling("slai", tbt_target=0.004, ageing_tokens=8),
+    "magnus": Scheduling("magnus"),
+}
+
+#: Of each row the slot, start, number of tokens, whether it draws, and its blocks.
+Batch: TypeAlias = list[tuple[Any, ...]]
+
+#: Ends by a stop token now and then, where it likes.
+MODEL = FakeModel(eos_one_in=40, step_time=0.0005)
+#: Blocks are short: some are preempted.
+LIMITS = limits(
+    num_blocks=14, max_num_seqs=6, max_num_batched_tokens=48, max_model_len=400, model=MODEL
+)
+REQUESTS = 60
+#: Tokens that prompts of a group have in common.
+STEM = 2 * BLOCK_SIZE + 5
+
+
+class Waiting(FakeRunner):
+    """Now and then somebody's next token would have to wait for a grammar."""
+
+    def __init__(self, bounds: Limits, seed: int) -> None:
+        super().__init__(bounds.num_blocks, MODEL)
+        self._num_slots = bounds.max_num_seqs
+        self._dice = Random(seed)
+
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset(slot for slot in range(self._num_slots) if self._dice.random() < 0.01)
+
+
+@dataclass
+class Live:
+    """What an engine did: before each step who came and who went, and its batch."""
+
+    bounds: Limits
+    entries: list[session_pb2.StepLog] = field(default_factory=list)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    collected: Collected = field(default_factory=Collected)
+
+    def write(self, entry: session_pb2.StepLog) -> None:
+        self.entries.append(session_pb2.StepLog.FromString(entry.SerializeToString()))
+
+    def executed(self, plan: Plan) -> Any:
+        self.batches[len(self.entries) - 1] = batch(plan)
+        return nullcontext()
+
+    def report(self, report: Report) -> None:
+        self.collected.take(report.outcomes)
+
+    def run(self, seed: int, policies: Sequence[EnginePolicy] = ()) -> None:
+        """Requests come at random moments, and some of their clients go. Meanwhile one of the
+        ``policies`` after the other begins to hold."""
+        engine = Engine(Waiting(self.bounds, seed), self.bounds, within=self.executed)
+        inbox = Inbox()
+        loop = LeadingLoop(engine, inbox, self.report, self)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        dice = Random(seed)
+        changes = dict(zip(count(REQUESTS // 10, REQUESTS // 10), policies, strict=False))
+        for epoch in range(1, REQUESTS + 1):
+            if epoch in changes:
+                inbox.set_policy(changes[epoch])
+                while inbox._orders.policy:
+                    time.sleep(0.001)
+            inbox.start(EngineSequence.from_start(request(epoch, dice), self.bounds))
+            # Most come faster than they are served, so that blocks are short.
+            time.sleep(0.005 if epoch % 8 == 0 else 0.0)
+            if dice.random() < 0.1:
+                inbox.abort(Abort(epoch))
+        while engine.has_work:
+            time.sleep(0.01)
+        inbox.stop()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+def request(epoch: int, dice: Random) -> session_pb2.Start:
+    group, own = dice.choice([0, 0, 1, 2]), dice.randint(1, 100)
+    stem = prompt(STEM, group * 100) if group else []
+    return start(
+        epoch,
+        [*stem, *prompt(own, 7 * epoch)],
+        max_tokens=dice.randint(1, 120),
+        priority=dice.choice([0, 0, 1]),
+        predicted_tokens=dice.choice([0, dice.randint(1, 150)]),
+        stop_token_ids=[MODEL.eos_token_id],
+    )
+
+
+def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
+    """Of the same request, with nothing of its tokens but how many there are, and whose begin it
+    shares."""
+    group = told.prompt_ids[0] // 100 if len(told.prompt_ids) > STEM else 0
+    shares = group and list(told.prompt_ids[:STEM]) == prompt(STEM, group * 100)
+    arrival = Arrival(
+        0.0,
+        len(told.prompt_ids),
+        num_outputs,
+        told.max_tokens,
+        told.priority,
+        prefix=(group,) if shares else (),
+        prefix_part_tokens=STEM,
+    )
+    names = BlockNames(told.epoch, arrival)
+    return NamedSequence.begin(told.epoch, told.request_id, arrival, names, told.predicted_tokens)
+
+
+def batch(plan: Plan) -> Batch:
+    """Whose next tokens, how many, and where their keys and values lie."""
+    return [
+        (row.slot, row.start, len(row.tokens), row.samples, tuple(row.block_table))
+        for row in plan.rows
+    ]
+
+
+def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | None]]:
+    """By turn, the batch; None where it was one of several steps at once."""
+    scheduler = MultiStepScheduler(live.bounds)
+    skipped = 0
+    for turn, entry in enumerate(live.entries[:-1]):
+        if (policy := policy_named(entry.engine_policy)) is not None:
+            scheduler.set_policy(policy)
+        for told in entry.starts:
+            collected = live.collected.tokens.get(SequenceKey(told.epoch, 0), [])
+            has_ended = SequenceKey(told.epoch, 0) in live.collected.stops
+            scheduler.add(named(told, len(collected) if has_ended else told.max_tokens))
+        for abort in entry.aborts:
+            for sequence in scheduler.of_epoch(abort.epoch):
+                scheduler.remove(sequence)
+        if not skipped:
+            skipped = quiet(scheduler, live.entries[turn:-1], num_at_once)
+            if skipped:
+                scheduler.decode(TOKEN, skipped)
+        if skipped:
+            skipped -= 1
+            yield turn, None
+            continue
+        plan = scheduler.schedule(entry.held_slots, entry.now)
+        if plan.rows:
+            yield turn, batch(plan)
+            scheduler.commit_drawn(plan, TOKEN)
+    assert not len(scheduler)
+
+
+def quiet(scheduler: MultiStepScheduler, entries: list[session_pb2.StepLog], most: int) -> int:
+    """Of these steps, whose first one's orders are taken, those that can be computed at once
+    before anybody comes, goes or has to wait."""
+    first, *after = entries
+    if not most or first.held_slots:
+        return 0
+    changes = (i for i, it in enumerate(after) if changes_anything(it))
+    return scheduler.num_uniform_steps(min(most, next(changes, len(after)) + 1))
+
+
+def changes_anything(entry: session_pb2.StepLog) -> bool:
+    return bool(entry.starts or entry.aborts or entry.held_slots or entry.engine_policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_at_once"),
+    [
+        *(("continuous", 0), ("continuous", 16), ("static", 0), ("static", 16)),
+        # By the time every step may be another one.
+        *(("slai", 0), ("magnus", 0)),
+    ],
+)
+def test_the_batches_are_those_of_the_live_engine(policy: str, num_at_once: int) -> None:
+    live = Live(replace(LIMITS, scheduling=POLICIES[policy]))
+    live.run(seed=num_at_once)
+    batches = dict(played_again(live, num_at_once))
+    assert batches.keys() == live.batches.keys()
+    for turn, each in batches.items():
+        assert each is None or each == live.batches[turn], f"step {turn}"
+    assert any(entry.held_slots for entry in live.entries)
+    # A closed batch may have blocks enough.
+    assert policy in ("static", "magnus") or sum(live.collected.preemptions.values()) > 0
+    at_once = sum(each is None for each in batches.values())
+    assert (at_once > len(batches) / 20) == bool(num_at_once)
+
+
+@pytest.mark.parametrize("num_at_once", [0, 16])
+def test_they_are_where_the_policy_changes_in_between(num_at_once: int) -> None:
+    live = Live(replace(LIMITS, scheduling=POLICIES["slai"]))
+    policies: list[EnginePolicy] = ["static", "continuous", "magnus", "slai", "continuous"]
+    live.run(7, policies)
+    batches = dict(played_again(live, num_at_once))
+    assert batches.keys() == live.batches.keys()
+    for turn, each in batches.items():
+        assert each is None or each == live.batches[turn], f"step {turn}"
+    told = [entry.engine_policy for entry in live.entries if entry.engine_policy]
+    assert told == policies
+    assert any(each is None for each in batches.values()) == bool(num_at_once)

@@ -1,0 +1,140 @@
+"""Models whose files hold programs, or sizes that are not true: refused, and nothing of it runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.chat.templates import ChatTemplate
+from router.requests.tokenizer import ServedModel
+from tests.support.worker.grammar_support import DEMO_MODEL
+from tests.support.worker.pickles import saved
+from worker.config import WorkerConfig
+from worker.model.checkpoint import BadCheckpoint
+from worker.model.spec import UnsupportedModel
+from worker.serving.rank import Rank
+
+PROGRAM = "from pathlib import Path\nPath({marker!r}).touch()\n"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return shutil.copytree(DEMO_MODEL, tmp_path / "model")
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "marker"
+
+
+async def served(directory: Path) -> None:
+    """By a worker, for a moment."""
+    rank = Rank(WorkerConfig(model=str(directory), device="cpu", num_blocks=8, num_threads=1))
+    try:
+        await rank.start()
+    finally:
+        await rank.stop()
+
+
+async def refusal(directory: Path) -> str:
+    """Why no worker can be started with it."""
+    with pytest.raises((BadCheckpoint, UnsupportedModel)) as caught:
+        await served(directory)
+    return str(caught.value)
+
+
+async def test_weights_that_are_pickles_are_not_read(directory: Path, marker: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "adapter_model.bin"):
+        (directory / name).write_bytes(saved(marker))
+    index = {"weight_map": {"a": "pytorch_model.bin"}}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert "model.safetensors" in await refusal(directory)
+    (directory / "model.safetensors").write_bytes(saved(marker))
+    assert "safetensors" in await refusal(directory)
+    assert not marker.exists()
+
+
+async def test_an_index_cannot_name_a_pickle(directory: Path, marker: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_bytes(saved(marker))
+    for name in ("pytorch_model.bin", "../model.safetensors", "/etc/passwd"):
+        index = {"weight_map": {"model.embed_tokens.weight": name}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert name in await refusal(directory)
+    assert not marker.exists()
+
+
+async def test_a_gguf_is_not_read(directory: Path) -> None:
+    """Its counts of tensors overflow where they are multiplied."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 2**63, 2**63)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.gguf").write_bytes(head)
+    assert "model.safetensors" in await refusal(directory)
+    (directory / "model.safetensors").write_bytes(head)
+    assert "safetensors" in await refusal(directory)
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a product beyond 64 bits": lambda tensor: tensor | {"shape": [2**33, 2**33]},
+    "as many bytes as wrap round to its own": lambda tensor: (
+        tensor | {"shape": [2**62, 4], "data_offsets": [0, 0]}
+    ),
+    "an end before its beginning": lambda tensor: tensor | {"data_offsets": [64, 0]},
+    "an end beyond the file": lambda tensor: tensor | {"data_offsets": [0, 2**62]},
+    "a beginning below 0": lambda tensor: tensor | {"data_offsets": [-64, 0]},
+    "sizes below 0": lambda tensor: tensor | {"shape": [-1, -64]},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+async def test_sizes_that_are_not_true_are_refused(directory: Path, case: str) -> None:
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    header[name] = HEADERS[case](header[name])
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + length :])
+    assert name in await refusal(directory)
+
+
+async def test_a_header_longer_than_the_file_is_refused(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    assert "safetensors" in await refusal(directory)
+
+
+def with_code(directory: Path, marker: Path, **changes: object) -> None:
+    """A model that asks for its own Python files, in each place that may name one."""
+    (directory / "mine.py").write_text(PROGRAM.format(marker=str(marker)))
+    named = {
+        kind: f"mine.{kind}" for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        path = directory / name
+        settings = json.loads(path.read_text()) | {"auto_map": named} | changes
+        path.write_text(json.dumps(settings))
+
+
+async def test_code_that_comes_with_a_model_is_not_run(directory: Path, marker: Path) -> None:
+    with_code(directory, marker)
+    await served(directory)
+    assert ServedModel.load(str(directory)).encode("a")
+    template = ChatTemplate.load(directory)
+    assert template is not None
+    assert await template.render([{"role": "user", "content": "a"}], None)
+    await template.close()
+    assert not marker.exists()
+
+
+async def test_a_model_that_needs_its_own_code_is_refused(directory: Path, marker: Path) -> None:
+    with_code(directory, marker, architectures=["MineForCausalLM"], model_type="mine")
+    assert "MineForCausalLM" in await refusal(directory)
+    assert not marker.exists()

@@ -1,0 +1,235 @@
+"""One of several ranks has too little memory for a step, wherever in it: all of them go on with
+smaller ones, and make the same tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from tests.integration.worker.test_captured_ranks import Looking
+from tests.integration.worker.test_parallel import gloo, on_ranks
+from tests.support.worker.families import CHECKPOINTS, save_family
+from tests.support.worker.llama_support import SIZES, save_llama
+from tests.support.worker.torch_engine import Job, TorchEngine, outputs
+from tests.support.worker.worker_support import Collected
+from worker.config import Speculation
+from worker.model import dummy
+from worker.model.decoder import Decoder
+from worker.model.families import read_spec
+from worker.model.layers import ColumnLinear, Placement, RmsNorm, RowLinear, VocabTable
+from worker.parallel import group as group_module
+from worker.parallel.group import Group, _CollectiveGroup, _SharedMemoryGroup
+from worker.runner.build import make_fast
+from worker.runner.runner import TorchRunner
+from worker.runner.sampler import Sampler
+
+__all__ = ["gloo"]
+
+NUM_BLOCKS = 16
+#: Before and behind each of these a step takes memory.
+WHERE: list[tuple[type, str]] = [
+    (TorchRunner, "_copy_blocks"),
+    (Sampler, "admit"),
+    (VocabTable, "lookup"),
+    (RmsNorm, "__call__"),
+    (ColumnLinear, "__call__"),
+    (RowLinear, "__call__"),
+    (VocabTable, "logits"),
+    (Sampler, "begin"),
+    *(
+        (group, name)
+        for group in (_CollectiveGroup, _SharedMemoryGroup)
+        for name in ("all_reduce", "gather_to_first", "broadcast")
+    ),
+]
+#: The parts of a step.
+PARTS = "_begin", "_draw", "_heard"
+
+
+class Shortage(threading.local):
+    """Of the rank in this thread: at which of the moments that its steps come to there is no
+    memory."""
+
+    def __init__(self) -> None:
+        self.is_in_step = False
+        self.begin(set())
+
+    def begin(self, moments: set[int]) -> None:
+        self._moments = moments
+        self.passed = self.met = 0
+
+    def pass_by(self) -> None:
+        if not self.is_in_step:
+            return
+        self.passed += 1
+        if self.passed in self._moments:
+            self.met += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    @contextmanager
+    def step(self):  # type: ignore[no-untyped-def]
+        self.is_in_step = True
+        try:
+            yield
+        finally:
+            self.is_in_step = False
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
+    here = Shortage()
+
+    def with_moments(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def passing(*args: Any, **kwargs: Any) -> Any:
+            here.pass_by()
+            result = method(*args, **kwargs)
+            here.pass_by()
+            return result
+
+        return passing
+
+    for owner, name in WHERE:
+        monkeypatch.setattr(owner, name, with_moments(getattr(owner, name)))
+    for name in PARTS:
+        within = here.step()(getattr(TorchRunner, name))
+        monkeypatch.setattr(TorchRunner, name, within)
+    # A rank that waits for one that does not come is not to keep the test.
+    monkeypatch.setattr(group_module, "TIMEOUT", timedelta(seconds=20))
+    return here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
+
+
+def jobs(seed: int, lengths: tuple[int, ...], max_tokens: int, **sampling: Any) -> list[Job]:
+    """No two seeds have a prompt in common."""
+    rng = Random(seed)
+    prompts = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in lengths]
+    return [
+        Job(prompt, max_tokens, SamplingParams(temperature=0.0, seed=100 * seed + i, **sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(params=["shared memory", pytest.param("gloo", marks=pytest.mark.long)])
+def way(request: pytest.FixtureRequest) -> str:
+    if request.param == "gloo":
+        request.getfixturevalue("gloo")
+    return str(request.param)
+
+
+@pytest.fixture(
+    params=[11, pytest.param(1, marks=pytest.mark.long)], ids=["some moments", "all moments"]
+)
+def every(request: pytest.FixtureRequest) -> int:
+    """Of so many moments one is tried."""
+    return int(request.param)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
+@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize("scored", [None, 1], ids=["plain", "prompts' log probabilities"])
+def test_wherever_one_rank_lacks_memory_once_all_go_on_with_the_same_tokens(
+    unlucky: int,
+    ahead: bool,
+    scored: int | None,
+    model: Path,
+    shortage: Shortage,
+    way: str,
+    every: int,
+) -> None:
+    def each(moment: int) -> list[Job]:
+        return jobs(moment, (3, 5), 3, prompt_logprobs=scored)
+
+    def act(group: Group) -> dict[int, Collected]:
+        engine = TorchEngine(model, NUM_BLOCKS, group, ahead)
+        shortage.begin(set())
+        collected = {0: engine.collect(each(0))}
+        passed = torch.tensor([shortage.passed if group.rank == unlucky else 0])
+        for moment in range(1, 1 + int(group.all_reduce(passed)), every):
+            shortage.begin({moment} if group.rank == unlucky else set())
+            collected[moment] = engine.collect(each(moment))
+            assert shortage.met == (group.rank == unlucky)
+        return collected
+
+    first, second = on_ranks(2, act)
+    assert first.keys() == second.keys() and max(first) > 60
+    alone = TorchEngine(model, NUM_BLOCKS)
+    for moment, collected in first.items():
+        expected = alone.serve(each(moment))
+        assert outputs(collected, each(moment)) == expected
+        assert outputs(second[moment], each(moment)) == expected
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_lack_memory_again_and_again_say_the_same_of_everybody(
+    seed: int, ahead: bool, model: Path, shortage: Shortage
+) -> None:
+    drafts = {} if ahead else {"speculation": Speculation(num_draft_tokens=2)}
+    work = jobs(seed, (3, 60, 31, 12, 5, 90), 12)
+
+    def act(group: Group) -> tuple[Collected, int]:
+        rng = Random(f"{seed} {group.rank}")
+        engine = TorchEngine(model, NUM_BLOCKS, group, ahead, **drafts)
+        shortage.begin({moment for moment in range(1, 5000) if rng.random() < 0.002})
+        return engine.collect(work), shortage.met
+
+    (first, met), (second, met_too) = on_ranks(2, act)
+    assert met + met_too
+    assert first.tokens == second.tokens
+    assert first.errors == second.errors
+    ended = {key for key, cause in first.errors.items() if cause == "out of memory"}
+    expected = TorchEngine(model, NUM_BLOCKS).collect(work).tokens
+    for key, tokens in first.tokens.items():
+        assert tokens == expected[key][: len(tokens)]
+        assert key in ended or (first.errors[key], tokens) == ("", expected[key])
+    assert len(ended) < len(work)
+
+
+class Noted(Group):
+    """Rank 0 of two, which notes what it exchanges."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.made.append(("sum", tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    def gather_to_first(self, shard: Tensor) -> Tensor:
+        self.made.append(("gather", tuple(shard.shape), shard.dtype))
+        return torch.cat((shard, shard), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_a_decoder_exchanges_what_it_says(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec, group = read_spec(save_family(tmp_path, CHECKPOINTS[family])), Noted()
+    decoder = Decoder(spec, 64, Placement(group, dtype, torch.device("cpu")))
+    dummy.fill(decoder)
+    make_fast(decoder, spec, dtype)
+    attention: Any = Looking()
+    with torch.inference_mode():
+        hidden = decoder.forward(torch.tensor([1, 2, 3]), torch.arange(3), attention)
+        decoder.logits(hidden[:2])
+    said = decoder.exchanged
+    *sums, logits = group.made
+    assert sums == [("sum", (3, said.hidden_size), said.dtype)] * said.num_sums
+    assert logits == ("gather", (2, said.vocab_share), said.dtype)

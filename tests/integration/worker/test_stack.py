@@ -1,0 +1,136 @@
+"""All layers in one call: the bits that they make one by one, of every family, and of those tokens
+alone that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.support.worker.decoder_steps import Step, SteppedDecoder
+from tests.support.worker.families import CHECKPOINTS, MAX_POSITION, VOCAB, Checkpoint, save_family
+from tests.support.worker.packings import panels_or_skip
+from worker.attention.reference import ReferenceAttention
+from worker.model.decoder import LayerByLayer
+from worker.model.stack import CompiledStack
+
+LENGTHS = (100, 45, 9)
+SEQUENCES = [[Random(i).randrange(6, VOCAB) for _ in range(n)] for i, n in enumerate(LENGTHS)]
+WHOLE: list[Step] = [list(enumerate(LENGTHS))]
+#: Decodes beside chunks; a step larger than the one before and smaller ones.
+MIXED: list[Step] = [
+    [(2, 1)],
+    [(2, 1), (0, 37), (1, 5)],
+    [(2, 1), (0, 1), (1, 40)],
+    [(2, 1), (0, 62)],
+    [(2, 5)],
+]
+#: What few models have is computed layer by layer.
+WITHOUT = ("granite, biases", "granite, tied")
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def stepped(checkpoint: Checkpoint, directory: Path) -> SteppedDecoder:
+    panels_or_skip()
+    return SteppedDecoder(save_family(directory, checkpoint), MAX_POSITION, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name not in WITHOUT])
+def test_its_bits_are_those_of_layer_by_layer(name: str, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path)
+    assert isinstance(model.decoder.stack, CompiledStack)
+    at_once, in_steps = (model.logits(SEQUENCES, steps) for steps in (WHOLE, MIXED))
+    model.decoder.stack = model.decoder.layer_by_layer
+    expected = model.logits(SEQUENCES, WHOLE)
+    assert at_once is not None and in_steps is not None and expected is not None
+    for one, other, reference in zip(at_once, in_steps, expected, strict=True):
+        assert reference.isfinite().all()
+        assert torch.equal(one, reference)
+        assert torch.equal(other, reference)
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
+def test_hidden_states_of_some_tokens_are_those_among_all(name: str, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path)
+    ends = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
+    of_all = model.hidden(SEQUENCES, None)
+    assert len(of_all) == sum(LENGTHS)
+    for sites in ([], [0], ends, [3, *ends], [*range(sum(LENGTHS))]):
+        assert torch.equal(model.hidden(SEQUENCES, sites), of_all[sites]), sites
+
+
+@pytest.mark.parametrize("sites", [None, [0, 7, 8], [9], []], ids=str)
+def test_the_last_layer_computes_no_mlp_for_tokens_that_nobody_wants(
+    sites: list[int] | None, tmp_path: Path
+) -> None:
+    """It is the only layer here: rows of its memory that it did not compute are as they were."""
+    checkpoint = CHECKPOINTS["mistral, window"]
+    one_layer = replace(checkpoint, sizes=checkpoint.sizes | {"num_hidden_layers": 1})
+    model = stepped(one_layer, tmp_path)
+    stack, sequence = model.decoder.stack, SEQUENCES[0][:10]
+    assert isinstance(stack, CompiledStack)
+    model.hidden([sequence], None)
+    with torch.inference_mode():
+        stack._memory.fill_(torch.nan)
+    model.hidden([sequence], sites)
+    parts = stack._memory.split_with_sizes([len(sequence) * width for width in stack._widths])
+    wanted = len(sequence if sites is None else sites)
+    for part in parts[3:]:  # what attention and MLP add, and what the MLP makes of it
+        computed = part.view(len(sequence), -1).isfinite()
+        assert computed[:wanted].all() and not computed[wanted:].any()
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+def test_a_token_that_there_is_not(token: int, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
+    with pytest.raises(IndexError):
+        model.hidden([[5, token, 6]], None)
+
+
+def test_a_position_that_there_is_not(tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
+    with pytest.raises(IndexError):
+        model.hidden([[5] * (MAX_POSITION + 1)], None)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_what_it_does_not_compute_goes_layer_by_layer(name: str, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path)
+    assert isinstance(model.decoder.stack, LayerByLayer)
+
+
+def test_an_activation_that_it_does_not_have(tmp_path: Path) -> None:
+    checkpoint = CHECKPOINTS["mistral, window"]
+    checkpoint = replace(checkpoint, sizes=checkpoint.sizes | {"hidden_act": "gelu"})
+    assert isinstance(stepped(checkpoint, tmp_path).decoder.stack, LayerByLayer)
+
+
+def test_products_of_another_kind_go_layer_by_layer(tmp_path: Path) -> None:
+    directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
+    model = SteppedDecoder(directory, MAX_POSITION, dtype=torch.float32)
+    assert isinstance(model.decoder.stack, LayerByLayer)
+
+
+def test_over_another_attention_it_goes_layer_by_layer(tmp_path: Path) -> None:
+    panels_or_skip()
+    directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
+    model = SteppedDecoder(
+        directory, MAX_POSITION, dtype=torch.bfloat16, attention_over=ReferenceAttention
+    )
+    assert isinstance(model.decoder.stack, CompiledStack)
+    got = model.logits(SEQUENCES, WHOLE)
+    model.decoder.stack = model.decoder.layer_by_layer
+    expected = model.logits(SEQUENCES, WHOLE)
+    assert got is not None and expected is not None
+    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))

@@ -1,0 +1,210 @@
+"""Ranks in processes of their own: the tokens and logits of one, a share of the model each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.router.session_support import Router
+from tests.support.worker.decoder_steps import SteppedDecoder
+from tests.support.worker.families import CHECKPOINTS, save_family
+from tests.support.worker.llama_support import SIZES, save_llama
+from tests.support.worker.tensor_parallel_rank import MAX_POSITION, parameter_bytes, steps
+from tests.support.worker.tensor_parallel_worker import NUM_BLOCKS, build_ahead, config
+from tests.support.worker.torch_engine import TorchEngine, greedy_jobs, starts
+from worker.parallel.group import Group, create_store
+from worker.serving.rank import Rank, RankFailed
+
+ROOT = Path(__file__).parents[3]
+#: How long the ranks may take for everything, starting python included.
+PATIENCE_S = 120
+RANK, WORKER = (
+    "tests.support.worker.tensor_parallel_rank",
+    "tests.support.worker.tensor_parallel_worker",
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "as many KV heads as ranks": {"num_key_value_heads": 2},
+    "more KV heads than ranks, biases": {
+        "num_key_value_heads": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "fewer KV heads than ranks, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What all ranks said about all models, and rank 0's logits of all families."""
+
+    models: dict[str, str]
+    families: dict[str, str]
+    results: list[dict[str, Any]]
+    logits: Path
+
+    @property
+    def size(self) -> int:
+        return len(self.results)
+
+
+def prompts() -> list[list[int]]:
+    rng = Random(2)
+    lengths = (1, 2, 31, 32, 33, 64, 90, 120, 15, 70)
+    return [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, True), id="2 ranks"),
+        pytest.param((2, False), id="2 ranks over gloo", marks=pytest.mark.long),
+        pytest.param((4, True), id="4 ranks", marks=pytest.mark.long),
+    ],
+)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    root, logits = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logits")
+    models = {
+        name: str(save_llama(root / f"model {i}", **overrides))
+        for i, (name, overrides) in enumerate(MODELS.items())
+    }
+    families = {
+        name: str(save_family(root / f"family {i}", checkpoint))
+        for i, (name, checkpoint) in enumerate(CHECKPOINTS.items())
+    }
+    task = {"models": [*models.values()], "families": [*families.values()], "logits": str(logits)}
+    size, shares_memory = request.param
+    return Ranks(models, families, run_ranks(task | {"shares_memory": shares_memory}, size), logits)
+
+
+def run_ranks(work: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """A process for each rank, to its end."""
+    _store, address = create_store()
+    with ExitStack() as running:
+        processes = []
+        for rank in range(size):
+            task = work | {
+                "store": address,
+                "rank": rank,
+                "size": size,
+                "prompts": prompts(),
+            }
+            processes.append(running.enter_context(rank_process(RANK, json.dumps(task))))
+        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    return [json.loads(output) for output in outputs]
+
+
+@contextmanager
+def rank_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``python -m`` with ``arguments``; killed at the latest at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'proto'}:{ROOT}", "OMP_WAIT_POLICY": "PASSIVE"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_make_the_tokens_of_one(model: str, ranks: Ranks) -> None:
+    directory = ranks.models[model]
+    alone = TorchEngine(Path(directory), NUM_BLOCKS).serve(greedy_jobs(prompts(), 24))
+    for result in ranks.results:
+        assert result["outputs"][directory] == alone
+        assert result["ahead"][directory] == alone
+
+
+def test_whatever_is_asked_of_the_sampler_ranks_do_the_same_launched_ahead(ranks: Ranks) -> None:
+    step_by_step, ahead = ranks.results[0]["sampled"]
+    assert step_by_step == ahead
+    assert all(result["sampled"] == [ahead, ahead] for result in ranks.results)
+
+
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_ranks_make_the_logits_of_one(family: str, ranks: Ranks) -> None:
+    directory = Path(ranks.families[family])
+    alone = SteppedDecoder(directory, MAX_POSITION).logits(prompts(), steps(prompts()))
+    assert alone is not None
+    together = load_file(ranks.logits / directory.name)
+    for i, logits in enumerate(alone):
+        # Logits of 10 are 1.0e-4 to 1.7e-4 from their fp64 values, here and in transformers.
+        atol = max(1e-4, 2e-5 * float(logits.abs().max()))
+        torch.testing.assert_close(together[str(i)], logits, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("model", [*MODELS, *CHECKPOINTS])
+def test_a_rank_holds_its_share_of_the_parameters(model: str, ranks: Ranks) -> None:
+    directory = (ranks.models | ranks.families)[model]
+    whole = parameter_bytes(directory, Group.single())
+    held = [result["parameter_bytes"][directory] for result in ranks.results]
+    assert sum(held) >= whole
+    # Norms, and a KV head that several need, are held more than once; where heads do not divide,
+    # one rank has more of them.
+    assert max(held) < {2: 0.58, 4: 0.35}[ranks.size] * whole
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 launches its steps ahead, as the other one does."""
+    monkeypatch.setattr("worker.runner.build.build_runner", build_ahead)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("shortage", [(), ("37",)], ids=["", "though one lacks memory at times"])
+async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(
+    shortage: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(save_llama(tmp_path))
+    jobs = greedy_jobs(prompts(), 24)
+    alone = TorchEngine(tmp_path, NUM_BLOCKS).serve(jobs)
+    rank = Rank(config(model))
+    with rank_process(WORKER, model, await rank.open(), str(os.getpid()), *shortage) as other:
+        try:
+            router = Router((await rank.start()).address)
+            await router.hello(*starts(jobs, stop_token_ids=[SIZES["eos_token_id"]]))
+            await router.until(lambda: len(router.stops) == len(jobs), PATIENCE_S)
+            await router.close()
+        finally:
+            await rank.stop()
+        assert await asyncio.to_thread(other.wait, PATIENCE_S) == 0
+    assert [router.tokens[epoch] for epoch in range(1, len(jobs) + 1)] == alone
+    assert router.state.preemptions > 0
+    assert ("out of memory" in caplog.messages) == bool(shortage)
+
+
+@pytest.mark.usefixtures("ahead")
+async def test_a_rank_that_dies_in_a_step_ends_the_other_with_the_cause(tmp_path: Path) -> None:
+    model = str(save_llama(tmp_path))
+    rank = Rank(config(model))
+    with rank_process(WORKER, model, await rank.open(), str(os.getpid())) as other:
+        try:
+            router = Router((await rank.start()).address)
+            await router.hello(*starts(greedy_jobs(prompts(), 90), stop_token_ids=[]))
+            await router.until(lambda: router.tokens.get(1), PATIENCE_S)
+            other.kill()
+            async with asyncio.timeout(3.0):
+                with pytest.raises(RankFailed, match="rank 1 is gone"):
+                    await rank.wait()
+            await router.close()
+        finally:
+            await rank.stop()

@@ -1,0 +1,195 @@
+"""The chart as Helm renders it. Helm is a shared library with threads of its own, which tests that
+fork could not live with: it runs in a process beside them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm"
+RELEASE, NAMESPACE = "ev", "models"
+
+Object = dict[str, Any]
+
+
+def all_settings(application: Object) -> Object:
+    """Return the settings that an application of Serve was built with."""
+    router, worker = application["deployments"]
+    given = router["user_config"]
+    autoscale = dict(given["autoscale"])
+    settings = deepcopy(application["args"])
+    if routers := router.get("autoscaling_config"):
+        settings["num_routers"] = routers["min_replicas"]
+        autoscale["max_routers"] = routers["max_replicas"]
+    else:
+        settings["num_routers"] = router["num_replicas"]
+    if bounds := worker.get("autoscaling_config"):
+        autoscale["min_workers"] = bounds["min_replicas"]
+        autoscale["max_workers"] = bounds["max_replicas"]
+    else:
+        settings["num_workers"] = worker["num_replicas"]
+    assert worker["user_config"]["log_level"] == given["log_level"]
+    settings["log_level"] = given["log_level"]
+    settings["router"] = settings.get("router", {}) | given["router"]
+    if autoscale:
+        settings["autoscale"] = autoscale
+    return settings
+
+
+class Refused(Exception):
+    """Helm does not take these values."""
+
+
+class Rendered:
+    """What a release with some values consists of."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self.notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
+        self.text = "".join(text for name, text in files.items() if not name.endswith("NOTES.txt"))
+        self.objects: list[Object] = [
+            each
+            for name, text in files.items()
+            if not name.endswith("NOTES.txt")
+            for each in yaml.safe_load_all(text)
+            if each
+        ]
+
+    def the(self, kind: str, name: str = "") -> Object:
+        """The only object of ``kind``, or the one whose name ends with ``name``."""
+        [found] = (
+            each
+            for each in self.objects
+            if each["kind"] == kind and (not name or each["metadata"]["name"].endswith(name))
+        )
+        return found
+
+    @property
+    def kinds(self) -> set[str]:
+        return {each["kind"] for each in self.objects}
+
+    @property
+    def ray(self) -> Object:
+        return self.the("RayService")["spec"]["rayClusterConfig"]
+
+    def group(self, name: str) -> Object:
+        """A group of Ray's nodes: head, routers or workers."""
+        if name == "head":
+            return self.ray["headGroupSpec"]
+        [found] = (each for each in self.ray["workerGroupSpecs"] if each["groupName"] == name)
+        return found
+
+    @property
+    def groups(self) -> list[Object]:
+        return [self.group("head"), *self.ray["workerGroupSpecs"]]
+
+    @property
+    def worker_groups(self) -> list[Object]:
+        groups: list[Object] = self.ray["workerGroupSpecs"]
+        return [each for each in groups if each["groupName"] != "routers"]
+
+    @property
+    def application(self) -> Object:
+        """What Serve is told to run."""
+        deployed = yaml.safe_load(self.the("RayService")["spec"]["serveConfigV2"])
+        assert deployed["proxy_location"] == "Disabled"
+        [application] = deployed["applications"]
+        return application
+
+    @property
+    def deployments(self) -> dict[str, Object]:
+        """Options of Serve's deployments by their names."""
+        return {each["name"]: each for each in self.application["deployments"]}
+
+    @property
+    def settings(self) -> Object:
+        """All settings of Everlift: those of the application, and those of its deployments."""
+        return all_settings(self.application)
+
+    @property
+    def pods(self) -> list[Object]:
+        """Every pod template there is: metadata and spec."""
+        templates = [group["template"] for group in self.groups]
+        templates += [
+            each["spec"]["template"] for each in self.objects if each["kind"] == "StatefulSet"
+        ]
+        return templates + [each for each in self.objects if each["kind"] == "Pod"]
+
+
+def container(group: Object) -> Object:
+    [only] = group["template"]["spec"]["containers"]
+    return only
+
+
+class Helm:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def render(
+        self,
+        values: Mapping[str, Any] | None = None,
+        release: str = RELEASE,
+        namespace: str = NAMESPACE,
+    ) -> Rendered:
+        """Raises Refused."""
+        question = {"values": values or {}, "release": release, "namespace": namespace}
+        return Rendered(self._ask(question))
+
+    def lint(self) -> list[str]:
+        """What Helm finds wrong, or worth a warning."""
+        return list(self._ask({"lint": True}))
+
+    def _ask(self, question: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer["result"]
+
+
+@contextmanager
+def running_helm() -> Iterator[Helm]:
+    command = [sys.executable, __file__]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        # The end of its input ends it.
+        yield Helm(process)
+
+
+def _answer(question: Mapping[str, Any]) -> Any:
+    import helm_python
+
+    if "lint" in question:
+        found = helm_python.lint(CHART, strict=True)["messages"]
+        return [each["error"] for each in found if each["severity"] > _INFORMATION]
+    with helm_python.Chart.load(CHART) as chart:
+        return chart.render(
+            question["values"], name=question["release"], namespace=question["namespace"]
+        )
+
+
+_INFORMATION = 1
+
+
+def _main() -> None:
+    import helm_python
+
+    for line in sys.stdin:
+        try:
+            answer = {"result": _answer(json.loads(line))}
+        except (helm_python.HelmValuesError, helm_python.HelmRenderError) as error:
+            answer = {"refused": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,180 @@
+"""Where the ledgers of the model's histories come from, how they lose their last moves, and which
+keys they leave."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from redis.asyncio import Redis
+
+from everlift.request_id import tenant_of
+from router.ledger.base import Ledger
+from router.ledger.config import DEFAULTS, LedgerConfig
+from router.ledger.entry import Entry, Stored
+from router.ledger.memory.memory import MemoryLedger
+from router.ledger.redis import codec, scripts
+from router.ledger.redis.redis_ledger import connect
+from router.ledger.redis.server import SCHEMA
+from router.ledger.redis.shards import Call
+from tests.support.ledger.ledger_life import Life
+from tests.support.ledger.ledgers import lose_answers
+
+RETENTION_MS = DEFAULTS.retention * 1000
+
+
+class InMemory:
+    """Where the machine's ledgers come from, what of them is kept and comes back, and what is to be
+    said of the keys that they leave."""
+
+    def __init__(self) -> None:
+        self._moments = count(1)
+        self._ledger = MemoryLedger(self._now)
+        self._kept: dict[str, Any] = {}
+
+    async def open(self) -> Ledger:
+        self._ledger = MemoryLedger(self._now)
+        return self._ledger
+
+    def _now(self) -> float:
+        """No moment comes twice, as on a server."""
+        return next(self._moments) / 1e6
+
+    async def read(self, request_ids: Sequence[str]) -> list[Stored | None]:
+        """None where there is none."""
+        found = [self._ledger._find(request_id) for request_id in request_ids]
+        return [record and record.stored((), 0.0) for record in found]
+
+    async def keep(self) -> None:
+        self._kept = self._copied(vars(self._ledger))
+
+    async def come_back(self) -> None:
+        vars(self._ledger).update(self._copied(self._kept))
+
+    def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """All but what never changes."""
+        records = state["_records"].values()
+        frozen = [
+            state["_clock"],
+            *(it for record in records for it in (record.request, record.entry)),
+        ]
+        return deepcopy(dict(state), {id(it): it for it in frozen})
+
+    async def finish(self, lives: Mapping[str, Life] | None) -> None:
+        """There are no keys."""
+
+
+class OnServer:
+    """``loses_answers``: every answer is lost once, and every move made twice."""
+
+    def __init__(self, url: str, loses_answers: bool = False) -> None:
+        # A machine that is busy elsewhere is not what is looked for.
+        self._config = LedgerConfig(url=url, timeout=60.0)
+        self._loses_answers = loses_answers
+
+    async def open(self) -> Ledger:
+        """Each ledger has its own keys."""
+        self._config = replace(self._config, key_prefix=secrets.token_hex(8))
+        ledger = await connect(self._config)
+        self._shards = ledger._shards
+        if self._loses_answers:
+            lose_answers(ledger)
+        return ledger
+
+    async def read(self, request_ids: Sequence[str]) -> list[Stored | None]:
+        """All in one round trip, as it is done after every step."""
+        calls = [Call(scripts.READ, 0, [request_id]) for request_id in request_ids]
+        answers = await self._shards.run_all(calls)
+        return [
+            replace(codec.stored(request_id, (), rest), now=0.0) if word == b"ok" else None
+            for request_id, (word, *rest) in zip(request_ids, answers, strict=True)
+        ]
+
+    @property
+    def _root(self) -> str:
+        return f"{self._config.key_prefix}:{SCHEMA}:{{0}}:"
+
+    async def keep(self) -> None:
+        async with Redis.from_url(self._config.url) as client:
+            await copy_keys(client, self._root, f"kept:{self._root}")
+
+    async def come_back(self) -> None:
+        async with Redis.from_url(self._config.url) as client:
+            await copy_keys(client, f"kept:{self._root}", self._root)
+
+    async def finish(self, lives: Mapping[str, Life] | None) -> None:
+        """Checks the keys of these requests, where there are any, and deletes them."""
+        async with Redis.from_url(self._config.url, decode_responses=True) as client:
+            try:
+                if lives is not None:
+                    await check_keys(client, self._root, lives)
+            finally:
+                for root in (self._root, f"kept:{self._root}"):
+                    await delete_keys(client, root)
+
+
+async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> None:
+    """I12: no key is left over, and every request's key has an end, that of a final one soon."""
+    keys = await keys_under(client, root)
+    assert {key for key in keys if key.startswith(("r:", "t:", "l:", "p:", "e:"))} == {
+        key for life in lives.values() for key in keys_of(life)
+    }
+    for life in lives.values():
+        for key in keys_of(life):
+            left = await client.pttl(root + key)
+            is_final = life.entry.state.is_final
+            assert 0 < left <= RETENTION_MS if is_final else left > RETENTION_MS
+    for key in keys:
+        assert not key.startswith(("f:", "g:")) or await client.pttl(root + key) > 0
+    await check_listings(client, root, [life.entry for life in lives.values()])
+    unfinished = [life.entry for life in lives.values() if not life.entry.state.is_final]
+    owners = {entry.gateway for entry in unfinished}
+    assert {key for key in keys if key.startswith("owned:")} == {f"owned:{g}" for g in owners}
+    assert await client.smembers(f"{root}owners") == owners
+    for gateway in owners:
+        owned = await client.smembers(f"{root}owned:{gateway}")
+        assert owned == {entry.request_id for entry in unfinished if entry.gateway == gateway}
+
+
+async def check_listings(client: Redis, root: str, entries: Sequence[Entry]) -> None:
+    listings = {"arrivals": {entry.request_id: entry.arrived for entry in entries}}
+    for entry in entries:
+        if tenant := tenant_of(entry.request_id):
+            listings.setdefault(f"arrivals:{tenant}", {})[entry.request_id] = entry.arrived
+    for key in await keys_under(client, f"{root}arrivals"):
+        listings.setdefault(f"arrivals{key}", {})
+    for key, listed in listings.items():
+        scores = await client.zrange(root + key, 0, -1, withscores=True)
+        assert {name: score / 1e6 for name, score in scores} == listed
+
+
+def keys_of(life: Life) -> set[str]:
+    request_id, numbers = life.entry.request_id, range(life.request.n)
+    always = {f"r:{request_id}", f"e:{request_id}"} | {f"t:{request_id}:{n}" for n in numbers}
+    if not codec.has_logprobs(life.request):
+        return always
+    return {f"p:{request_id}"} | always | {f"l:{request_id}:{n}" for n in numbers}
+
+
+async def keys_under(client: Redis, root: Any) -> list[Any]:
+    """Names of the keys that begin with ``root``, without it."""
+    return [key[len(root) :] async for key in client.scan_iter(f"{root}*", count=1000)]
+
+
+async def delete_keys(client: Redis, root: str) -> None:
+    if keys := await keys_under(client, root):
+        await client.delete(*(root + key for key in keys))
+
+
+async def copy_keys(client: Redis, source: str, target: str) -> None:
+    """With the time that is left to them; what was at ``target`` is gone."""
+    pipeline = client.pipeline(transaction=False)
+    for key in [key.decode() for key in await keys_under(client, target)]:
+        pipeline.delete(target + key)
+    for key in [key.decode() for key in await keys_under(client, source)]:
+        pipeline.copy(source + key, target + key)
+    await pipeline.execute()

@@ -1,0 +1,874 @@
+"""Ledgers against a model in plain Python, over random lives of a few requests.
+
+What must hold after every step, whatever the model says:
+
+    I1   what was read stays a prefix of what is read later
+    I2   tokens come under the current epoch alone
+    I3   each choice has as many tokens as the entry says, never more than max_tokens, and as many
+         log probabilities where they are kept
+    I4   an unfinished request belongs to one gateway, and is an orphan when that one is dead
+    I5   nothing leaves a final state but forget, and a choice that ended stays as it is
+    I6   each move counts once and leaves one event, and moves never become fewer
+    I8   no more losses than attempts, and fewer than the limit unless it failed
+    I11  an arrival keeps its time
+    I12  no key is left over, and what belongs to a request has an end
+    I13  where a server came back with less and was told again what it had, nobody reads another
+         token at an offset that was read before, and no epoch is taken that was given up before
+    I14  every request is listed once, by its arrival, and nothing that is gone
+    I15  of what operators set the newest holds, whatever a server lost since
+
+A ledger may lose its last moves between any two steps (``lose_what_came_since``), and two moves may
+be made at once (``race``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from everlift.errors import RequestConflict, UnknownRequest
+from everlift.messages import FinishReason
+from everlift.request_id import tenant_of
+from router.ledger.base import NOTHING, ClusterPolicy, Ledger, NotQueued, Position, StaleTerm
+from router.ledger.entry import (
+    MAX_EVENTS,
+    Append,
+    Appended,
+    Dispatch,
+    Entry,
+    Reasserted,
+    State,
+    Stored,
+    Tally,
+)
+from tests.support.ledger.ledger_backends import InMemory, OnServer
+from tests.support.ledger.ledger_life import MAX_LOSSES, MAX_TOKENS, Life
+from tests.support.ledger.ledgers import make_request, scored
+
+T = TypeVar("T")
+Run = Callable[[Awaitable[Any]], Any]
+
+IDS = ("a", "b:0", "t/c", "t/d")
+#: Those which random moves may end; the others live on until a worker finishes them.
+MORTALS = IDS[:2]
+#: Choices of each request, and alternatives of its tokens where log probabilities are kept.
+NS = {"a": 1, "b:0": 3, "t/c": 1, "t/d": 2}
+TOPS = {"a": None, "b:0": 2, "t/c": 0, "t/d": None}
+PROMPT_LOGPROBS = scored(-0.25, -0.5)
+GATEWAYS = ("g1", "g2")
+AGES_S = 3600.0
+#: Nonces whose doubles are all the same.
+NONCES = range(2**64 - 64, 2**64)
+
+
+requests = st.sampled_from(IDS)
+mortals = st.sampled_from(MORTALS)
+gateways = st.sampled_from(GATEWAYS)
+nonces = st.sampled_from(NONCES)
+finishes = st.sampled_from([None] * 8 + [FinishReason.STOP, FinishReason.LENGTH])
+ends = st.sampled_from([State.FAILED, State.CANCELLED, State.EXPIRED])
+tokens = st.lists(st.sampled_from([0, 255, 2**31, 2**32 - 1]), max_size=4).map(tuple)
+tallies = st.builds(
+    Tally, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 2**20)
+)
+#: Mostly of the first choice, sometimes of none that there is.
+choices = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
+
+Item = tuple[str, int, int, int, tuple[int, ...], FinishReason | None]
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One of several moves that are made at once: by the ledger, and in the model."""
+
+    by_ledger: Callable[[], Awaitable[object]]
+    in_model: Callable[[Life], object]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the machine knows, as of one moment."""
+
+    lives: dict[str, Life]
+    seen: dict[str, Stored]
+    forgotten: frozenset[tuple[str, float]]
+    leases: dict[str, bool]
+    leader: int
+    term: int
+    policy: ClusterPolicy
+
+
+def copied(lives: dict[str, Life]) -> dict[str, Life]:
+    return {request_id: life.copy() for request_id, life in lives.items()}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self, run: Run, backend: InMemory | OnServer, tries: int = 1) -> None:
+        super().__init__()
+        self.run = run
+        self.backend = backend
+        #: times that every move is made
+        self.tries = tries
+        self.ledger: Ledger = run(backend.open())
+        self.lives: dict[str, Life] = {}
+        self.leases = dict.fromkeys(GATEWAYS, False)
+        self.leader = 0
+        self.term = 0
+        self.policy = ClusterPolicy()
+        #: all that there ever were, the newest last
+        self.policies = [ClusterPolicy()]
+        #: what was read before
+        self.seen: dict[str, Stored] = {}
+        #: ids and arrivals of what was forgotten
+        self.forgotten: frozenset[tuple[str, float]] = frozenset()
+        self.kept: Kept | None = None
+        #: what gateways have in their hands of what the ledger lost
+        self.held: dict[str, Life] = {}
+        self.again: Callable[[], Awaitable[object]] | None = None
+        self.answer: object = None
+
+    def teardown(self) -> None:
+        self.run(self.ledger.close())
+        # After a failure one is enough to say.
+        self.run(self.backend.finish(None if sys.exc_info()[0] else self.lives))
+
+    def ask(self, move: Callable[[], Awaitable[T]]) -> T | Exception:
+        """The ledger's answer, or the error that it raised."""
+        self.again = partial(self._outcome, move)
+        self.answer = self.run(self._outcome(move))
+        return self.answer  # type: ignore[return-value]
+
+    async def _outcome(self, move: Callable[[], Awaitable[T]]) -> T | Exception:
+        try:
+            return await move()
+        except (RequestConflict, UnknownRequest, NotQueued, StaleTerm) as error:
+            return error
+
+    def expect(self, request_id: str, answer: object, do: Callable[[Life], object]) -> None:
+        """The ledger's ``answer`` is what the model says, which does the same."""
+        life = self.lives.get(request_id)
+        if life is None:
+            assert isinstance(answer, UnknownRequest)
+        else:
+            assert answer == do(life)
+
+    # moves
+
+    @initialize(term=nonces, epochs=st.permutations(NONCES[:8]))
+    def begin(self, term: int, epochs: list[int]) -> None:
+        """One request is unknown, one waits, the others run."""
+        self.lead(term)
+        for request_id, epoch in zip(IDS[1:], epochs, strict=False):
+            self.open(request_id, GATEWAYS[0], b"1")
+            if request_id is not IDS[1]:
+                self.dispatch(request_id, epoch, term, is_stale=False)
+
+    @rule(
+        request_id=requests,
+        gateway=gateways,
+        body=st.sampled_from([b"1", b"1", b"1", b"2"]),
+        dispatch=st.none() | st.tuples(nonces, st.sampled_from([False] * 4 + [True])),
+    )
+    def open(
+        self, request_id: str, gateway: str, body: bytes, dispatch: tuple[int, bool] | None = None
+    ) -> None:
+        n, num_top = NS[request_id], TOPS[request_id]
+        request = make_request(
+            request_id,
+            body=body,
+            max_tokens=MAX_TOKENS,
+            n=n,
+            logprobs=num_top,
+            prompt_logprobs=None if num_top is None else 0,
+        )
+        at_once = None
+        if dispatch is not None:
+            epoch, is_stale = dispatch
+            at_once = Dispatch("worker", epoch, self.term ^ 1 if is_stale else self.term)
+        answer = self.ask(lambda: self.ledger.open(request, gateway, None, at_once))
+        # Only within one call is the second try of an open known as such.
+        self.again = None
+        known = self.lives.get(request_id)
+        if known and known.request.body_hash != body:
+            assert isinstance(answer, RequestConflict)
+            return
+        assert not isinstance(answer, Exception)
+        if not known:
+            self.seen.pop(request_id, None)
+            life = self.lives[request_id] = Life.opened(request, gateway, answer.entry.arrived)
+            if at_once is not None and at_once.term == self.term:
+                life.dispatch(at_once.epoch)
+        assert (answer.created, answer.entry) == (not known, self.lives[request_id].entry)
+
+    @rule(
+        request_id=requests,
+        epoch=nonces,
+        term=nonces,
+        is_stale=st.sampled_from([False] * 4 + [True]),
+    )
+    def dispatch(self, request_id: str, epoch: int, term: int, is_stale: bool) -> None:
+        term = term if is_stale else self.term
+        life = self.lives.get(request_id)
+        answer = self.ask(lambda: self.ledger.dispatch(request_id, "worker", epoch, term))
+        if life and life.entry.epoch == epoch:
+            assert answer == life.entry
+        elif term != self.term:
+            assert isinstance(answer, StaleTerm)
+        elif life is None or life.entry.state is not State.QUEUED:
+            assert isinstance(answer, NotQueued)
+            assert answer.entry == (life and life.entry)
+        else:
+            assert answer == life.dispatch(epoch)
+
+    @rule(
+        items=st.lists(
+            st.tuples(requests, choices, st.integers(0, 1), st.integers(-1, 1), tokens, finishes),
+            max_size=4,
+        ),
+        tally=st.none() | tallies,
+    )
+    def append_all(self, items: list[Item], tally: Tally | None = None) -> None:
+        appends = [replace(self._item(*item), tally=tally) for item in items]
+        answers = self.ask(lambda: self.ledger.append(appends))
+        for _ in range(self.tries):
+            expected = [self._appended(item) for item in appends]
+        assert answers == expected
+        # Of two items for one request the first one, repeated, may find what the second one did.
+        if len({item.request_id for item in appends}) < len(appends):
+            self.again = None
+
+    def _appended(self, item: Append) -> Appended:
+        life = self.lives.get(item.request_id)
+        return life.append(item) if life else Appended.UNKNOWN
+
+    def _item(
+        self,
+        request_id: str,
+        choice: int,
+        back: int,
+        skew: int,
+        new: tuple[int, ...],
+        finish: FinishReason | None,
+    ) -> Append:
+        epoch, num_top = self._epoch(request_id, back), TOPS[request_id]
+        offset = max(0, self._length(request_id, choice) + skew)
+        if num_top is None:
+            return Append(request_id, epoch, offset, new, choice, finish)
+        # Another attempt may find the same token a little more or less probable.
+        logprobs = scored(*(-1.0 - at - back for at in range(len(new))), num_top=num_top)
+        prompt_logprobs = PROMPT_LOGPROBS if choice == offset == 0 else ()
+        return Append(request_id, epoch, offset, new, choice, finish, logprobs, prompt_logprobs)
+
+    def _length(self, request_id: str, choice: int) -> int:
+        counts = self.lives[request_id].entry.num_tokens if request_id in self.lives else ()
+        return counts[choice] if choice < len(counts) else 0
+
+    def _epoch(self, request_id: str, back: int) -> int:
+        """The epoch that a request had ``back`` dispatches ago, if it had so many."""
+        epochs = self.lives[request_id].epochs if request_id in self.lives else []
+        return ([1, 1, 1, *epochs])[-1 - back]
+
+    @rule(
+        request_id=requests,
+        back=st.sampled_from([0, 0, 0, 1]),
+        loss=st.sampled_from(["why", "why", None]),
+        tally=tallies,
+    )
+    def release(self, request_id: str, back: int, loss: str | None, tally: Tally = NOTHING) -> None:
+        epoch = self._epoch(request_id, back)
+        answer = self.ask(partial(self._release, request_id, epoch, loss, tally))
+        self.expect(request_id, answer, lambda life: life.release(epoch, loss, tally))
+
+    async def _release(self, request_id: str, epoch: int, loss: str | None, tally: Tally) -> Entry:
+        return await self.ledger.release(
+            request_id, epoch, loss=loss, max_losses=MAX_LOSSES, tally=tally
+        )
+
+    @rule(request_id=requests, gateway=gateways, owner=gateways)
+    def take_over(self, request_id: str, gateway: str, owner: str) -> None:
+        answer = self.ask(partial(self._take_over, request_id, gateway, owner))
+        self.expect(request_id, answer, lambda life: life.take_over(gateway, owner))
+        # Who takes its own over from itself does it twice in two calls.
+        if gateway == owner:
+            self.again = None
+
+    async def _take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
+        return replace(await self.ledger.take_over(request_id, gateway, owner), now=0.0)
+
+    @rule(request_id=mortals, owner=gateways)
+    def discard(self, request_id: str, owner: str) -> None:
+        answer = self.ask(lambda: self.ledger.discard(request_id, owner))
+        life = self.lives.get(request_id)
+        if life and (life.entry.state, life.entry.gateway) != (State.QUEUED, owner):
+            assert answer == life.entry
+            return
+        assert answer is None
+        if life:
+            self._lose(request_id)
+
+    def _lose(self, request_id: str) -> None:
+        del self.lives[request_id]
+        self.seen.pop(request_id, None)
+
+    @rule(request_id=mortals, state=ends, owner=st.none() | gateways)
+    def end(self, request_id: str, state: State, owner: str | None) -> None:
+        answer = self.ask(lambda: self.ledger.end(request_id, state, "slug", "message", owner))
+        self.expect(request_id, answer, lambda life: life.end(state, owner))
+
+    @rule(request_id=requests)
+    def forget(self, request_id: str) -> None:
+        answer = self.ask(lambda: self.ledger.forget(request_id))
+        life = self.lives.get(request_id)
+        if life is None or not life.entry.state.is_final:
+            self.expect(request_id, answer, lambda life: life.entry)
+            return
+        assert answer is None
+        self.forgotten |= {(request_id, life.entry.arrived)}
+        self._lose(request_id)
+        # Only within one call is its second try known as such.
+        self.again = None
+
+    @rule()
+    @precondition(lambda self: self.again is not None)
+    def repeat(self) -> None:
+        """The answer of the last move was lost, and it is made again."""
+        assert self.again is not None
+        answer = self.run(self.again())
+        if isinstance(answer, Exception):
+            assert type(answer) is type(self.answer)
+        else:
+            assert answer == self.answer
+
+    # a server that comes back with less
+
+    @rule()
+    def keep(self) -> None:
+        """What the ledger has now is on its disk."""
+        self.run(self.backend.keep())
+        self.kept = Kept(
+            copied(self.lives),
+            dict(self.seen),
+            self.forgotten,
+            dict(self.leases),
+            self.leader,
+            self.term,
+            self.policy,
+        )
+
+    @rule()
+    @precondition(lambda self: self.kept is not None)
+    def lose_what_came_since(self) -> None:
+        assert self.kept is not None
+        self.run(self.backend.come_back())
+        self.held |= self.lives
+        kept = self.kept
+        self.lives, self.seen, self.leases = copied(kept.lives), dict(kept.seen), dict(kept.leases)
+        self.forgotten = kept.forgotten
+        self.leader, self.term, self.policy = kept.leader, kept.term, kept.policy
+        self.again = None
+
+    @rule(request_id=requests)
+    @precondition(lambda self: self.held)
+    def reassert(self, request_id: str) -> None:
+        """A gateway tells what it held when the ledger lost it, whatever has happened since."""
+        told = self.held[request_id if request_id in self.held else next(iter(self.held))]
+        request_id = told.entry.request_id
+        answer = self.ask(lambda: self.ledger.reassert(told.stored))
+        if (request_id, told.entry.arrived) in self.forgotten:
+            assert answer == (Reasserted.FORGOTTEN, told.entry)
+            return
+        before = self.lives.get(request_id)
+        life = self.lives[request_id] = before.copy() if before else self._unheard_of(told)
+        for _ in range(self.tries):
+            expected = life.reassert(told)
+        assert answer == expected
+        assert not isinstance(answer, Exception)
+        self._check_reassertion(told, before, life, answer[0])
+        # It is no worker's progress.
+        self.seen.pop(request_id, None)
+
+    def _unheard_of(self, told: Life) -> Life:
+        life = Life.opened(told.request, told.entry.gateway, told.entry.arrived)
+        life.events.clear()
+        life.put(moves=0)
+        return life
+
+    def _check_reassertion(
+        self, told: Life, before: Life | None, life: Life, answer: Reasserted
+    ) -> None:
+        for was, now, its in zip((before or life).choices, life.choices, told.choices, strict=True):
+            assert now.tokens[: len(was.tokens)] == was.tokens  # I1
+            if answer is Reasserted.OK:  # I13
+                shared = min(len(now.tokens), len(its.tokens))
+                assert now.tokens[:shared] == its.tokens[:shared]
+                assert shared == len(its.tokens) or (before and before.entry.state.is_final)
+        if answer is Reasserted.OK and told.entry.moves > (before.entry.moves if before else 0):
+            assert life.entry.state.is_final or life.entry.epoch == told.entry.epoch
+
+    # what random moves meet too seldom
+
+    @rule(request_id=requests, choice=choices, skew=st.integers(-2, 1), new=tokens, finish=finishes)
+    @precondition(lambda self: self._running())
+    def go_on(
+        self,
+        request_id: str,
+        choice: int,
+        skew: int,
+        new: tuple[int, ...],
+        finish: FinishReason | None,
+    ) -> None:
+        """A worker brings more tokens, some that it brought before, or too few."""
+        request_id = self._runs(request_id)
+        self.append_all([(request_id, choice % NS[request_id], 0, skew, new, finish)])
+
+    @rule(request_id=requests, new=tokens, finish=finishes.filter(bool), tally=tallies)
+    @precondition(lambda self: self._running())
+    def end_all_choices(
+        self, request_id: str, new: tuple[int, ...], finish: FinishReason | None, tally: Tally
+    ) -> None:
+        """A frame brings the end of every choice."""
+        request_id = self._runs(request_id)
+        items = [(request_id, c, 0, 0, new[c:], finish) for c in range(NS[request_id])]
+        self.append_all(items, tally)
+
+    @rule(request_id=requests, epoch=nonces, new=tokens, finish=finishes)
+    @precondition(lambda self: self._running())
+    def zombie(
+        self, request_id: str, epoch: int, new: tuple[int, ...], finish: FinishReason | None
+    ) -> None:
+        """A worker that was given up goes on while a second one has its request."""
+        request_id = self._runs(request_id)
+        old = self.lives[request_id].entry.epoch
+        if epoch != old:
+            self.release(request_id, back=0, loss=None)
+            self.dispatch(request_id, epoch, self.term, is_stale=False)
+            self._is_fenced(request_id, old, new, finish)
+
+    def _is_fenced(
+        self, request_id: str, epoch: int, new: tuple[int, ...], finish: FinishReason | None
+    ) -> None:
+        offset = self.lives[request_id].entry.num_tokens[0]
+        item = Append(request_id, epoch, offset, (*new, 1), finish_reason=finish)
+        assert self.ask(lambda: self.ledger.append([item])) == [Appended.FENCED]
+
+    @rule(request_id=requests, epoch=nonces, new=tokens, finish=finishes)
+    @precondition(lambda self: self._running())
+    def zombie_gateway(
+        self, request_id: str, epoch: int, new: tuple[int, ...], finish: FinishReason | None
+    ) -> None:
+        """A gateway whose lease is over goes on while an heir has its request on another worker."""
+        request_id = self._runs(request_id)
+        entry = self.lives[request_id].entry
+        heir = GATEWAYS[entry.gateway == GATEWAYS[0]]
+        if epoch == entry.epoch:
+            return
+        self.leave(entry.gateway)
+        assert request_id in self.run(self.ledger.orphans(100))
+        self.take_over(request_id, heir, entry.gateway)
+        self.dispatch(request_id, epoch, self.term, is_stale=False)
+        self._is_fenced(request_id, entry.epoch, new, finish)
+        self.release(request_id, back=1, loss="why")
+        self.end(request_id, State.FAILED, entry.gateway)
+
+    @rule(
+        request_id=requests,
+        epochs=st.permutations(NONCES[:8]),
+        new=st.lists(tokens, min_size=3, max_size=3),
+        finish=finishes,
+        is_lost_early=st.booleans(),
+    )
+    @precondition(lambda self: self._running())
+    def rollback(
+        self,
+        request_id: str,
+        epochs: list[int],
+        new: list[tuple[int, ...]],
+        finish: FinishReason | None,
+        is_lost_early: bool,
+    ) -> None:
+        """The server loses a moment in which a request went to another worker and on from there;
+        its gateways tell it all that they have."""
+        request_id = self._runs(request_id)
+        given_up = self.lives[request_id].entry.epoch
+        epoch = next(it for it in epochs if it not in self.lives[request_id].epochs[-4:])
+        if is_lost_early:
+            self.keep()
+        self.append_all([(request_id, 0, 0, 0, new[0], None)])
+        self.release(request_id, back=0, loss=None)
+        if not is_lost_early:
+            self.keep()
+        self.dispatch(request_id, epoch, self.term, is_stale=False)
+        self.append_all([(request_id, c, 0, 0, new[1], finish) for c in range(NS[request_id])])
+        before = {it: life.stored for it, life in self.lives.items()}
+        self.held.clear()
+        self.lose_what_came_since()
+        for lost in list(self.held):
+            self.reassert(lost)
+        assert {it: self.lives[it].stored for it in before} == before  # I13
+        if not before[request_id].entry.state.is_final:
+            self._is_fenced(request_id, given_up, new[2], finish)
+
+    @rule(
+        request_id=requests,
+        epochs=st.permutations(NONCES[8:16]),
+        new=st.lists(tokens, min_size=2, max_size=2),
+        ends=st.lists(finishes | st.just(FinishReason.STOP), min_size=2, max_size=2),
+        detours=st.lists(st.integers(0, 2), min_size=2, max_size=2),
+        has_heir=st.booleans(),
+        shared=st.none() | st.integers(0, 4),
+        is_ended=st.booleans(),
+    )
+    @precondition(lambda self: self._running())
+    def estrange(
+        self,
+        request_id: str,
+        epochs: list[int],
+        new: list[tuple[int, ...]],
+        ends: list[FinishReason | None],
+        detours: list[int],
+        has_heir: bool,
+        shared: int | None,
+        is_ended: bool,
+    ) -> None:
+        """The server loses a moment, and somebody goes on from there before its gateway, which had
+        gone on too, tells what it has. So many of their tokens are the same, or other ones."""
+        request_id = self._runs(request_id)
+        theirs = new[1] if shared is None else new[0][:shared]
+        self.keep()
+        self._wander(request_id, epochs[:2], detours[0], new[0], ends[0])
+        self.held.clear()
+        self.lose_what_came_since()
+        owner = self.lives[request_id].entry.gateway
+        if has_heir:
+            self.take_over(request_id, GATEWAYS[owner == GATEWAYS[0]], owner)
+            self.dispatch(request_id, epochs[4], self.term, is_stale=False)
+        self._wander(request_id, epochs[2:4], detours[1], theirs, ends[1])
+        if is_ended and request_id in MORTALS:
+            self.end(request_id, State.FAILED, None)
+        self.reassert(request_id)
+
+    def _wander(
+        self,
+        request_id: str,
+        epochs: list[int],
+        detours: int,
+        new: tuple[int, ...],
+        finish: FinishReason | None,
+    ) -> None:
+        """Some moves, then tokens of the first choice and of the last one."""
+        for epoch in epochs[:detours]:
+            self.release(request_id, back=0, loss=None)
+            self.dispatch(request_id, epoch, self.term, is_stale=False)
+        for choice in sorted({0, NS[request_id] - 1}):
+            self.append_all([(request_id, choice, 0, 0, new, finish)])
+
+    @rule(
+        request_id=requests,
+        choice=choices,
+        new=tokens,
+        finish=finishes.filter(bool),
+        others=st.lists(
+            st.tuples(st.integers(0, 1), st.integers(-2, 1), tokens, finishes), max_size=3
+        ),
+    )
+    @precondition(lambda self: self._running())
+    def go_on_after_the_end(
+        self,
+        request_id: str,
+        choice: int,
+        new: tuple[int, ...],
+        finish: FinishReason | None,
+        others: list[tuple[int, int, tuple[int, ...], FinishReason | None]],
+    ) -> None:
+        """A choice ends, its end comes again, and so does more of it."""
+        request_id = self._runs(request_id)
+        choice %= NS[request_id]
+        self.append_all([(request_id, choice, 0, 0, new[:1], finish)])
+        self.repeat()
+        for back, skew, more, end in others:
+            self.append_all([(request_id, choice, back, skew, more, end)])
+
+    def _running(self) -> list[str]:
+        return [i for i, life in self.lives.items() if life.entry.state is State.RUNNING]
+
+    def _runs(self, request_id: str) -> str:
+        """That one if it runs, else one that does."""
+        running = self._running()
+        return request_id if request_id in running else running[0]
+
+    @rule(epoch=nonces, term=nonces)
+    @precondition(lambda self: self._queued())
+    def deposed(self, epoch: int, term: int) -> None:
+        """A leader dispatches after another one took its place."""
+        old = self.term
+        self.run(self.ledger.resign(self.leader))
+        self.leader = 0
+        self.lead(term)
+        if old != term:
+            answer = self.ask(lambda: self.ledger.dispatch(self._queued()[0], "w", epoch, old))
+            assert isinstance(answer, StaleTerm)
+
+    def _queued(self) -> list[str]:
+        return [i for i, life in self.lives.items() if life.entry.state is State.QUEUED]
+
+    @rule(
+        request_id=requests,
+        names=st.lists(
+            st.sampled_from(["finish", "finish", "release", "heir", "other heir", "end"]),
+            min_size=2,
+            max_size=3,
+        ),
+        new=tokens,
+    )
+    # An answer that was lost may come again when the other moves have been made.
+    @precondition(lambda self: self.tries == 1 and self._running())
+    def race(self, request_id: str, names: list[str], new: tuple[int, ...]) -> None:
+        """Several moves at once are as if one was made after the other."""
+        request_id = self._runs(request_id)
+        deeds = [self._deed(request_id, name, new) for name in names]
+        answers = self.run(self._all_at_once(deeds))
+        stored = self.run(self._stored(request_id))
+        outcomes = [
+            self._in_turn(self.lives[request_id], deeds, order)
+            for order in permutations(range(len(deeds)))
+        ]
+        matching = [life for life, its in outcomes if its == answers and life.stored == stored]
+        assert matching
+        self.lives[request_id] = matching[0]
+        self.again = None
+
+    def _deed(self, request_id: str, name: str, new: tuple[int, ...]) -> Deed:
+        entry = self.lives[request_id].entry
+        finish = self._item(request_id, 0, 0, 0, new, FinishReason.STOP)
+        heir = GATEWAYS[name == "heir"]
+        match name:
+            case "finish":
+                return Deed(
+                    lambda: self.ledger.append([finish]), lambda life: [self._tried(life, finish)]
+                )
+            case "release":
+                return Deed(
+                    lambda: self._release(request_id, entry.epoch, "why", Tally()),
+                    lambda life: life.release(entry.epoch, "why", Tally()),
+                )
+            case "end":
+                return Deed(
+                    lambda: self.ledger.end(request_id, State.FAILED, "slug", "message"),
+                    lambda life: life.end(State.FAILED, None),
+                )
+            case _:
+                return Deed(
+                    lambda: self._take_over(request_id, heir, entry.gateway),
+                    lambda life: life.take_over(heir, entry.gateway),
+                )
+
+    def _tried(self, life: Life, item: Append) -> Appended:
+        for _ in range(self.tries):
+            answer = life.append(item)
+        return answer
+
+    async def _all_at_once(self, deeds: Sequence[Deed]) -> list[object]:
+        return await asyncio.gather(*(deed.by_ledger() for deed in deeds))
+
+    def _in_turn(
+        self, life: Life, deeds: Sequence[Deed], order: Sequence[int]
+    ) -> tuple[Life, list[object]]:
+        life, answers = life.copy(), dict[int, object]()
+        for index in order:
+            answers[index] = deeds[index].in_model(life)
+        return life, [answers[index] for index in range(len(deeds))]
+
+    async def _stored(self, request_id: str) -> Stored:
+        return replace(await self.ledger.read(request_id), now=0.0)
+
+    # listings
+
+    @rule(
+        tenant=st.sampled_from(["", "t", "nobody"]),
+        states=st.sets(st.sampled_from(State), max_size=3),
+        limit=st.integers(1, len(IDS)),
+    )
+    def list_requests(self, tenant: str, states: set[State], limit: int) -> None:  # I14
+        entries = [life.entry for life in self.lives.values()]
+        expected = [
+            entry
+            for entry in sorted(entries, reverse=True, key=lambda it: (it.arrived, it.request_id))
+            if (not tenant or tenant_of(entry.request_id) == tenant)
+            and (not states or entry.state in states)
+        ]
+        assert self.run(self._listed(tenant, states, limit)) == expected
+
+    async def _listed(self, tenant: str, states: set[State], limit: int) -> list[Entry]:
+        found: list[Entry] = []
+        last: Position | None = None
+        while True:
+            page = await self.ledger.list_requests(tenant, states=states, limit=limit, before=last)
+            found += page.entries
+            if (last := page.last) is None:
+                return found
+
+    # what operators set
+
+    @rule(
+        changes=st.dictionaries(
+            st.sampled_from(["order", "max_queued", "patience"]), st.sampled_from(["", "1", "2"])
+        )
+    )
+    def set_policy(self, changes: dict[str, str]) -> None:
+        before = self.policy
+        self.policy = self.run(self.ledger.set_policy(changes))
+        values = {name: text for name, text in {**before.values, **changes}.items() if text}
+        assert self.policy.values == values
+        assert (values == before.values) == (self.policy.version == before.version)
+        assert self.policy.version >= before.version
+        self.policies.append(self.policy)
+
+    @rule(back=st.integers(0, 3))
+    def restore_policy(self, back: int) -> None:  # I15
+        """A router knows what was set last, or has missed that."""
+        known = self.policies[max(0, len(self.policies) - 1 - back)]
+        expected = max(self.policy, known, key=lambda it: it.version)
+        self.policy = self.run(self.ledger.restore_policy(known))
+        assert self.policy == expected
+
+    # who is there
+
+    @rule(term=nonces)
+    def lead(self, term: int) -> None:
+        leads = self.run(self.ledger.lead("router", "address", term, AGES_S))
+        assert leads == (self.leader in (0, term))
+        if leads:
+            self.leader = self.term = term
+        # What was refused under one term may be refused for another reason under the next.
+        self.again = None
+
+    @rule(term=nonces, is_last=st.booleans())
+    def renew(self, term: int, is_last: bool) -> None:
+        """Who led last renews its lease, or somebody who led before."""
+        term = self.term if is_last else term
+        renewed = self.run(self.ledger.lead("router", "address", term, AGES_S, is_new=False))
+        assert renewed == (term == self.term)
+        if renewed:
+            self.leader = term
+        self.again = None
+
+    @rule()
+    def resign(self) -> None:
+        self.run(self.ledger.resign(self.leader))
+        self.leader = 0
+
+    @rule(gateway=gateways)
+    def beat(self, gateway: str) -> None:
+        membership = self.run(self.ledger.beat(gateway, "address", AGES_S))
+        assert membership.term == self.leader
+        assert membership.policy_version == self.policy.version
+        self.leases[gateway] = True
+
+    @rule(gateway=gateways)
+    def leave(self, gateway: str) -> None:
+        self.run(self.ledger.leave(gateway))
+        self.leases[gateway] = False
+
+    # invariants
+
+    @invariant()
+    def everything_is_as_in_the_model(self) -> None:
+        for request_id, stored in zip(IDS, self.run(self.backend.read(IDS)), strict=True):
+            life = self.lives.get(request_id)
+            assert stored == (life and life.stored)
+            if stored is not None:
+                self._check_history(stored)
+                self.seen[request_id] = stored
+
+    def _check_history(self, stored: Stored) -> None:
+        entry = stored.entry
+        for count, choice in zip(entry.num_tokens, stored.choices, strict=True):  # I3
+            assert count == len(choice.tokens) <= MAX_TOKENS
+            kept = TOPS[entry.request_id] is not None
+            assert len(choice.logprobs) == (count if kept else 0)
+        assert (entry.epoch != 0) == (entry.worker != "") == (entry.state is State.RUNNING)
+        assert entry.losses <= entry.attempts  # I8
+        assert entry.losses < MAX_LOSSES or entry.state is State.FAILED
+        before = self.seen.get(entry.request_id)
+        if before is None or before.entry.moves != entry.moves:
+            self._check_events(entry)
+        if before is not None:
+            self._check_change(before, stored)
+
+    def _check_change(self, before: Stored, stored: Stored) -> None:
+        entry = stored.entry
+        for was, now, reason in zip(
+            before.choices, stored.choices, before.entry.finish_reasons, strict=True
+        ):
+            assert now.tokens[: len(was.tokens)] == was.tokens  # I1
+            assert now.logprobs[: len(was.logprobs)] == was.logprobs
+            assert now == was or not reason  # I5
+        assert entry.arrived == before.entry.arrived  # I11
+        assert entry.moves >= before.entry.moves  # I6
+        if before.entry.state.is_final:  # I5
+            assert stored == before
+        if stored.choices != before.choices:  # I2
+            assert before.entry.state is State.RUNNING
+            assert entry.epoch in (before.entry.epoch, 0)
+
+    def _check_events(self, entry: Entry) -> None:  # I6
+        events = self.run(self.ledger.events(entry.request_id))
+        expected = self.lives[entry.request_id].events[-MAX_EVENTS:]
+        assert [(event.move, event.detail) for event in events] == expected
+        times = [event.time for event in events]
+        assert times == sorted(times)
+
+    @invariant()
+    def what_was_set_is_set(self) -> None:
+        assert self.run(self.ledger.policy()) == self.policy
+
+    @invariant()
+    def orphans_are_the_unfinished_of_dead_gateways(self) -> None:  # I4
+        orphans = self.run(self.ledger.orphans(100))
+        assert sorted(orphans) == sorted(
+            request_id
+            for request_id, life in self.lives.items()
+            if not life.entry.state.is_final and not self.leases.get(life.entry.gateway)
+        )
+
+
+#: Explaining a failure would take longer than finding it.
+_SEARCH = settings(
+    stateful_step_count=40,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def check(
+    run: Run,
+    backend: InMemory | OnServer,
+    histories: int,
+    *,
+    tries: int = 1,
+    shrinks: bool = True,
+) -> None:
+    """So many random histories. ``tries`` are the times that the ledger makes every move. Raises
+    what the first one raises that fails, made smaller unless it is not to be."""
+    phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
+    # Its annotation asks for a class; its documentation takes what makes one.
+    run_state_machine_as_test(
+        lambda: LedgerMachine(run, backend, tries),  # type: ignore[arg-type]
+        settings=settings(_SEARCH, max_examples=histories, phases=phases),
+    )

@@ -1,0 +1,342 @@
+"""Redis servers of every arrangement, each thrown away: alone, over TLS with users, with a replica,
+with sentinels, as a cluster."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from router import ledger
+from tests.support.free_port import free_port
+from tests.support.ledger.ledgers import PATIENCE_S, found, redis_binary
+
+_README = (Path(ledger.__file__).parent / "README.md").read_text("utf-8")
+
+HOST = "127.0.0.1"
+USER, PASSWORD = "everlift", "p@ss/wörd"
+SERVICE = "ledger"
+SLOTS = 16384
+
+
+class Server:
+    """One process on a port of its own. Its data outlives it, for ``start`` to read."""
+
+    def __init__(self, directory: Path, *settings: str, binary: str = "") -> None:
+        """``settings`` are lines of a configuration file."""
+        directory.mkdir()
+        self.port = free_port()
+        self.directory = directory
+        self.address = f"{HOST}:{self.port}"
+        self._command = [binary or redis_binary(), str(directory / "redis.conf")]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.write(f"port {self.port}", f"bind {HOST}", f"dir {directory}", 'save ""', *settings)
+
+    def write(self, *lines: str) -> None:
+        """Its whole configuration."""
+        (self.directory / "redis.conf").write_text("\n".join(lines) + "\n", "utf-8")
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *options: str) -> None:
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, *options],
+                stdout=log,
+                stderr=log,
+                # With a signal less: one that is told to write no more has an error to report.
+                restore_signals=False,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def client(self, **settings: Any) -> Redis:
+        return Redis(
+            host=HOST,
+            port=self.port,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=PATIENCE_S,
+            **settings,
+        )
+
+    def ask(self, *command: str | int) -> Any:
+        with self.client() as client:
+            return client.execute_command(*command)
+
+    def info(self, section: str) -> Any:
+        with self.client() as client:
+            return client.info(section)
+
+
+DURABLE = ("appendonly yes", "maxmemory-policy noeviction")
+
+
+@contextmanager
+def server(*settings: str, binary: str = "") -> Iterator[Server]:
+    with (
+        _directory() as directory,
+        _running([Server(directory / "one", *settings, binary=binary)]) as [one],
+    ):
+        yield one
+
+
+@contextmanager
+def pair(*settings: str, binary: str = "") -> Iterator[list[Server]]:
+    """A primary and its replica."""
+    settings = (*DURABLE, "repl-diskless-sync-delay 0", *settings)
+    with _directory() as directory:
+        primary = Server(directory / "primary", *settings, binary=binary)
+        following = f"replicaof {HOST} {primary.port}"
+        replica = Server(directory / "replica", following, *settings, binary=binary)
+        with _running([primary, replica]) as servers:
+            until(lambda: replica.info("replication")["master_link_status"] == "up")
+            # It says how far it is for the first time up to a second later; nothing is sent before.
+            primary.ask("PUBLISH", "something", "to be far in")
+            until(lambda: primary.info("replication")["slave0"]["offset"] > 0)
+            yield servers
+
+
+@contextmanager
+def sentinels(primary: Server, sentinel_rule: str) -> Iterator[list[Server]]:
+    """Three, that make its replica the primary when it is gone for half a second. The last one has
+    a user, as a line of its configuration."""
+    settings = (
+        f"sentinel monitor {SERVICE} {HOST} {primary.port} 2",
+        f"sentinel down-after-milliseconds {SERVICE} 500",
+        f"sentinel failover-timeout {SERVICE} 3000",
+    )
+    with _directory() as directory:
+        three = [_sentinel(directory / f"{number}", settings) for number in range(2)]
+        three.append(_sentinel(directory / "2", (*settings, sentinel_rule)))
+        with _running(three, "--sentinel"):
+            for one in three:
+                until(lambda one=one: _knows(one))
+            yield three
+
+
+def _sentinel(directory: Path, settings: Sequence[str]) -> Server:
+    one = Server(directory, *settings)
+    # A sentinel takes no "save".
+    conf = directory / "redis.conf"
+    conf.write_text(conf.read_text("utf-8").replace('save ""\n', ""), "utf-8")
+    return one
+
+
+def _knows(one: Server) -> bool:
+    with one.client() as client:
+        state = client.sentinel_master(SERVICE)
+    return state["num-other-sentinels"] == 2 and state["num-slaves"] == 1
+
+
+@contextmanager
+def cluster(count: int = 3, *settings: str) -> Iterator[list[Server]]:
+    """Primaries only, the slots shared between them."""
+    with _directory() as directory:
+        nodes = [
+            Server(
+                directory / f"{number}",
+                *DURABLE,
+                "cluster-enabled yes",
+                f"cluster-port {free_port()}",
+                "cluster-node-timeout 1000",
+                *settings,
+            )
+            for number in range(count)
+        ]
+        with _running(nodes):
+            _join(nodes)
+            yield nodes
+
+
+def _join(nodes: Sequence[Server]) -> None:
+    bounds = [SLOTS * number // len(nodes) for number in range(len(nodes) + 1)]
+    for number, node in enumerate(nodes):
+        node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        node.ask("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+        if number:
+            bus = nodes[0].ask("CONFIG GET", "cluster-port")["cluster-port"]
+            node.ask("CLUSTER", "MEET", HOST, nodes[0].port, bus)
+    for node in nodes:
+        until(lambda node=node: _is_joined(node, len(nodes)))
+
+
+def _is_joined(node: Server, count: int) -> bool:
+    with node.client() as client:
+        info = client.execute_command("CLUSTER INFO")
+    return bool(info["cluster_state"] == "ok" and info["cluster_known_nodes"] == str(count))
+
+
+@contextmanager
+def certificate(name: str = f"IP:{HOST}") -> Iterator[tuple[Path, Path]]:
+    """A certificate that vouches for itself, and its key."""
+    found("openssl")
+    with _directory() as directory:
+        cert, key = directory / "cert.pem", directory / "key.pem"
+        command = "openssl req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2"
+        command += f" -subj /CN=ledger -addext subjectAltName={name}"
+        subprocess.run(
+            [*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True
+        )
+        yield cert, key
+
+
+@contextmanager
+def tls_server(cert: Path, key: Path, acl: str, *settings: str) -> Iterator[Server]:
+    """It asks for a certificate of ours, and for a user who may do what ``acl`` says."""
+    with _directory() as directory:
+        one = Server(directory / "one")
+        users = ("user default off", f"user {USER} on >{PASSWORD} {acl}")
+        one.write(*tls_lines(one, cert, key), "tls-auth-clients yes", *DURABLE, *users, *settings)
+        with _running([one], is_ready=_listens):
+            yield one
+
+
+def tls_lines(one: Server, cert: Path, key: Path) -> tuple[str, ...]:
+    """No other port than one for TLS."""
+    return (
+        "port 0",
+        f"tls-port {one.port}",
+        f"bind {HOST}",
+        f"dir {one.directory}",
+        f"tls-cert-file {cert}",
+        f"tls-key-file {key}",
+        f"tls-ca-cert-file {cert}",
+        "tls-auth-clients no",
+    )
+
+
+@contextmanager
+def tls_sentinel(cert: Path, key: Path) -> Iterator[Server]:
+    """A primary and a sentinel."""
+    with _directory() as directory:
+        primary, one = Server(directory / "primary"), Server(directory / "sentinel")
+        primary.write(*tls_lines(primary, cert, key), *DURABLE)
+        monitor = f"sentinel monitor {SERVICE} {HOST} {primary.port} 1"
+        one.write(*tls_lines(one, cert, key), "tls-replication yes", monitor)
+        with _running([primary], is_ready=_listens):
+            one.start("--sentinel")
+            try:
+                until(lambda: "+monitor" in one.log)
+                yield one
+            finally:
+                one.kill()
+
+
+@contextmanager
+def tls_cluster_node(cert: Path, key: Path) -> Iterator[Server]:
+    """One that has all slots."""
+    with _directory() as directory:
+        one = Server(directory / "node")
+        lines = ("cluster-enabled yes", f"cluster-port {free_port()}", "tls-cluster yes")
+        one.write(*tls_lines(one, cert, key), *DURABLE, *lines)
+        with _running([one], is_ready=_listens):
+            with one.client(ssl=True, ssl_ca_certs=str(cert)) as client:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
+                until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+            yield one
+
+
+@contextmanager
+def tls_ledger() -> Iterator[tuple[str, dict[str, str]]]:
+    """The url of one whose user may do what the README says, and what else it takes."""
+    with certificate() as (cert, key), tls_server(cert, key, readme_rule()) as one:
+        yield tls_url(one), {"tls_ca": str(cert), "tls_cert": str(cert), "tls_key": str(key)}
+
+
+def tls_url(one: Server, password: str = PASSWORD) -> str:
+    return f"rediss://{USER}:{quote(password, safe='')}@{one.address}"
+
+
+def cluster_url(nodes: Sequence[Server], login: str = "") -> str:
+    return f"redis+cluster://{login}" + ",".join(node.address for node in nodes)
+
+
+def sentinel_url(three: Sequence[Server], login: str = "") -> str:
+    return f"redis+sentinel://{login}" + ",".join(one.address for one in three) + f"/{SERVICE}"
+
+
+def readme_rule() -> str:
+    """What an ACL user needs, without its name and password, for keys of any prefix."""
+    [rule] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", _README, re.DOTALL)
+    return "~* " + " ".join(rule.split())
+
+
+def _listens(one: Server) -> bool:
+    return "Ready to accept connections" in one.log
+
+
+def _answers(one: Server) -> bool:
+    return one.ask("PING") is not None
+
+
+@contextmanager
+def _running(
+    servers: list[Server], *options: str, is_ready: Callable[[Server], bool] = _answers
+) -> Iterator[list[Server]]:
+    try:
+        for one in servers:
+            one.start(*options)
+        for one in servers:
+            until(lambda one=one: _is_up(one, options, is_ready), lambda one=one: one.log)
+        yield servers
+    finally:
+        for one in servers:
+            one.kill()
+
+
+def _is_up(one: Server, options: Sequence[str], is_ready: Callable[[Server], bool]) -> bool:
+    """One that ended is started again: a test beside us may have looked whether its port is free
+    just when it wanted to listen there."""
+    if one.has_ended:
+        one.start(*options)
+    return is_ready(one)
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def until(holds: Callable[[], bool], why_not: Callable[[], str] = str) -> None:
+    """Waits until it does; what cannot be asked yet does not hold. ``why_not`` says more."""
+    give_up = time.monotonic() + 2 * PATIENCE_S
+    while True:
+        try:
+            if holds():
+                return
+        except RedisError:
+            pass
+        assert time.monotonic() < give_up, f"it never came true\n{why_not()}"
+        time.sleep(0.02)

@@ -1,0 +1,83 @@
+"""A worker with the demo model's weights and a chat template of one's own, whose answers a test
+decides: it says what its prompt has between SAY and the end of that turn, and where there is no
+such thing, or a grammar holds, what the model says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from router.requests.tokenizer import HuggingFaceTokenizer
+from tests.support.in_process import ROUTER, Cluster, cluster
+from tests.support.worker.grammar_support import DEMO_MODEL
+from worker.config import WorkerConfig
+from worker.engine.plan import Plan, Row, RowResult, Runner
+
+SAY = "say:"
+#: Ends of turns, in the templates of tests.support.router.chat_support.
+_ENDS = ("<|im_end|>", "<|eot_id|>")
+
+
+class ScriptedRunner:
+    """``runner``, but for the tokens of what has a script."""
+
+    def __init__(self, runner: Runner, tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_id = eos_id
+        #: by slot, the prompt's length and what is said behind it
+        self._scripts: dict[int, tuple[int, list[int]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        for admission in plan.admissions:
+            self._scripts.pop(admission.slot, None)
+            prompt = admission.tokens[: admission.num_prompt]
+            if admission.grammar is None and (script := self._script(prompt)):
+                self._scripts[admission.slot] = len(prompt), script
+        results = self._runner.execute(plan)
+        return [self._said(*each) for each in zip(plan.rows, results, strict=True)]
+
+    def _script(self, prompt: tuple[int, ...]) -> list[int]:
+        _, _, said = self._tokenizer.decode(prompt).rpartition(SAY)
+        ends = [at for end in _ENDS if (at := said.find(end)) >= 0]
+        if not ends:
+            return []
+        said = said[: min(ends)]
+        return [*self._tokenizer.encode(said, add_special_tokens=False), self._eos_id]
+
+    def _said(self, row: Row, result: RowResult) -> RowResult:
+        if not result.tokens or row.slot not in self._scripts:
+            return result
+        num_prompt, script = self._scripts[row.slot]
+        return result._replace(tokens=(script[row.start + len(row.tokens) - num_prompt],))
+
+
+@asynccontextmanager
+async def scripted_cluster(
+    directory: Path, template: str, change: Callable[[Path], None] = lambda directory: None
+) -> AsyncIterator[Cluster]:
+    """Serve the demo model with ``template`` as its chat template from ``directory``, after
+    ``change`` has edited its files there."""
+    shutil.copytree(DEMO_MODEL, directory, dirs_exist_ok=True)
+    (directory / "chat_template.jinja").write_text(template)
+    change(directory)
+    config = WorkerConfig(
+        model=str(directory), device="cpu", dtype="float32", num_blocks=256, num_threads=1
+    )
+    router = replace(ROUTER, model=str(directory))
+    async with cluster(workers=1, router_config=router, worker_config=config) as parts:
+        [rank] = parts.workers
+        assert rank._thread is not None
+        engine = rank._thread.ready.result()
+        eos_id = json.loads((DEMO_MODEL / "config.json").read_text())["eos_token_id"]
+        tokenizer = HuggingFaceTokenizer(directory / "tokenizer.json")
+        engine._runner = ScriptedRunner(engine._runner, tokenizer, eos_id)
+        yield parts

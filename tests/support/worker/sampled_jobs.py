@@ -1,0 +1,37 @@
+"""Sequences that ask for everything a sampler can do, each for something else."""
+
+from __future__ import annotations
+
+from random import Random
+
+from everlift.sampling import SamplingParams
+from tests.support.worker.torch_engine import Job
+
+
+def sampled_jobs(vocab: int, eos: int) -> list[Job]:
+    """Their seeds differ, as TorchEngine wants it."""
+    return [_job(Random(i), vocab, eos) for i in range(20)]
+
+
+def _job(rng: Random, vocab: int, eos: int) -> Job:
+    prompt = [rng.randrange(6, vocab) for _ in range(rng.choice([1, 7, 31, 32, 33, 50, 97]))]
+    return Job(prompt, 30 - rng.randrange(7), _sampling(rng, vocab, eos))
+
+
+def _sampling(rng: Random, vocab: int, eos: int) -> SamplingParams:
+    ids = rng.sample(range(vocab), rng.choice([0, 0, 1, 30]))
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.5, 1.0, 1.5]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 20]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=rng.getrandbits(64),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.8]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.6, -0.4]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.3, -0.3]),
+        # Each may bring the end of the sequence forward, which min_tokens then holds back.
+        logit_bias=tuple(sorted((i, rng.uniform(-3, 3)) for i in {*ids, eos})),
+        min_tokens=rng.choice([0, 0, 10, 30]),
+        logprobs=rng.choice([None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 2]),
+    )

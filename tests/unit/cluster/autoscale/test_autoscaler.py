@@ -1,0 +1,251 @@
+"""How many workers there should be, decided over a made-up fleet on a made-up clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.policy import Autoscaler
+from everlift.settings import SettingsError, load
+from everlift.v1.session_pb2 import ClusterLoad
+from tests.support.fleet import Fleet, Job
+
+CONFIG = AutoscaleConfig(min_workers=1, max_workers=8)
+FROM_ZERO = AutoscaleConfig(min_workers=0, max_workers=8)
+
+
+def test_what_little_comes_adds_no_worker() -> None:
+    fleet = Fleet(CONFIG).run(1200, load=0.4)
+    assert fleet.changes == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_twice_the_load_adds_workers_within_two_seconds_of_a_queue(seed: int) -> None:
+    fleet = Fleet(CONFIG, workers=3, seed=seed).run(120, load=2.0)
+    assert fleet.target == 3
+    fleet.run(60, load=4.0)
+    moment, change = fleet.changes[0]
+    assert change > 0
+    assert moment - fleet.queued_since(moment) <= 2.0
+    assert 5 <= fleet.target <= 7
+
+
+@pytest.mark.parametrize("load", [0.6, 0.65, 0.7])
+def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -> None:
+    waits = []
+    for seed in range(20):
+        fleet = Fleet(CONFIG, rate=480, speed=30, job_tokens=16, seed=seed).run(90, load)
+        if fleet.target == 1:
+            step = fleet.now
+            fleet.run(30, 2 * load)
+            waits.append(fleet.changes[0][0] - step)
+            assert fleet.target <= 3
+    assert len(waits) > 8
+    assert median(waits) <= 2.0
+
+
+def test_a_crowd_is_worked_off_within_the_drain_target_and_is_no_rate_that_lasts() -> None:
+    config = AutoscaleConfig(min_workers=1, max_workers=40)
+    fleet = Fleet(config).run(120, load=0.3)
+    fleet.waiting.extend(Job(fleet.now, 300.0, 10) for _ in range(200))
+    fleet.offered += 200 * 300.0
+    fleet.run(60, load=0.3)
+    assert 3 <= max(decision.workers for _, decision in fleet.decisions) <= 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.3, 2.2, 3.1, 4.4])
+def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, seed: int) -> None:
+    fleet = Fleet(CONFIG, seed=seed).run(3600, load)
+    reversals = fleet.reversals
+    assert all(later - earlier >= 600 for earlier, later in pairwise(reversals))
+    # And there are enough, but for the time until they were.
+    assert load < fleet.target <= load / CONFIG.utilisation + 2
+
+
+def test_what_happened_while_the_load_was_not_known_takes_no_worker_away() -> None:
+    """The first look after that knows of a quiet moment, and of nothing before it."""
+    config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)
+    scaler = Autoscaler(config)
+    busy = ClusterLoad(term=1, workers=8, running=60, slots=64, blocks_total=8, worker_rate=100.0)
+    quiet = ClusterLoad(term=1, workers=8, running=2, slots=64, blocks_total=8, worker_rate=100.0)
+    idle = ClusterLoad(term=1, workers=8, slots=64, blocks_total=8, worker_rate=100.0)
+    for second in range(200):
+        assert scaler.decide(busy, 0.0, 8, float(second)).workers == 8
+    for second in range(200, 600):
+        assert scaler.decide(None, 0.0, 8, float(second)).workers == 8
+    for second in range(600, 719):
+        assert scaler.decide(quiet, 0.0, 8, float(second)).workers == 8
+    assert scaler.decide(quiet, 0.0, 8, 721.0).workers < 8
+    for second in range(722, 1200):
+        scaler.decide(busy, 60.0, 8, float(second))
+    assert scaler.decide(idle, 0.0, 8, 1200.0).workers == 8
+
+
+def test_workers_go_when_fewer_would_do_for_a_while() -> None:
+    fleet = Fleet(CONFIG, workers=1).run(300, load=3.0)
+    assert fleet.target >= 4
+    since = fleet.now
+    fleet.run(900, load=0.5)
+    first = next(moment for moment, change in fleet.changes if moment > since and change < 0)
+    assert first - since >= CONFIG.down_delay
+    assert fleet.target == 1
+
+
+def test_one_that_never_comes_up_keeps_the_others_for_ten_minutes() -> None:
+    """There is no room for it, or it cannot start, and Serve tries that without an end."""
+    scaler = Autoscaler(CONFIG)
+
+    def target(second: int, up: int, workers: int) -> int:
+        load = ClusterLoad(
+            term=1, workers=up, running=4, slots=16 * up, blocks_total=up, worker_rate=1000.0
+        )
+        return scaler.decide(load, 0.0, workers, float(second)).workers
+
+    assert {target(second, 3, 4) for second in range(600)} == {4}
+    assert target(600, 3, 4) == 1
+    assert target(601, 3, 1) == 1
+
+
+def test_a_square_wave_of_load_does_not_make_it_flap() -> None:
+    fleet = Fleet(CONFIG).run(3600, load=lambda now: 3.0 if now % 120 < 60 else 0.3)
+    windows = [
+        sum(start <= moment < start + 600 for moment in fleet.reversals)
+        for start in range(0, 3000, 60)
+    ]
+    assert max(windows) <= 2
+
+
+def test_full_blocks_add_workers_though_they_have_slots() -> None:
+    fleet = Fleet(CONFIG, job_blocks=200, speed=20.0).run(60, load=0.8)
+    assert fleet.target > 1
+    assert fleet.workers * 16 > len(fleet.running)
+
+
+def test_there_are_never_more_or_fewer_than_allowed() -> None:
+    config = AutoscaleConfig(min_workers=2, max_workers=3)
+    fleet = Fleet(config, workers=2).run(300, load=9.0)
+    assert fleet.target == 3
+    fleet.waiting.clear()
+    fleet.run(1200, load=0.0)
+    assert fleet.target == 2
+    few = Autoscaler(config).decide(ClusterLoad(term=1), 0.0, 1, 0.0)
+    many = Autoscaler(config).decide(ClusterLoad(term=1), 0.0, 9, 0.0)
+    assert (few.workers, many.workers) == (2, 3)
+
+
+def test_with_nothing_to_do_the_last_one_goes_and_comes_for_the_first_request() -> None:
+    fleet = Fleet(FROM_ZERO).run(100, load=0.3)
+    since = fleet.now
+    fleet.run(FROM_ZERO.idle_delay + 30, load=0.0)
+    assert fleet.target == 0
+    gone = next(moment for moment, change in fleet.changes if moment > since and change < 0)
+    assert gone - since >= FROM_ZERO.idle_delay
+    woken = fleet.now
+    fleet.run(20, load=0.3)
+    came = next(moment for moment, change in fleet.changes if moment > woken and change > 0)
+    first = next(it for it in fleet.decisions if it[0] == came)
+    assert first[1].reason == "requests wait"
+    assert fleet.workers == 1
+
+
+def test_with_little_to_do_the_last_one_stays() -> None:
+    fleet = Fleet(FROM_ZERO, job_tokens=50).run(3600, load=0.01)
+    assert fleet.target == 1
+
+
+def test_a_load_that_is_not_known_changes_nothing() -> None:
+    autoscaler = Autoscaler(CONFIG)
+    busy = ClusterLoad(term=1, workers=2, queued=100, queued_tokens=1 << 20, waited_s=60.0)
+    assert autoscaler.decide(None, 0.0, 2, 0.0).workers == 2
+    assert autoscaler.decide(busy, 5.1, 2, 1.0).workers == 2
+    assert autoscaler.decide(busy, 4.9, 2, 2.0).workers == 2
+    assert autoscaler.decide(busy, 4.9, 2, 4.0).workers == 3
+
+
+def test_without_a_rate_one_is_added_at_a_time() -> None:
+    def after(second: float, up: int, target: int) -> int:
+        load = ClusterLoad(term=1, workers=up, queued=50, queued_tokens=9999, waited_s=3.0)
+        return autoscaler.decide(load, 0.0, target, second).workers
+
+    autoscaler = Autoscaler(CONFIG)
+    assert after(0.0, up=1, target=1) == 1
+    assert after(2.0, up=1, target=1) == 2
+    assert after(30.0, up=1, target=2) == 2
+    assert after(31.0, up=2, target=2) == 2
+    assert after(33.0, up=2, target=2) == 3
+
+
+def test_another_leader_counts_from_the_beginning() -> None:
+    def moment(second: float, term: int, offered: int) -> float:
+        load = ClusterLoad(
+            term=term, workers=2, slots=64, offered_tokens=offered, worker_rate=100.0
+        )
+        return autoscaler.decide(load, 0.0, 2, second).need
+
+    autoscaler = Autoscaler(CONFIG)
+    needs = [moment(second, 1, 50 * second) for second in range(60)]
+    needs += [moment(60 + second, 2, 50 * second) for second in range(60)]
+    assert all(abs(need - 50 / (100 * CONFIG.utilisation)) < 1e-6 for need in needs[1:])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"min_workers": -1}, "min_workers"),
+        ({"max_workers": 0}, "max_workers"),
+        ({"min_workers": 3, "max_workers": 2}, "max_workers"),
+        ({"utilisation": 1.5}, "utilisation"),
+        ({"stale": 0}, "stale"),
+        ({"down_delay": -1}, "down_delay"),
+        ({"max_wrokers": 3}, "max_workers"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(AutoscaleConfig, setting)
+
+
+def test_new_cluster_of_an_upgrade_starts_with_as_many_workers_as_serve() -> None:
+    load = ClusterLoad(term=1, workers=5, running=20, slots=40, worker_rate=100.0)
+    new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8))
+    assert new.decide(load, 0.0, 1, 0.0, others=5).workers == 5
+    # It may have fewer, and starts from none where there may be none.
+    small = Autoscaler(AutoscaleConfig(min_workers=0, max_workers=3))
+    assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
+
+
+def test_new_cluster_of_another_model_starts_with_as_many_workers_as_serve() -> None:
+    idle = ClusterLoad(term=1, workers=1, slots=8, worker_rate=100.0)
+    new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0))
+    for second in range(60):
+        decision = new.decide(idle, 0.0, 1, float(second), replaced=5)
+        assert (decision.workers, decision.reason) == (5, "another cluster serves too")
+
+
+def test_neither_cluster_of_an_upgrade_gives_up_workers_while_both_serve() -> None:
+    config = AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0)
+    old, new = Autoscaler(config), Autoscaler(config)
+    quiet = ClusterLoad(term=1, workers=10, slots=80, worker_rate=100.0)
+    for second in range(60):
+        assert old.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
+        assert new.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
+    # The old one has gone: what is enough is learned from then on.
+    alone = ClusterLoad(term=1, workers=5, slots=40, worker_rate=100.0)
+    assert new.decide(alone, 0.0, 5, 60.0).workers == 5
+    assert [new.decide(alone, 0.0, 5, second).workers for second in (65.0, 70.0)] == [5, 1]
+
+
+def test_settings_change_at_run_time() -> None:
+    autoscaler = Autoscaler(AutoscaleConfig(max_workers=4))
+    load = ClusterLoad(
+        term=1, workers=4, queued=90, queued_tokens=90_000, waited_s=9.0, worker_rate=100.0
+    )
+    assert autoscaler.decide(load, 0.0, 4, 0.0).workers == 4
+    autoscaler.configure(AutoscaleConfig(max_workers=6))
+    assert autoscaler.decide(load, 0.0, 4, 1.0).workers == 6
+    with pytest.raises(ValueError, match="max_workers"):
+        autoscaler.configure(AutoscaleConfig())

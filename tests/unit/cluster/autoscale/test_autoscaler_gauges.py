@@ -1,0 +1,188 @@
+"""What the autoscaler says of itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.gauges import REASONS, Gauges
+from cluster.autoscale.policy import Decision
+from everlift.v1.session_pb2 import ClusterLoad, Scaling
+from router.ledger.base import LoadReport
+from tests.support.fleet import Fleet
+
+DEPLOY = Path(__file__).parents[4] / "deploy"
+
+
+class FakeGauge:
+    made: dict[str, FakeGauge]
+
+    def __init__(self, name: str, *, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.values: dict[str, float] = {}
+        self._tag_keys = tag_keys
+        assert description.endswith(".")
+        self.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str] | None = None) -> None:
+        assert tuple(tags or ()) == self._tag_keys
+        self.values[",".join((tags or {}).values())] = value
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    FakeGauge.made = {}
+
+
+def serve_context(target: int, least: int = 1, most: int = 4) -> Any:
+    """What Serve calls the policy with."""
+    return SimpleNamespace(
+        target_num_replicas=target,
+        capacity_adjusted_min_replicas=least,
+        capacity_adjusted_max_replicas=most,
+    )
+
+
+def shown() -> dict[str, float]:
+    return {name: gauge.values[""] for name, gauge in FakeGauge.made.items() if "" in gauge.values}
+
+
+def test_a_decision_and_its_inputs_are_shown() -> None:
+    gauges = Gauges(FakeGauge)
+    load = ClusterLoad(queued_tokens=700, worker_rate=100.0)
+    gauges.show(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), load, 0.25, 8)
+    assert shown() == {
+        "everlift_autoscaler_workers": 3,
+        "everlift_autoscaler_max_workers": 8,
+        "everlift_autoscaler_need_workers": 2.5,
+        "everlift_autoscaler_wait_seconds": 7.0,
+        "everlift_autoscaler_load_age_seconds": 0.25,
+        "everlift_autoscaler_queue_tokens": 700,
+        "everlift_autoscaler_worker_tokens_per_second": 100.0,
+    }
+    assert FakeGauge.made["everlift_autoscaler_reason"].values == {"requests would wait": 1}
+
+
+def test_one_reason_is_the_last_one() -> None:
+    gauges = Gauges(FakeGauge)
+    for reason in ("enough", "enough", "enough are on their way", "something new"):
+        gauges.show(Decision(1, reason), ClusterLoad(), 0.0, 8)
+    reasons = FakeGauge.made["everlift_autoscaler_reason"].values
+    assert reasons == {"enough": 0, "enough are on their way": 0, "other": 1}
+
+
+def test_every_reason_that_a_decision_has_is_a_label() -> None:
+    fleet = Fleet(AutoscaleConfig(min_workers=0, max_workers=6, idle_delay=60.0))
+    fleet.run(300, load=4.0).run(600, load=0.3).run(400, load=0.0).run(200, load=9.0)
+    decisions = [decision for _, decision in fleet.decisions]
+    gauges = Gauges(FakeGauge)
+    others = ("the load is not known", "limits", "another cluster serves too")
+    for decision in [*decisions, *(Decision(1, reason) for reason in others)]:
+        gauges.show(decision, ClusterLoad(), 0.0, 6)
+    assert FakeGauge.made["everlift_autoscaler_reason"].values.keys() == set(REASONS)
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cluster.autoscale import serve_policy
+
+    load = ClusterLoad(
+        term=1, workers=1, queued=9, queued_tokens=5000, waited_s=9.0, slots=8, worker_rate=100.0
+    )
+
+    said: list[Scaling] = []
+
+    class Exchange:
+        def __init__(self, config: object) -> None: ...
+
+        def latest(self) -> LoadReport:
+            return LoadReport(load, 0.1)
+
+        def replaced_workers(self) -> int:
+            return 0
+
+        def say(self, scaling: Scaling) -> None:
+            said.append(scaling)
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
+    monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
+    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
+    policy = serve_policy.QueuePolicy({}, str(tmp_path))
+    context = serve_context(target=1)
+    workers, _ = policy(context)
+    values = shown()
+    assert values["everlift_autoscaler_workers"] == workers == 3
+    assert values["everlift_autoscaler_max_workers"] == 4
+    assert values["everlift_autoscaler_wait_seconds"] == 50.0
+    [scaling] = said
+    [change] = scaling.changes
+    assert (scaling.workers, scaling.max_workers, scaling.wait_s) == (3, 4, 50.0)
+    assert (change.before, change.workers) == (1, 3)
+    assert change.reason == scaling.reason == "requests would wait 50.0 s"
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_the_policy_takes_bounds_from_serve_and_targets_from_the_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cluster.autoscale import serve_policy
+
+    load = ClusterLoad(term=1, workers=1, queued=9, queued_tokens=5000, slots=8, worker_rate=100.0)
+
+    class Exchange:
+        def __init__(self, config: object) -> None: ...
+
+        def latest(self) -> LoadReport:
+            return LoadReport(load, 0.1)
+
+        def replaced_workers(self) -> int:
+            return 0
+
+        def say(self, scaling: Scaling) -> None: ...
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
+    monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
+    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args, **more: None)
+    policy = serve_policy.QueuePolicy({}, str(tmp_path))
+    assert policy(serve_context(target=1, most=2))[0] == 2
+    assert policy(serve_context(target=1, most=9))[0] == 3
+    # 5,000 tokens take 50 s: fewer than a target of 200 s needs another worker for.
+    load.autoscale["ttft_target"] = 200.0
+    assert policy(serve_context(target=1, most=9))[0] == 1
+    # A setting that only a leader of another version knows changes nothing.
+    load.autoscale["no_such_setting"] = 1.0
+    assert policy(serve_context(target=1, most=9))[0] == 3
+    # Two of three workers are another cluster's: this one is to have as many.
+    load.workers = 3
+    load.ray_clusters.update({"this": 1, "other": 2})
+    assert policy(serve_context(target=1, most=9))[0] == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_own_workers_that_stop_are_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.autoscale import serve_policy
+
+    monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
+    # Serve lists none of them any more.
+    assert serve_policy._of_others(ClusterLoad(workers=3, ray_clusters={"this": 3})) == 0
+    assert serve_policy._of_others(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2})) == 2
+
+
+def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
+    Gauges(FakeGauge)
+    files = (DEPLOY / "grafana/everlift.json", DEPLOY / "prometheus/alerts.yaml")
+    asked_for = {
+        name for file in files for name in re.findall(r"ray_(everlift_[a-z_]+)", file.read_text())
+    }
+    assert len(asked_for) == 3
+    assert asked_for <= FakeGauge.made.keys()

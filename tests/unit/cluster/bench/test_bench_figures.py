@@ -1,0 +1,216 @@
+"""What is made of outcomes: figures under vLLM's names, goodput, lag, curves over time."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.bench.report import (
+    CountedBy,
+    Slo,
+    curve,
+    due,
+    each_request,
+    figures,
+    lag,
+    more_figures,
+    most_at_once,
+    most_tokens_in_a_second,
+    over_time,
+    percent_name,
+    slo,
+    spread,
+)
+from cluster.errors import BenchFailed
+from tests.support.outcomes import outcome
+
+NO_SLO = Slo()
+
+#: What `vllm bench serve` writes of a load of generation, besides what was asked.
+VLLMS_FIGURES = {
+    *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+    *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
+    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
+    *(
+        f"{word}_{name}_ms"
+        for word in ("mean", "median", "std", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    ),
+}
+VLLMS_LISTS = {
+    *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times"),
+    "errors",
+}
+
+
+def test_vllms_names_are_all_there() -> None:
+    found = figures([outcome()], NO_SLO, (99.0,))
+    assert found.keys() >= VLLMS_FIGURES
+    assert found.keys() - VLLMS_FIGURES == {
+        f"{word}_norm_ms" for word in ("mean", "median", "std", "p99")
+    }
+    assert each_request([outcome()]).keys() == VLLMS_LISTS
+
+
+def test_figures_in_small_numbers() -> None:
+    outcomes = [
+        outcome(0.0, ttft_s=0.5, gap_s=0.1, tokens=6),
+        outcome(1.0, ttft_s=1.5, gap_s=0.3, tokens=6),
+        outcome(2.0, error="429 queue_full", tokens=0),
+    ]
+    found = figures(outcomes, NO_SLO, (50.0, 100.0))
+    assert found["duration"] == pytest.approx(4.0)
+    assert (found["completed"], found["failed"], found["request_goodput"]) == (2, 1, None)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 12)
+    assert found["request_throughput"] == pytest.approx(0.5)
+    assert found["output_throughput"] == pytest.approx(3.0)
+    assert found["total_token_throughput"] == pytest.approx(8.0)
+    assert found["mean_ttft_ms"] == found["median_ttft_ms"] == pytest.approx(1000.0)
+    assert found["std_ttft_ms"] == pytest.approx(500.0)
+    assert found["p100_ttft_ms"] == pytest.approx(1500.0)
+    assert found["mean_tpot_ms"] == found["mean_itl_ms"] == pytest.approx(200.0)
+    assert found["mean_e2el_ms"] == pytest.approx(2000.0)
+    assert found["mean_norm_ms"] == pytest.approx(2000.0 / 6)
+
+
+def test_latency_counts_from_when_it_was_due_and_both_are_told() -> None:
+    outcomes = [outcome(0.0, ttft_s=0.5, lag_s=0.25)]
+    found, more = figures(outcomes, NO_SLO, ()), more_figures(outcomes, NO_SLO, (), 0.0)
+    assert found["mean_ttft_ms"] == pytest.approx(750.0)
+    assert more["from_sent"]["mean_ttft_ms"] == pytest.approx(500.0)
+    assert found["mean_e2el_ms"] - more["from_sent"]["mean_e2el_ms"] == pytest.approx(250.0)
+    assert found["mean_itl_ms"] == more["from_sent"]["mean_itl_ms"]
+    (each,) = (each_request(outcomes)[name] for name in ("ttfts",))
+    assert each == [pytest.approx(0.75)]
+
+
+def test_where_nothing_was_answered_no_latency_is_told() -> None:
+    outcomes = [outcome(error="unreachable", tokens=0)]
+    found = figures(outcomes, NO_SLO, (99.0,))
+    assert (found["completed"], found["failed"], found["request_throughput"]) == (0, 1, 0.0)
+    assert found["mean_ttft_ms"] is found["p99_e2el_ms"] is None
+    assert each_request(outcomes)["ttfts"] == [0.0]
+    assert figures([], NO_SLO, (99.0,))["duration"] == 0.0
+
+
+def test_percentiles_are_named_as_vllm_names_them() -> None:
+    assert [percent_name(each) for each in (50.0, 99.0, 99.9)] == ["p50", "p99", "p99.9"]
+
+
+def test_a_request_of_one_token_has_no_time_per_token() -> None:
+    found = figures([outcome(tokens=1)], slo(["tpot:0"]), ())
+    assert found["mean_tpot_ms"] is None
+    assert found["request_goodput"] > 0, "nor does it miss a target of it"
+
+
+def test_errors_are_counted_by_their_cause() -> None:
+    causes = ["429 queue_full", "timeout", "429 queue_full", ""]
+    found = more_figures([outcome(error=cause) for cause in causes], NO_SLO, (), 0.0)
+    assert list(found["errors"].items()) == [("429 queue_full", 2), ("timeout", 1)]
+
+
+def test_pieces_that_were_taken_for_tokens_are_marked() -> None:
+    sure, unsure = outcome(), outcome(counted_by=CountedBy.PIECES)
+    assert more_figures([sure], NO_SLO, (), 0.0)["marks"] == []
+    found = more_figures([sure, unsure], NO_SLO, (), 0.0)
+    assert found["tokens_counted_by"] == {"usage": 1, "pieces": 1}
+    (mark,) = found["marks"]
+    assert "pieces were counted" in mark
+
+
+# goodput
+
+
+def test_a_good_request_misses_nothing() -> None:
+    outcomes = [
+        outcome(ttft_s=0.4, gap_s=0.05),
+        outcome(ttft_s=0.6, gap_s=0.05),
+        outcome(ttft_s=0.4, gap_s=0.06),
+        outcome(error="timeout"),
+    ]
+    wanted = slo(["ttft:500 tpot:50.001"])
+    assert [wanted.is_good(each, due) for each in outcomes] == [True, False, False, False]
+    assert more_figures(outcomes, wanted, (), 0.0)["good_share"] == 0.25
+
+
+def test_a_request_that_left_late_may_be_no_good_for_it() -> None:
+    assert not slo(["ttft:500"]).is_good(outcome(ttft_s=0.4, lag_s=0.2), due)
+
+
+@pytest.mark.parametrize("said", [["ttft:500", "e2el:9"], ["ttft:500 e2el:9"], ["ttft:500,e2el:9"]])
+def test_targets_are_said_together_or_one_by_one(said: list[str]) -> None:
+    assert slo(said).most_ms == {"ttft": 500.0, "e2el": 9.0}
+
+
+@pytest.mark.parametrize("said", ["itl:5", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:inf"])
+def test_a_target_that_cannot_be_is_refused(said: str) -> None:
+    with pytest.raises(BenchFailed, match="must be ttft, tpot, e2el"):
+        slo([said])
+
+
+# the generator's own times
+
+
+@pytest.mark.parametrize(
+    "lag_s, ttft_s, cpu_share, is_behind",
+    [
+        (0.009, 0.05, 0.5, False),
+        (0.011, 0.05, 0.5, True),
+        (0.040, 1.0, 0.5, False),
+        (0.060, 1.0, 0.5, True),
+        (0.0, 1.0, 0.95, True),
+    ],
+)
+def test_a_generator_that_falls_behind_says_so(
+    lag_s: float, ttft_s: float, cpu_share: float, is_behind: bool
+) -> None:
+    outcomes = [outcome(ttft_s=ttft_s, lag_s=lag_s)] * 3
+    assert lag(outcomes, cpu_share).is_behind == is_behind
+    found = more_figures(outcomes, NO_SLO, (), cpu_share)
+    assert any("fell behind" in mark for mark in found["marks"]) == is_behind
+
+
+def test_a_lag_of_one_in_a_hundred_is_seen() -> None:
+    few = [outcome(lag_s=0.5)] * 3 + [outcome()] * 97
+    assert lag(few, 0.0).is_behind
+    assert not lag([*few[:1], *[outcome()] * 299], 0.0).is_behind
+    assert lag(few, 0.0).most == pytest.approx(0.5)
+
+
+# over time
+
+
+def test_curves_over_time() -> None:
+    outcomes = [outcome(at, ttft_s=0.5, gap_s=0.5, tokens=4) for at in (0.0, 0.0, 10.0, 58.0)]
+    found = over_time(outcomes)
+    assert found.width_s == 1.0
+    assert len(found.due_per_s) == 61
+    assert [found.due_per_s[i] for i in (0, 1, 10)] == [2.0, 0.0, 1.0]
+    assert [found.ended_per_s[i] for i in (1, 2, 12)] == [0.0, 2.0, 1.0]
+    assert [found.tokens_per_s[i] for i in (0, 1, 2)] == [2.0, 4.0, 2.0]
+    assert [found.in_flight[i] for i in (0, 1, 2, 10, 12, 60)] == [2, 2, 0, 1, 0, 0]
+    assert found.ttft_ms[0] == pytest.approx(500.0) and found.ttft_ms[1] is None
+    assert sum(found.tokens_per_s) == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("duration", [0.0, 0.01, 3.0, 59.0, 3600.0, 1e6])
+def test_a_curve_has_neither_few_points_nor_many(duration: float) -> None:
+    found = over_time([outcome(0.0), outcome(duration)])
+    assert len(found.due_per_s) <= 402
+    assert len(found.due_per_s) * found.width_s >= found.width_s + duration - 1e-6
+
+
+def test_the_most_at_once_and_the_most_in_a_second() -> None:
+    outcomes = [outcome(at, ttft_s=0.5, gap_s=0.0, tokens=8) for at in (0.0, 0.25, 0.5, 0.75)]
+    assert most_at_once(outcomes) == 2, "the third is sent as the first ends"
+    assert most_tokens_in_a_second(outcomes) == 16.0
+    assert most_at_once([]) == most_tokens_in_a_second([]) == 0
+
+
+def test_a_percentile_lies_between_two_values() -> None:
+    found = spread([10.0, 20.0, 30.0, 40.0], (50.0, 90.0))
+    assert found is not None
+    assert found.percentiles == {50.0: 25.0, 90.0: pytest.approx(37.0)}
+    assert (found.mean, found.median) == (25.0, 25.0)
+    assert spread([], (50.0,)) is None
+    assert curve([]) == []
+    assert curve([1.0, 2.0])[::50] == [1.0, 1.5, 2.0]

@@ -1,0 +1,69 @@
+"""A ramp's rates, and when one is too much."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from cluster.bench.report import Ramp, Slo, is_kept_up, slo
+from tests.support.outcomes import outcome
+
+NO_SLO = Slo()
+
+
+def rates(ramp: Ramp, most_that_is_kept: float) -> list[float]:
+    tried = []
+    while (rate := ramp.next_rate()) is not None:
+        tried.append(rate)
+        ramp.tell(rate, rate <= most_that_is_kept)
+    return tried
+
+
+def test_rates_double_and_then_halve_what_is_between() -> None:
+    ramp = Ramp(1.0, 64.0)
+    assert rates(ramp, 5.0) == pytest.approx([1, 2, 4, 8, 5.657, 4.757, 5.187], rel=1e-3)
+    assert (ramp.kept, ramp.too_much) == (
+        pytest.approx(4.757, rel=1e-3),
+        pytest.approx(5.187, 1e-3),
+    )
+
+
+def test_a_ramp_ends_at_its_most_or_at_its_first() -> None:
+    ramp = Ramp(3.0, 20.0)
+    assert rates(ramp, 100.0) == [3.0, 6.0, 12.0, 20.0]
+    assert (ramp.kept, ramp.too_much) == (20.0, None)
+    ramp = Ramp(3.0, 20.0)
+    assert rates(ramp, 1.0) == [3.0]
+    assert (ramp.kept, ramp.too_much) == (None, 3.0)
+
+
+def served(rate: float, capacity: float, duration_s: float, slo: Slo = NO_SLO) -> bool:
+    """By one that answers one after another."""
+    chance, free, at, outcomes = Random(3), 0.0, 0.0, []
+    while (at := at + chance.expovariate(rate)) < duration_s:
+        free = max(free, at) + 1 / capacity
+        outcomes.append(outcome(at, ttft_s=free - at, gap_s=0.0))
+    return is_kept_up(outcomes, duration_s, slo)
+
+
+@pytest.mark.parametrize("rate", [2.0, 5.0, 8.0, 9.0])
+def test_what_a_server_can_do_is_kept_up_with(rate: float) -> None:
+    assert served(rate, 10.0, 60.0)
+
+
+@pytest.mark.parametrize("rate", [13.0, 15.0, 40.0])
+def test_what_piles_up_is_not(rate: float) -> None:
+    assert not served(rate, 10.0, 60.0)
+
+
+def test_a_target_that_is_missed_is_too_much_already() -> None:
+    assert not served(9.0, 10.0, 60.0, slo(["ttft:110"]))
+    assert served(1.0, 10.0, 60.0, slo(["ttft:250"]))
+
+
+def test_refusals_are_too_much() -> None:
+    fine = [outcome(at / 10, ttft_s=0.01, gap_s=0.0) for at in range(100)]
+    assert is_kept_up(fine, 10.0, Slo())
+    refused = [outcome(5.0, error="429 queue_full")] * 2
+    assert not is_kept_up([*fine, *refused], 10.0, Slo())

@@ -1,0 +1,324 @@
+"""What the doctor finds on a machine, of a ledger, and between nodes that differ."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RaySystemError
+
+from cluster.config import DEMO_MODEL, Config, load
+from cluster.doctor import certificates, command, ledger, machine
+from cluster.doctor.finding import Finding, Level
+from cluster.doctor.nodes import NodeReport, asked, clocks, compare
+from everlift.tls import InternalTls
+from router.ledger.config import LedgerConfig
+from router.ledger.embedded.embedded import EmbeddedLedger
+from tests.support.free_port import free_port
+from tests.support.router.authority import Authority
+from tests.support.worker.other_architectures import save_config
+
+EVERLIFT = Path(sys.executable).with_name("everlift")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    ports = [f"router.port={free_port()}", f"router.http_port={free_port()}"]
+    return load(None, {}, [f"state_dir={tmp_path}", "model=fake", *ports])
+
+
+def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) -> None:
+    directory = tmp_path / "m"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO_MODEL / name, directory)
+    odd = replace(
+        config,
+        model=str(directory),
+        worker=replace(config.worker, model=""),
+        router=replace(config.router, model=""),
+    )
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.ERROR
+    assert finding.says == f"{directory} lacks model.safetensors"
+
+
+def test_a_model_that_a_start_would_refuse_is_refused(config: Config, tmp_path: Path) -> None:
+    """In its words: what the decoder does not know, what it does not do, and too long a context."""
+    directory = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, directory)
+    values = json.loads((DEMO_MODEL / "config.json").read_text())
+
+    def says(max_model_len: int | None = None, **changes: object) -> tuple[Level, str]:
+        (directory / "config.json").write_text(json.dumps(values | changes))
+        odd = replace(
+            config,
+            model=str(directory),
+            worker=replace(config.worker, model="", max_model_len=max_model_len),
+            router=replace(config.router, model=""),
+        )
+        finding = of(list(machine.examine(odd)), "model")
+        return finding.level, finding.says
+
+    assert says()[0] is Level.OK
+    for cause, (level, text) in {
+        "OwnForCausalLM is not supported": says(architectures=["OwnForCausalLM"]),
+        "hidden_act": says(hidden_act="relu"),
+        "max_model_len 999999 is more": says(max_model_len=999_999),
+    }.items():
+        assert level is Level.ERROR and cause in text, text
+
+
+def test_a_model_of_others_modules_is_tried_where_it_is_small(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one attends more than once a layer is seen in its modules alone."""
+    directory = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, directory)
+    save_config(directory, "diffllama", "DiffLlamaForCausalLM")
+    odd = replace(
+        config,
+        model=str(directory),
+        worker=replace(config.worker, model=""),
+        router=replace(config.router, model=""),
+    )
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.ERROR and "attends more than once" in finding.says
+    monkeypatch.setattr(machine, "_TRIED_MIB", 0)
+    monkeypatch.setattr(machine, "_weights_mib", lambda config: 1)
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.WARNING and "too large to try" in finding.says
+
+
+def test_files_of_tls_are_looked_at(config: Config, tmp_path: Path) -> None:
+    assert list(certificates.examine(config)) == []
+    (tmp_path / "bad").write_text("no PEM")
+    names = {name: str(tmp_path / "bad") for name in ("ca", "cert", "key")}
+    internal = replace(
+        config,
+        internal_tls=InternalTls(**names),
+        router=replace(config.router, internal_tls=InternalTls()),
+        worker=replace(config.worker, internal_tls=InternalTls()),
+    )
+    [finding] = certificates.examine(internal)
+    assert (finding.subject, finding.level) == ("TLS inside", Level.ERROR)
+    assert finding.says == f"{tmp_path / 'bad'}: must hold certificates in PEM"
+    pair = Authority(tmp_path / "ours").issue("router")
+    router = replace(config.router, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    [finding] = certificates.examine(replace(config, router=router))
+    assert (finding.subject, finding.level) == ("TLS for clients", Level.OK)
+
+
+def of(findings: Sequence[Finding], subject: str) -> Finding:
+    [finding] = [each for each in findings if each.subject == subject]
+    return finding
+
+
+def test_this_machine_can_run_what_its_tests_run(config: Config) -> None:
+    findings = list(machine.examine(config))
+    assert [each for each in findings if each.level is Level.ERROR] == []
+    assert of(findings, "model").says == "fake: 4096 tokens of context"
+
+
+@pytest.mark.parametrize(
+    ("text", "free_mib"),
+    [
+        ("MemTotal:  64 kB\nMemFree:  1024 kB\nMemAvailable:   3145728 kB\nCached: 1 kB\n", 3072),
+        ("MemFree:  1024 kB\n", 2048),
+        (None, 2048),
+    ],
+)
+def test_memory_that_the_page_cache_has_is_free(
+    text: str | None,
+    free_mib: int,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    pages = {"SC_AVPHYS_PAGES": 1 << 19, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert machine._memory(config).says.endswith(f", {free_mib} MiB are free")
+
+
+def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    odd = replace(
+        config,
+        model=str(tmp_path / "m"),
+        num_workers=500,
+        worker=replace(config.worker, model="", device="cuda", num_threads=64),
+        router=replace(config.router, model=""),
+    )
+    findings = list(machine.examine(odd))
+    levels = {each.subject: each.level for each in findings}
+    assert levels["device"] is levels["model"] is Level.ERROR
+    assert levels["threads"] is levels["memory"] is Level.WARNING
+    assert all(each.mend for each in findings if each.level is not Level.OK)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "level", "says"),
+    [
+        (["numpy", "ray[serve]"], Level.OK, "those of Everlift's tests"),
+        (["numpy==1.0", "torch"], Level.WARNING, "numpy is "),
+        (["ray-of-light", "numpy==1.0"], Level.ERROR, "there is no ray-of-light"),
+        (["no-such-thing; extra == 'dev'"], Level.OK, "those"),
+    ],
+)
+def test_packages_that_are_missing_break_it_and_other_versions_are_said(
+    wanted: list[str],
+    level: Level,
+    says: str,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.requires", lambda distribution: wanted)
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is level and says in finding.says
+
+
+def test_without_ray_there_are_plain_processes(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name == "ray":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is Level.WARNING and "--no-ray" in finding.mend
+
+
+def test_a_checkout_that_is_not_installed_is_said(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_DISTRIBUTION", "not-installed")
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is Level.WARNING and "not installed" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("cause", "level"), [("", Level.OK), ("Failed to find C compiler", Level.WARNING)]
+)
+def test_a_gpu_without_kernels_is_warned_of_with_the_cause(
+    config: Config, cause: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA")
+    monkeypatch.setattr("worker.kernels.trial.why_no_kernels", lambda device: cause)
+    finding = of(list(machine.examine(config)), "kernels")
+    assert finding.level is level and cause in finding.says
+
+
+@pytest.mark.parametrize("setting", ["port", "http_port"])
+def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
+    port = getattr(config.router, setting)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        finding = of(list(machine.examine(config)), "port")
+    assert finding.level is Level.ERROR
+    assert str(port) in finding.says and finding.mend.endswith(f"router.{setting}")
+
+
+async def examined(config: Config) -> list[Finding]:
+    return [finding async for finding in ledger.examine(config)]
+
+
+async def test_an_embedded_ledger_is_looked_at_when_it_runs(config: Config) -> None:
+    assert of(await examined(config), "ledger").says == "embedded; it starts with the cluster"
+    server = EmbeddedLedger()
+    server.start(config.state_dir)
+    try:
+        findings = await examined(config)
+    finally:
+        server.stop()
+    assert "everysec" in of(findings, "ledger").says
+    assert of(findings, "clock").level is Level.OK
+    assert of(await examined(config), "ledger").level is Level.OK
+
+
+async def test_a_ledger_that_promises_less_or_is_not_there_is_an_error(
+    config: Config, tmp_path: Path
+) -> None:
+    server = EmbeddedLedger(LedgerConfig(durability_class="memory"))
+    url = server.start(tmp_path / "other")
+    try:
+        [refused] = await examined(replace(config, ledger=LedgerConfig(url=url)))
+    finally:
+        server.stop()
+    assert refused.level is Level.ERROR and "appendonly" in refused.says
+    nowhere = LedgerConfig(url=f"redis://user:hidden@127.0.0.1:{free_port()}", timeout=0.2)
+    [away] = await examined(replace(config, ledger=nowhere))
+    assert away.level is Level.ERROR and "hidden" not in away.says + away.mend
+
+
+def report(address: str, torch: str = "2.13.0", clock_s: float = 0.0) -> NodeReport:
+    return NodeReport(address, {"torch": torch, "python": "3.11"}, (), clock_s)
+
+
+def test_nodes_that_differ_are_named() -> None:
+    reports = [report("a"), report("b", torch="2.11.0"), report("c")]
+    finding = compare("versions", reports, lambda each: each.versions)
+    assert finding.level is Level.ERROR
+    assert finding.says == "torch 2.11.0 on b, else 2.13.0"
+    assert compare("versions", reports[::2], lambda each: each.versions).level is Level.OK
+
+
+def test_a_node_that_goes_while_it_is_asked_is_named_and_the_others_are_looked_at() -> None:
+    def ask(node: dict[str, str]) -> NodeReport:
+        if node["NodeManagerAddress"] == "b":
+            raise RaySystemError("the first line\nit is gone")
+        return report(node["NodeManagerAddress"])
+
+    reports, silent = asked([{"NodeManagerAddress": name} for name in "abc"], ask)
+    assert [each.address for each in reports] == ["a", "c"]
+    assert silent == ["b does not answer: it is gone"]
+
+
+def test_clocks_that_differ_are_seen() -> None:
+    assert clocks([report("a"), report("b", clock_s=0.1)]).level is Level.OK
+    finding = clocks([report("a", clock_s=-0.4), report("b", clock_s=0.4)])
+    assert (finding.level, finding.says) == (Level.WARNING, "they differ by 0.800 s at most")
+
+
+def test_the_command_ends_with_an_error_where_something_is_broken(tmp_path: Path) -> None:
+    def ask(*assignments: str) -> subprocess.CompletedProcess[str]:
+        settings = [
+            f"--set=state_dir={tmp_path}",
+            f"--set=router.port={free_port()}",
+            f"--set=router.http_port={free_port()}",
+        ]
+        wanted = [f"--set={each}" for each in assignments]
+        command = [EVERLIFT, "doctor", "--json", *settings, *wanted]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    (tmp_path / "empty").mkdir()
+    well, ill = ask(), ask(f"model={tmp_path / 'empty'}")
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert {each["subject"] for each in json.loads(well.stdout)} >= {"Python", "device", "ledger"}
+    assert ill.returncode == 1
+    assert [each["subject"] for each in json.loads(ill.stdout) if each["level"] == "error"] == [
+        "model"
+    ]
+
+
+def test_no_ray_cluster_is_said(config: Config) -> None:
+    [finding] = command._nodes(f"127.0.0.1:{free_port()}")
+    assert (finding.subject, finding.level) == ("Ray", Level.ERROR)

@@ -1,0 +1,149 @@
+"""``everlift explain`` against a router that knows one request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from cluster.explain.tables import headline, reading
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from tests.support.router.restored_logging import restored_logging
+
+SPANS = [
+    (pb.SPAN_KIND_DOOR, 0.0015, 0),
+    (pb.SPAN_KIND_BEHIND_CLASS, 0.5, 1),
+    (pb.SPAN_KIND_DECODE, 0.25, 1),
+    (pb.SPAN_KIND_DETECTION, 0.2485, 1),
+    (pb.SPAN_KIND_RECOMPUTE, 1.0, 2),
+]
+EXPLANATION = pb.Explanation(
+    request_id="r",
+    state=pb.REQUEST_STATE_FINISHED,
+    total_s=2.0,
+    spans=[pb.Span(kind=kind, seconds=seconds, attempt=of) for kind, seconds, of in SPANS],
+    attempts=[
+        pb.ExplainedAttempt(
+            number=1,
+            worker_id="w1",
+            known_tokens=100,
+            cached_tokens=64,
+            end="worker [w1] was lost",
+            queue=pb.QueueStay(found=7, higher=3, before=["other"], order="fifo"),
+            occupants=["o"],
+        ),
+        pb.ExplainedAttempt(
+            number=2,
+            worker_id="w2" * 8,
+            neighbours=["x", "y"],
+            newcomers=["z"],
+            end="finished",
+        ),
+    ],
+    prompt_tokens=100,
+    output_tokens=20,
+    predicted_output_tokens=30,
+    ttft_s=0.75,
+    predicted_ttft_s=0.5,
+    ledger_s=0.125,
+)
+
+
+class Knowing(inference_pb2_grpc.InferenceServicer):
+    async def GetStatus(self, request: object, context: object) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse()
+
+    async def Explain(self, request: pb.ExplainRequest, context: object) -> pb.Explanation:
+        assert request.request_id == "r"
+        return EXPLANATION
+
+
+@pytest.fixture(autouse=True)
+async def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Knowing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    monkeypatch.setenv("EVERLIFT_ADDRESS", f"127.0.0.1:{port}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    yield
+    await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def logging() -> Iterator[None]:
+    with restored_logging():
+        yield
+
+
+async def run(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["explain", "r", *arguments])
+
+
+async def test_people_read_a_table_with_its_sum() -> None:
+    result = await run()
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert "r: finished, 2.000 s" in result.stdout
+    assert "100 prompt tokens, 20 output tokens (30 predicted)" in result.stdout
+    assert "first token after 0.750 s (0.500 s predicted), of which 0.125 s" in result.stdout
+    assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
+    assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
+    assert ["2.000", "100.0", "together"] in lines
+    assert "worker [w1] was lost" in result.stdout
+    assert "at other workers, without room for attempt 1, of your own: o" in result.stdout
+    assert "at its worker before attempt 2, of your own: x, y" in result.stdout
+    assert "came to its worker during attempt 2, of your own: z" in result.stdout
+    assert (
+        "queue before attempt 1 (fifo): 7 waited when it came; before it left "
+        "3 later ones of higher classes; the last of your own: other" in result.stdout
+    )
+
+
+async def test_programs_read_json() -> None:
+    told = json.loads((await run("--json")).stdout)
+    assert told["spans"][1] == {
+        "kind": "behind_class",
+        "start_s": 0.0015,
+        "seconds": 0.5,
+        "attempt": 1,
+    }
+    assert told["attempts"][0]["queue"]["higher"] == 3
+    assert (told["ttft_s"], told["ledger_s"]) == (0.75, 0.125)
+    assert told["total_s"] == sum(span["seconds"] for span in told["spans"])
+
+
+async def test_it_is_drawn_where_that_is_wanted(tmp_path: Path) -> None:
+    result = await run("--png", str(tmp_path / "r.png"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "unread_s, unread_tokens, said",
+    [
+        (0.0, 0, []),
+        (0.09, 0, []),
+        (0.5, 0, ["for 0.500 s its client left tokens unread"]),
+        (0.01, 7, ["for 0.010 s its client left tokens unread; 7 are unread now"]),
+    ],
+)
+def test_what_a_client_left_unread_is_named_where_it_is_much(
+    unread_s: float, unread_tokens: int, said: list[str]
+) -> None:
+    told = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
+    assert list(reading(told)) == said
+
+
+def test_a_queued_request_names_missing_workers() -> None:
+    queued = pb.Explanation(request_id="r", missing_workers="0 of 1 ready; 1 not started")
+    assert "workers: 0 of 1 ready; 1 not started" in list(headline(queued))
+    assert not any("workers" in line for line in headline(pb.Explanation(request_id="r")))

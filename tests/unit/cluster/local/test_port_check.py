@@ -1,0 +1,38 @@
+"""Ports that are taken are named with their holder before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import ClusterFailed
+from cluster.local import port_check
+from router.config import RouterConfig
+from tests.support.free_port import free_port
+
+FREE = RouterConfig(port=0, http_port=0)
+
+
+def test_free_ports_pass() -> None:
+    port_check.check([FREE, replace(FREE, port=free_port())])
+
+
+def test_taken_port_is_named_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ClusterFailed) as caught:
+            port_check.check([FREE, replace(FREE, http_port=port)])
+    message = str(caught.value)
+    assert f"router.http_port: 127.0.0.1:{port} is taken by process {os.getpid()} (" in message
+    assert "or set router.http_port to another port" in message
+
+
+def test_connections_of_before_hold_no_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), server.accept()[0] as accepted:
+            accepted.close()
+    port_check.check([replace(FREE, port=port)])

@@ -1,0 +1,159 @@
+"""What the leader is told of outputs' lengths, as a model predicts them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cluster.prediction.examples import from_lines
+from cluster.prediction.training import trained
+from everlift.errors import DeadlineUnmeetable
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.event_loop import now
+from router.ledger.memory.memory import MemoryLedger
+from router.prediction.model import Model
+from router.requests.tokenizer import ServedModel
+from tests.support.router.gateway_support import (
+    CONFIG,
+    Gateway,
+    gateway_ledger,
+    started_gateway,
+    until,
+)
+from tests.support.router.prediction_support import lines, mixed
+
+
+@cache
+def model() -> Model:
+    made = trained("fake", from_lines(lines(mixed(1, 400)), ServedModel.load("fake")))
+    return Model.parse(made[0])
+
+
+@pytest.fixture
+async def ledger() -> MemoryLedger:
+    return await gateway_ledger(MemoryLedger(time.monotonic))
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with started_gateway() as started:
+        yield started
+
+
+async def test_a_request_is_predicted_once_and_told_so_each_time(gateway: Gateway) -> None:
+    gateway.requests.predictor.load(model())
+    for number in range(20):
+        text = "Write an essay about tea, thorough and complete." if number % 2 else "Yes or no?"
+        await gateway.submit(text=text, request_id=str(number), stop=["\x00"], max_tokens=3000)
+    told = gateway.line.enqueued
+    assert told[-1].predicted_rank > 0.5 > told[-2].predicted_rank > 0
+    assert told[-1].predicted_tokens > told[-2].predicted_tokens
+    for reserved, queued in zip(gateway.line.arriving, told, strict=True):
+        assert reserved.predicted_rank == queued.predicted_rank
+        assert reserved.predicted_total == queued.predicted_total
+        assert queued.predicted_total == queued.prompt_tokens + queued.predicted_tokens
+
+
+async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gateway) -> None:
+    for text in ("Yes or no?", "Write an essay about tea, thorough and complete."):
+        await gateway.submit(text=text, request_id=text[:3], stop=["\x00"])
+    short, long = gateway.line.enqueued
+    assert (short.predicted_rank, long.predicted_rank) == (0.0, 0.0)
+    assert 1.0 > long.predicted_work_rank > short.predicted_work_rank > 0.0
+
+
+async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_order(
+    gateway: Gateway,
+) -> None:
+    gateway.requests.predictor.load(model())
+    trust = gateway.requests.predictor.trust
+    assert trust is not None
+    trust.is_trusted = False
+    gateway.requests.foresee(session_pb2.Outlook(tokens_per_s=10.0))
+    for name in "ab":
+        live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
+    told = gateway.line.enqueued[-1]
+    assert (told.predicted_total, told.predicted_rank, told.predicted_work_rank) == (0, 0.0, 0.0)
+    assert told.predicted_tokens == 128, "as long as outputs are by and large"
+    assert told.foreseen_wait_s == (told.prompt_tokens + 128) / 10.0, "another one came before it"
+    await gateway.dispatch("b")
+    assert gateway.workers.started[-1].predicted_tokens == 128
+    explanation = live.explanation(now())
+    assert (explanation.predicted_output_tokens, explanation.prediction_distrusted) == (128, True)
+
+
+async def test_whose_output_cannot_end_in_time_is_refused_at_the_door(ledger: MemoryLedger) -> None:
+    gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
+    gateway.requests.foresee(session_pb2.Outlook(least_tpot_s=0.02))
+    with pytest.raises(DeadlineUnmeetable, match="its output, 101 tokens at the least") as error:
+        await gateway.submit(max_tokens=101, timeout_s=1.9)
+    assert 0.5 <= (error.value.retry_after_s or 0.0) <= 2.5
+    assert gateway.line.arriving == []
+    live = await gateway.submit(request_id="in-time", max_tokens=101, timeout_s=2.1)
+    sampling = pb.Sampling(min_tokens=7)
+    for name, fields in (("known", {"sampling": sampling}), ("unknown", {})):
+        await gateway.submit(1.9, request_id=name, max_tokens=101, stop=["\x00"], **fields)
+    assert [it.least_tokens for it in gateway.line.enqueued] == [101, 7, 1]
+    gateway.requests.refused(
+        session_pb2.Refusal(request_id="in-time", slug="deadline_unmeetable", least_tokens=101)
+    )
+    with pytest.raises(DeadlineUnmeetable, match="101 tokens at the least"):
+        await gateway.read(live)
+    await gateway.requests.stop(0.0)
+
+
+async def test_how_long_tokens_took_is_told_the_leader_where_that_was_predicted(
+    gateway: Gateway,
+) -> None:
+    for name, count, predicted_s in (("a", 17, 0.001), ("b", 17, None), ("c", 15, 0.001)):
+        live = await gateway.submit(request_id=name, max_tokens=count)
+        epoch = await gateway.dispatch(name, predicted_tpot_s=predicted_s)
+        gateway.make(epoch, 0, "x")
+        await until(lambda live=live: live.choices[0].readable)
+        gateway.make(epoch, 1, "x" * (count - 1), session_pb2.STOP_CAUSE_LENGTH)
+        await gateway.read(live)
+    (ratio,) = gateway.line.tpot_ratios
+    assert 0 < ratio < 1000
+
+
+async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
+    waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
+    gateway.requests.foresee(session_pb2.Outlook(waits=waits, tokens_per_s=10.0))
+    for number in range(2):
+        await gateway.submit(request_id=str(number))
+    first, second = gateway.line.enqueued
+    assert first.foreseen_wait_s == 4.0
+    assert second.foreseen_wait_s == 4.0 + first.predicted_total / 10.0
+    assert gateway.line.arriving[1].foreseen_wait_s == second.foreseen_wait_s
+
+
+async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is_not(
+    gateway: Gateway,
+) -> None:
+    gateway.requests.predictor.load(model())
+    trust = gateway.requests.predictor.trust
+    assert trust is not None
+    await gateway.submit(request_id="cancelled", stop=["\x00"])
+    await gateway.requests.cancel("cancelled")
+    assert trust.coverage == []
+    live = await gateway.submit(stop=["\x00"], max_tokens=8)
+    gateway.make(await gateway.dispatch(), 0, "12345678", session_pb2.STOP_CAUSE_LENGTH)
+    await gateway.read(live)
+    assert len(trust.coverage) == 2
+
+
+async def test_of_an_output_that_its_deadline_cut_off_its_length_until_then_is_noted(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    predictor = gateway.requests.predictor
+    monkeypatch.setattr(predictor, "note_cut_off", lambda _, num_tokens: noted.append(num_tokens))
+    live = await gateway.submit(0.05, stop=["\x00"], max_tokens=99)
+    gateway.make(await gateway.dispatch(), 0, "12345")
+    await until(lambda: live.is_over)
+    assert noted == [5]

@@ -1,0 +1,96 @@
+"""A predictor is learnt from outputs that ended, and told how good it is on later ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from math import exp
+from random import Random
+
+import pytest
+
+from cluster.errors import ClusterFailed
+from cluster.prediction.examples import Example
+from cluster.prediction.training import trained
+from router.prediction.model import Model
+from tests.support.router import mixes
+from tests.support.router.prediction_support import examples, learnt, served
+
+#: Whatever is asked, outputs are of random lengths.
+NOISE = mixes.Application("noise", "acme", "", (mixes.Kind(("{text}",), 100, 1.0),))
+
+
+def test_it_comes_near_who_knows_all_and_prompts_lengths_do_not() -> None:
+    _, report = learnt()
+    assert report.learnt_from == 1600 and report.all.outputs == 400
+    assert report.all.tau_oracle is not None
+    assert report.all.tau >= 0.88 * report.all.tau_oracle
+    assert abs(report.all.tau_prompt_length) < 0.5 * report.all.tau
+    assert report.all.mean_absolute_error < 0.6 * report.all.mean_absolute_error_of_mean
+
+
+def test_so_many_outputs_stay_within_a_quantile() -> None:
+    _, report = learnt()
+    assert report.all.total_ratio == pytest.approx(1.0, abs=0.2)
+    assert report.all.coverage == pytest.approx((0.5, 0.9), abs=0.06)
+
+
+def test_where_nothing_can_be_known_nothing_is() -> None:
+    _, report = learnt(2, 800, (NOISE,))
+    assert abs(report.all.tau) < 0.15
+    assert report.all.tau_oracle == 0
+
+
+def test_what_one_choice_became_does_not_tell_of_the_others_as_it_does_not_in_service() -> None:
+    """Each prompt has a length that nobody can know before its first choice ends; all four are
+    predicted before."""
+    dice, made = Random(4), list[Example]()
+    for number in range(400):
+        (one,) = examples(number, 1, (NOISE,))
+        asked, median = one.asked._replace(choices=4, moment=float(number)), dice.gauss(4.0, 1.0)
+        lengths = (round(exp(dice.gauss(median, 0.1))) for _ in range(4))
+        made += (replace(one, asked=asked, output_tokens=max(1, it)) for it in lengths)
+    _, report = trained("m", made)
+    assert abs(report.all.tau) < 0.15
+
+
+def test_it_is_told_for_each_application() -> None:
+    _, report = learnt()
+    assert set(report.by_application) == {it.name for it in mixes.APPLICATIONS}
+    assert sum(it.outputs for it in report.by_application.values()) == report.all.outputs
+    assert report.by_application["sentiment"].mean_absolute_error < 5
+    assert json.loads(json.dumps(report.plain()))["tau"] == report.all.tau
+
+
+def test_without_names_applications_are_known_by_their_beginnings() -> None:
+    _, report = learnt(1, 2000, mixes.APPLICATIONS, False)
+    assert report.all.tau_oracle is not None
+    assert report.all.tau >= 0.85 * report.all.tau_oracle
+    assert not set(report.by_application) & {it.name for it in mixes.APPLICATIONS}
+    assert len(report.by_application) >= 3
+
+
+def test_the_same_examples_make_the_same_file() -> None:
+    made = examples(3, 300, mixes.APPLICATIONS)
+    assert trained("m", made)[0] == trained("m", made)[0]
+    assert Model.parse(trained("m", made)[0]).served == "m"
+
+
+def test_without_an_oracle_none_is_told() -> None:
+    made = examples(3, 300, mixes.APPLICATIONS)
+    _, report = trained(served().name, [replace(it, expected_tokens=None) for it in made])
+    assert report.all.tau_oracle is None
+
+
+def test_too_few_are_refused() -> None:
+    with pytest.raises(ClusterFailed, match="199 outputs to learn from are too few"):
+        trained("m", examples(3, 199, mixes.APPLICATIONS))
+
+
+def test_equal_prompts_have_random_lengths() -> None:
+    """Of the mixes: what the oracle cannot know either."""
+    drawn = [*islice(mixes.drawn(Random(1), [mixes.PROOFS]), 400)]
+    lengths = sorted(it.output_tokens for it in drawn)
+    assert lengths[360] > 3 * lengths[40]
+    assert len({it.mean_tokens for it in drawn}) == 1

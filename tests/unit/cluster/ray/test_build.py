@@ -1,0 +1,177 @@
+"""What `everlift build` writes is what it was told, and Serve can read it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import Config, load
+from cluster.ray.build import application, check_shown, serve_yaml
+from cluster.ray.deployments import RUN_TIME_SETTINGS
+from cluster.ray.ray_cluster import _rank_resources, _strategy
+from everlift import settings
+from everlift.settings import SettingsError
+from tests.support.chart import all_settings
+
+EVERLIFT = Path(sys.executable).with_name("everlift")
+SOME = [
+    "num_routers=2",
+    "num_workers=3",
+    "router_resource=everlift_router",
+    "chaos=true",
+    "log_level=debug",
+    "router.host=0.0.0.0",
+    "router.max_queued=7",
+    "worker.tensor_parallel=2",
+    "worker.device=cuda",
+    "worker.fake.step_time=0.25",
+    "worker.speculation.num_draft_tokens=2",
+    "ledger.durability_class=always",
+    "ledger.retention=60",
+    "autoscale.max_workers=8",
+    "autoscale.min_workers=0",
+    "model=fake",
+    "state_dir=/var/lib/everlift",
+]
+
+SHAPE = ["model=fake", "worker.max_num_seqs=9"]
+
+
+def built(config: Config) -> dict[str, Any]:
+    [application] = yaml.safe_load(serve_yaml(config))["applications"]
+    return dict(application)
+
+
+@given(st.sets(st.sampled_from(SOME)))
+def test_what_is_built_loads_as_it_was(assignments: set[str]) -> None:
+    if "autoscale.min_workers=0" in assignments:
+        assignments.add("autoscale.max_workers=8")
+    if "autoscale.max_workers=8" in assignments:
+        assignments.discard("num_workers=3")
+    config = load(None, {}, sorted(assignments))
+    assert settings.load(Config, all_settings(built(config))) == config
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["num_routers=5"],
+        ["num_workers=7"],
+        ["log_level=debug"],
+        ["router.order=shortest", "router.max_queued=9", "router.fair_share=false"],
+    ],
+)
+def test_settings_that_change_without_a_restart_are_no_args(other: list[str]) -> None:
+    before, after = built(load(None, {}, SHAPE)), built(load(None, {}, [*SHAPE, *other]))
+    assert before["args"] == after["args"]
+    assert before["deployments"] != after["deployments"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.parametrize(
+    "other",
+    ["autoscale.max_workers=9", "autoscale.min_workers=2", "autoscale.ttft_target=9"],
+)
+def test_bounds_and_targets_of_the_autoscaler_are_no_part_of_the_code(other: str) -> None:
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    scaled = [*SHAPE, "autoscale.max_workers=4"]
+    before, after = (
+        ServeApplicationSchema.model_validate(built(load(None, {}, assignments)))
+        for assignments in (scaled, [*scaled, other])
+    )
+    assert before != after
+    assert get_app_code_version(before) == get_app_code_version(after)
+
+
+@pytest.mark.parametrize("name", RUN_TIME_SETTINGS)
+def test_an_application_refuses_args_that_deployments_have(name: str) -> None:
+    section, _, key = name.rpartition(".")
+    args = {section: {key: 1}} if section else {key: {"ttft_target": 1}}
+    with pytest.raises(SettingsError, match=f"{name}: must be set in `deployments`"):
+        application({"model": "fake", **args})
+
+
+def test_only_what_was_set_is_shown() -> None:
+    assert built(load(None, {}, ["model=fake", "worker.max_num_seqs=9"]))["args"] == {
+        "model": "fake",
+        "worker": {"max_num_seqs": 9},
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_serve_takes_the_file() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    [application] = ServeDeploySchema.model_validate(
+        yaml.safe_load(serve_yaml(load(None, {}, ["model=fake"])))
+    ).applications
+    assert (application.import_path, application.name) == (
+        "cluster.ray.build:application",
+        "everlift",
+    )
+
+
+def test_a_password_is_not_written_down() -> None:
+    config = load(None, {}, ["ledger.url=redis://user:hidden@here:6379/0"])
+    with pytest.raises(SettingsError, match=r"ledger\.url: .*EVERLIFT_LEDGER__URL") as caught:
+        serve_yaml(config)
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(SettingsError):
+        check_shown(config)
+
+
+def test_the_command_writes_the_file(tmp_path: Path) -> None:
+    settings_file = tmp_path / "cluster.yaml"
+    settings_file.write_text("worker: {max_num_seqs: 9}\n")
+    built = subprocess.run(
+        [EVERLIFT, "build", "--config", settings_file, "--set", "chaos=yes"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ
+        | {"EVERLIFT_NUM_ROUTERS": "2", "EVERLIFT_LEDGER__URL": "redis://user:hidden@here:6379/0"},
+    )
+    [application] = yaml.safe_load(built.stdout)["applications"]
+    assert application["args"]["worker"] == {"max_num_seqs": 9}
+    assert application["args"]["chaos"] is True
+    assert application["deployments"][0]["num_replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "gpus"),
+    [
+        ("auto", [{"CPU": 4.0}], 0),
+        ("auto", [{"CPU": 4.0}, {"CPU": 4.0, "GPU": 8.0}], 1),
+        ("cuda", [{"CPU": 4.0}], 1),
+        ("cpu", [{"CPU": 4.0, "GPU": 8.0}], 0),
+    ],
+)
+def test_a_rank_takes_a_gpu_where_there_is_to_be_one(
+    device: str, nodes: list[dict[str, float]], gpus: int
+) -> None:
+    assert _rank_resources(device, nodes, 2).get("GPU", 0) == gpus
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy"),
+    [
+        ([{"CPU": 8.0, "GPU": 4.0}], "STRICT_PACK"),
+        ([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], "PACK"),
+        # Only the head is there: nodes with GPUs come when they are asked for.
+        ([{"CPU": 8.0}], "STRICT_PACK"),
+    ],
+)
+def test_ranks_share_a_node_where_one_can_be_large_enough(
+    nodes: list[dict[str, float]], strategy: str
+) -> None:
+    assert _strategy(nodes, {"CPU": 1.0, "GPU": 1.0}, 4) == strategy

@@ -1,0 +1,1679 @@
+"""helm/ rendered by Helm itself: what comes out is valid, and is what the values say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.config import TLS_VARIABLES, Config
+from cluster.ray import build, deployments
+from cluster.ray.deployments import ROUTER_POLICY
+from everlift import settings
+from everlift.tls import InternalTls, Tls
+from router.api.kserve.v2 import open_inference_pb2
+from router.api.openai import openapi
+from router.config import RouterConfig
+from router.ledger.config import EMBEDDED
+from router.observability.metrics.http_server import READY
+from tests.support.chart import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    Helm,
+    Object,
+    Refused,
+    Rendered,
+    container,
+    running_helm,
+)
+from worker.serving.ready_file import ReadyFile
+
+#: Kubernetes' versions that objects are checked against; all of them those of the default values.
+OLDEST, NEWEST = "1.32", "1.37"
+#: Of a group's pods, as KubeRay writes it.
+NO_BOUND = (1 << 31) - 1
+#: Other projects' objects, of which no schema is at hand.
+UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"}
+
+EXTERNAL = {
+    "embedded": {"enabled": False},
+    "external": {"existingSecret": "their-redis", "key": "uri"},
+}
+GCS_ELSEWHERE = {
+    "redisAddress": "redis.example:6379",
+    "existingSecret": "their-redis",
+    "usernameKey": "user",
+    "passwordKey": "secret",
+}
+VALUES: dict[str, Object] = {
+    "defaults": {},
+    "cpu": {"workers": {"device": "cpu", "tolerations": []}, "routers": {"replicas": 1}},
+    "tensor parallel": {
+        "workers": {
+            "tensorParallel": 4,
+            "sharedMemory": "16Gi",
+            "nodeSelector": {"gpu": "h200"},
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "podAnnotations": {"note": "ours"},
+        }
+    },
+    "other accelerators": {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
+    "autoscaling": {"workers": {"min": 2, "max": 8}},
+    "from no worker": {"workers": {"min": 0, "max": 3}},
+    "routers that follow requests": {
+        "routers": {"replicas": 2, "max": 6},
+        "config": {"autoscale": {"requests_per_router": 100}},
+    },
+    "fixed workers": {"workers": {"min": 3, "max": 3}},
+    "model on a claim": {
+        "model": {"name": "/models/llama", "volume": {"persistentVolumeClaim": "models"}}
+    },
+    "model in an image": {
+        "model": {"name": "/llm/llama", "volume": {"image": "example/llama:1", "mountPath": "/llm"}}
+    },
+    "model of a hub": {
+        "model": {"name": "org/name", "revision": "v2", "hub": {"existingSecret": "hub"}}
+    },
+    "cache on a claim": {
+        "model": {"name": "org/name", "cache": {"size": "200Gi", "storageClassName": "shared"}}
+    },
+    "cache on nodes": {"model": {"name": "org/name", "cache": {"hostPath": "/var/lib/models"}}},
+    "cache on another claim": {"model": {"name": "org/n", "cache": {"existingClaim": "hub"}}},
+    "pods of one's own": {
+        "commonLabels": {"kueue.x-k8s.io/queue-name": "llm"},
+        "serviceAccount": {"create": True, "annotations": {"iam/role": "models"}},
+        "envFrom": [{"secretRef": {"name": "proxy"}}],
+        "extraVolumes": [{"name": "certs", "configMap": {"name": "certs"}}],
+        "extraVolumeMounts": [{"name": "certs", "mountPath": "/etc/ssl/ours", "readOnly": True}],
+        "workers": {
+            "podLabels": {"team": "ml"},
+            "podSpec": {
+                "priorityClassName": "high",
+                "runtimeClassName": "nvidia",
+                "schedulerName": "volcano",
+                "initContainers": [
+                    {"name": "wait", "image": "busybox:1", "command": ["sh", "-c", "true"]}
+                ],
+            },
+        },
+        "head": {"podSpec": {"priorityClassName": "low"}},
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "{{ .Release.Name }}-more"},
+                "data": {"key": "value"},
+            }
+        ],
+    },
+    "several groups": {
+        "workers": {
+            "min": 1,
+            "max": 9,
+            "groups": [
+                {
+                    "name": "spot",
+                    "maxPods": 8,
+                    "nodeSelector": {"pool": "spot"},
+                    "tolerations": [{"key": "spot", "operator": "Exists"}],
+                },
+                {"name": "on-demand", "resources": {"limits": {"memory": "64Gi"}}},
+            ],
+        }
+    },
+    "several fixed groups": {
+        "workers": {
+            "min": 3,
+            "max": 3,
+            "groups": [{"name": "a", "pods": 2}, {"name": "b", "pods": 1, "maxPods": 4}],
+        }
+    },
+    "workers over nodes": {
+        "workers": {"min": 2, "max": 2, "tensorParallel": 16, "nodesPerWorker": 2}
+    },
+    "ledger elsewhere": {"ledger": EXTERNAL, "gcsFaultTolerance": {"enabled": False}},
+    "all elsewhere, over TLS": {
+        "ledger": EXTERNAL | {"tls": {"existingSecret": "tls", "clientCertificate": True}},
+        "gcsFaultTolerance": GCS_ELSEWHERE,
+    },
+    "TLS": {
+        "tls": {"clients": {"existingSecret": "door"}, "internal": {"existingSecret": "inside"}}
+    },
+    "mutual TLS": {
+        "tls": {"clients": {"existingSecret": "door", "mutual": True, "testSecret": "tester"}}
+    },
+    "keys in a Secret": {
+        "access": {
+            "mode": "file",
+            "existingSecret": "who",
+            "key": "who.yaml",
+            "test": {"existingSecret": "probe", "key": "it"},
+        }
+    },
+    "keys in the ledger": {
+        "access": {"mode": "ledger"},
+        "ledger": EXTERNAL | {"tls": {"existingSecret": "tls"}},
+        "gcsFaultTolerance": GCS_ELSEWHERE,
+        "config": {"ledger": {"shards": 4}},
+    },
+    "durable": {
+        "ledger": {
+            "durabilityClass": "always",
+            "embedded": {
+                "existingSecret": "passwords",
+                "maxMemoryMiB": 4096,
+                "resources": {"limits": {"memory": "8G"}},
+                "persistence": {"size": "50Gi", "storageClassName": "fast"},
+            },
+        }
+    },
+    "nothing kept": {"ledger": {"durabilityClass": "memory"}},
+    "exposed": {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw"}],
+            "hostnames": ["llm.example"],
+            "http": {"enabled": True, "hostnames": ["web.example"]},
+        },
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "host": "llm.example",
+            "tlsSecret": "cert",
+            "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
+            "http": {
+                "enabled": True,
+                "host": "web.example",
+                "annotations": {"nginx.ingress.kubernetes.io/proxy-buffering": "off"},
+            },
+        },
+        "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
+    },
+    "exposed on two listeners": {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw", "sectionName": "grpc"}],
+            "hostnames": ["llm.example"],
+            "http": {"enabled": True, "parentRefs": [{"name": "gw", "sectionName": "http"}]},
+        },
+    },
+    "watched": {
+        "monitoring": {
+            "port": 9999,
+            "serviceMonitor": {"enabled": True, "labels": {"team": "ml"}},
+            "prometheusRule": {"enabled": True, "labels": {"team": "ml"}},
+            "dashboard": {"enabled": True},
+        }
+    },
+    "traced": {
+        "config": {"router": {"trace_endpoint": "https://otel.example:4317", "trace_sample": 0.1}},
+        "env": [
+            {
+                "name": "OTEL_EXPORTER_OTLP_HEADERS",
+                "valueFrom": {"secretKeyRef": {"name": "otel", "key": "headers"}},
+            },
+            {"name": "OTEL_SERVICE_NAME", "value": "chat"},
+        ],
+    },
+    "closed": {
+        "networkPolicy": {
+            "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
+            "operator": [{"namespaceSelector": {"matchLabels": {"name": "kuberay"}}}],
+            "monitoring": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        }
+    },
+    "open": {
+        "networkPolicy": {"enabled": False},
+        "rayAuth": {"enabled": False},
+        "routers": {"podDisruptionBudget": {"enabled": False}},
+        "workers": {"min": 3, "max": 3, "podDisruptionBudget": {"enabled": False}},
+        "upgrade": {"strategy": "None"},
+    },
+    "own names and settings": {
+        "fullnameOverride": "chat",
+        "image": {"repository": "example/everlift", "tag": "v9", "pullSecrets": [{"name": "r"}]},
+        "rayAuth": {"existingSecret": "token"},
+        "config": {
+            "log_level": "debug",
+            "worker": {"max_num_seqs": 64, "num_threads": 3, "dtype": "float32"},
+            "router": {
+                "drain": 9.5,
+                "on_ledger_loss": "strict",
+                "cors_origins": ["https://chat.example"],
+                "max_body_bytes": 1 << 20,
+            },
+            "ledger": {"retention": 60},
+            "autoscale": {"ttft_target": 1},
+        },
+    },
+}
+
+
+def both_routes(grpc: list[str], http: list[str], **http_values: object) -> Object:
+    return {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw"}],
+            "hostnames": grpc,
+            "http": {"enabled": True, "hostnames": http, **http_values},
+        }
+    }
+
+
+#: Values whose GRPCRoute and HTTPRoute no Gateway accepts both.
+CLASHES = [
+    both_routes([], []),
+    both_routes(["llm.example"], []),
+    both_routes(["llm.example"], ["llm.example"]),
+    both_routes(["a.example", "llm.example"], ["b.example", "llm.example"]),
+    both_routes(["*.example"], ["llm.example"]),
+    both_routes(["a.llm.example"], ["*.example"]),
+    both_routes(["llm.example"], [], parentRefs=[{"name": "gw", "sectionName": "https"}]),
+]
+
+
+@pytest.fixture(scope="module")
+def helm() -> Iterator[Helm]:
+    with running_helm() as helm:
+        yield helm
+
+
+@pytest.fixture(scope="module")
+def rendered(helm: Helm) -> dict[str, Rendered]:
+    return {name: helm.render(values) for name, values in VALUES.items()}
+
+
+def test_alerts_and_dashboard_are_those_of_deploy(rendered: dict[str, Rendered]) -> None:
+    watched, deploy = rendered["watched"], CHART.parent / "deploy"
+    rule = watched.the("PrometheusRule")
+    alerts = (deploy / "prometheus" / "alerts.yaml").read_text()
+    # The routers of another release are none of this one.
+    ours = f'absent(everlift_router_ready{{job="{NAMESPACE}/{RELEASE}-everlift"}})'
+    assert "absent(everlift_router_ready)" in alerts
+    expected = alerts.replace("absent(everlift_router_ready)", ours)
+    assert rule["spec"] == yaml.safe_load(expected)
+    assert rule["metadata"]["labels"]["team"] == "ml"
+    dashboard = watched.the("ConfigMap", "-dashboard")
+    shown = json.loads(dashboard["data"]["everlift.json"])
+    assert shown == json.loads((deploy / "grafana" / "everlift.json").read_text())
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert not {"PrometheusRule", "ServiceMonitor"} & rendered["defaults"].kinds
+
+
+def test_helm_finds_nothing_wrong(helm: Helm) -> None:
+    assert helm.lint() == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_kubernetes_takes_every_object(rendered: dict[str, Rendered], name: str) -> None:
+    versions = (OLDEST, NEWEST) if name == "defaults" else (NEWEST,)
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "x"},
+            "spec": group["template"]["spec"],
+        }
+        for group in rendered[name].groups
+    ]
+    own = [each for each in rendered[name].objects if each["kind"] not in UNCHECKED]
+    for version in versions:
+        for each in own + pods:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def pod(rendered: Rendered, group: str) -> Object:
+    spec: Object = rendered.group(group)["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("cache on a claim", {"persistentVolumeClaim": {"claimName": "ev-everlift-models"}}),
+        ("cache on another claim", {"persistentVolumeClaim": {"claimName": "hub"}}),
+        ("cache on nodes", {"hostPath": {"path": "/var/lib/models", "type": "DirectoryOrCreate"}}),
+    ],
+)
+def test_models_of_a_hub_are_kept_in_a_cache(
+    rendered: dict[str, Rendered], name: str, source: Object
+) -> None:
+    for group in ("routers", "workers"):
+        spec = pod(rendered[name], group)
+        assert {"name": "hub"} | source in spec["volumes"]
+        [container] = spec["containers"]
+        [mount] = [it for it in container["volumeMounts"] if it["name"] == "hub"]
+        assert {"name": "HF_HOME", "value": mount["mountPath"]} in container["env"]
+        assert not mount.get("readOnly")
+    assert "hub" not in [it["name"] for it in pod(rendered[name], "head")["volumes"]]
+    claims = [it for it in rendered[name].objects if it["kind"] == "PersistentVolumeClaim"]
+    assert len(claims) == (name == "cache on a claim")
+    for claim in claims:
+        assert claim["spec"]["resources"]["requests"] == {"storage": "200Gi"}
+        assert claim["spec"]["storageClassName"] == "shared"
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_pods_have_what_the_values_add(rendered: dict[str, Rendered]) -> None:
+    own = rendered["pods of one's own"]
+    worker, router, head = (pod(own, group) for group in ("workers", "routers", "head"))
+    assert worker["priorityClassName"] == "high" and head["priorityClassName"] == "low"
+    assert "priorityClassName" not in router
+    assert (worker["runtimeClassName"], worker["schedulerName"]) == ("nvidia", "volcano")
+    assert [it["name"] for it in worker["initContainers"]] == ["wait"]
+    for spec in (worker, router, head):
+        [container] = spec["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "proxy"}}]
+        assert {"name": "certs", "configMap": {"name": "certs"}} in spec["volumes"]
+        assert "certs" in [it["name"] for it in container["volumeMounts"]]
+    # The head's is KubeRay's, which lets Ray's autoscaler make pods.
+    accounts = [spec.get("serviceAccountName") for spec in (worker, router, head)]
+    assert accounts == ["ev-everlift", "ev-everlift", None]
+    account = own.the("ServiceAccount")
+    assert account["metadata"]["name"] == "ev-everlift"
+    assert account["metadata"]["annotations"] == {"iam/role": "models"}
+    assert own.the("ConfigMap", "ev-more")["data"] == {"key": "value"}
+    queue = {"kueue.x-k8s.io/queue-name": "llm"}
+    for each in own.objects:
+        if each["metadata"]["name"] != "ev-more":
+            assert queue.items() <= each["metadata"]["labels"].items()
+    labels = own.group("workers")["template"]["metadata"]["labels"]
+    assert (queue | {"team": "ml"}).items() <= labels.items()
+    # Who is selected by the release's labels alone stays so.
+    assert not queue.keys() & own.the("Service", "ev-everlift")["spec"]["selector"].keys()
+
+
+def test_groups_of_workers_differ_where_they_say_so(rendered: dict[str, Rendered]) -> None:
+    several = rendered["several groups"]
+    spot, on_demand = several.group("spot"), several.group("on-demand")
+    assert (spot["maxReplicas"], on_demand["maxReplicas"]) == (8, 2147483647)
+    assert (spot["minReplicas"], spot["replicas"]) == (0, 0)
+    assert pod(several, "spot")["nodeSelector"] == {"pool": "spot"}
+    assert "nodeSelector" not in pod(several, "on-demand")
+    default = pod(rendered["defaults"], "workers")["tolerations"]
+    assert pod(several, "spot")["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert pod(several, "on-demand")["tolerations"] == default
+    limits = [
+        pod(several, it)["containers"][0]["resources"]["limits"] for it in ("spot", "on-demand")
+    ]
+    assert [it["memory"] for it in limits] == ["32Gi", "64Gi"]
+    assert all(it["nvidia.com/gpu"] == 1 for it in limits)
+    fixed = rendered["several fixed groups"]
+    assert [fixed.group(name)["replicas"] for name in "ab"] == [2, 1]
+
+
+def test_routers_follow_the_requests(rendered: dict[str, Rendered]) -> None:
+    scaled = rendered["routers that follow requests"]
+    router, worker = scaled.deployments["router"], scaled.deployments["worker"]
+    assert "num_replicas" not in router
+    bounds = router["autoscaling_config"]
+    assert (bounds["min_replicas"], bounds["max_replicas"]) == (2, 6)
+    assert router["user_config"]["autoscale"] == {"requests_per_router": 100}
+    assert worker["num_replicas"] == 1
+    # Ray's autoscaler makes pods of all groups, as many as Serve asks for.
+    assert scaled.ray["enableInTreeAutoscaling"]
+    assert scaled.group("routers")["maxReplicas"] == NO_BOUND
+    module, _, name = bounds["policy"]["policy_function"].partition(":")
+    assert ROUTER_POLICY == f"{module}:{name}"
+
+
+def test_a_worker_may_be_spread_over_pods(rendered: dict[str, Rendered]) -> None:
+    spread = rendered["workers over nodes"]
+    group = spread.group("workers")
+    assert (group["replicas"], group["rayStartParams"]["num-gpus"]) == (4, "8")
+    limits = pod(spread, "workers")["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 8
+    assert spread.settings["nodes_per_worker"] == 2
+    assert spread.settings["worker"]["tensor_parallel"] == 16
+
+
+def test_another_toleration_is_another_ray_cluster(helm: Helm) -> None:
+    """KubeRay changes no pod of a Ray cluster that runs: it makes another one when the cluster's
+    configuration differs, and tolerations are part of it."""
+    tolerations = [{"key": "spot", "operator": "Exists"}]
+    for group in ("head", "routers", "workers"):
+        changed = helm.render({group: {"tolerations": tolerations}})
+        assert _as_compared(changed) != _as_compared(helm.render())
+
+
+@pytest.fixture(scope="module")
+def rayservice_schema() -> Object:
+    """KubeRay's own. Its files are no part of this repository."""
+    directory = os.environ.get("CRD_DIR")
+    if not directory:
+        pytest.skip("CRD_DIR names no directory with KubeRay's CRDs (rayservices.yaml)")
+    crd = yaml.load((Path(directory) / "rayservices.yaml").read_text(), yaml.CSafeLoader)
+    [schema] = (each["schema"] for each in crd["spec"]["versions"] if each["name"] == "v1")
+    return _closed(schema["openAPIV3Schema"])
+
+
+def _closed(schema: Any) -> Any:
+    """Refuses unknown fields, as ``kubectl apply`` does; without formats that JSON has not."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items() if name != "format"}
+    if "properties" in closed and closed.get("type") == "object":
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_kuberay_takes_the_rayservice(
+    rendered: dict[str, Rendered], rayservice_schema: Object, name: str
+) -> None:
+    jsonschema.Draft202012Validator(rayservice_schema).validate(
+        # Of metadata a CRD says nothing.
+        rendered[name].the("RayService") | {"metadata": {}}
+    )
+
+
+def test_kuberays_schema_finds_what_is_wrong(
+    rendered: dict[str, Rendered], rayservice_schema: Object
+) -> None:
+    service = deepcopy(rendered["defaults"].the("RayService")) | {"metadata": {}}
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["tempalte"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="tempalte"):
+        jsonschema.Draft202012Validator(rayservice_schema).validate(service)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replicas": 3}, "'replicas' not allowed"),
+        ({"workers": {"gpus": 3}}, "'gpus' not allowed"),
+        ({"ledger": {"embedded": {"persistence": {"class": "fast"}}}}, "'class' not allowed"),
+        ({"workers": {"tensorParallel": 0}}, "/workers/tensorParallel"),
+        ({"workers": {"device": "tpu"}}, "'cuda', 'cpu'"),
+        ({"service": {"port": "x"}}, "/service/port"),
+        ({"config": {"max_num_seqs": 3}}, "'max_num_seqs' not allowed"),
+        ({"config": {"worker": {"max_seqs": 3}}}, "'max_seqs' not allowed"),
+        ({"config": {"worker": {"grammar": {"x": 3}}}}, "'x' not allowed"),
+        ({"config": {"worker": {"max_num_seqs": "many"}}}, "got string, want integer"),
+        ({"config": {"worker": {"dtype": "fp8"}}}, "'bfloat16'"),
+        ({"workers": {"min": 4}}, r"workers.max \(1\) must be at least workers.min \(4\)"),
+        ({"ledger": {"durabilityClass": "replicated"}}, "needs ledger.external"),
+        ({"access": {"mode": "file"}}, "access.existingSecret: must be set"),
+        ({"access": {"mode": "ledger", "existingSecret": "who"}}, "is for access.mode file"),
+        ({"access": {"mode": "open"}}, "'off', 'file', 'ledger'"),
+        ({"ledger": {"embedded": {"enabled": False}}}, "ledger.external.existingSecret: must"),
+        ({"ledger": {"external": {"existingSecret": "x"}}}, "ledger.embedded.enabled to false"),
+        ({"ledger": {"tls": {"existingSecret": "x"}}}, "has no TLS"),
+        ({"ledger": EXTERNAL | {"tls": {"clientCertificate": True}}}, "ledger.tls.existingSecret"),
+        ({"ledger": EXTERNAL}, "gcsFaultTolerance.redisAddress: must be set"),
+        ({"gcsFaultTolerance": {"redisAddress": "x:1"}}, "are for ledger.external"),
+        (
+            {"ledger": EXTERNAL, "gcsFaultTolerance": GCS_ELSEWHERE | {"existingSecret": ""}},
+            "gcsFaultTolerance.existingSecret: must be set with gcsFaultTolerance.usernameKey",
+        ),
+        ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
+        ({"model": {"volume": {"persistentVolumeClaim": "a"}}}, "model.name: must be set"),
+        (
+            {"ledger": {"embedded": {"maxMemoryMiB": 4096}}},
+            r"limits.memory \(2Gi\) must be above ledger.embedded.maxMemoryMiB \(4096\)",
+        ),
+        ({"model": {"revision": "v1"}}, r"is for a hub id \(org/name\)"),
+        ({"model": {"name": "/models/x", "revision": "v1"}}, r"is for a hub id \(org/name\)"),
+        (
+            {"env": [{"name": "EVERLIFT_WORKER__MAX_NUM_SEQS", "value": "8"}]},
+            "env: EVERLIFT_WORKER__MAX_NUM_SEQS: Serve reads no settings",
+        ),
+        ({"service": {"port": 8000}}, r"service.httpPort \(8000\) must be another port"),
+        ({"monitoring": {"port": 443}}, "/monitoring/port"),
+        ({"monitoring": {"port": 8000}}, "monitoring.port: 8000 is taken in a router's pod"),
+        ({"monitoring": {"port": 8080}}, "monitoring.port: 8080 is taken in a router's pod"),
+        ({"tls": {"clients": {"mutual": True}}}, "tls.clients.existingSecret: must be set"),
+        ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
+        ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
+        ({"gateway": {"http": {"enabled": True}}}, "gateway.http.parentRefs: must be set"),
+        *((gateway, "gateway.http.hostnames: a Gateway accepts only one") for gateway in CLASHES),
+        ({"gateway": {"http": {"timeout": "soon"}}}, "does not match pattern"),
+        ({"gateway": {"http": {"hostnames": [{}]}}}, "got object, want string"),
+        ({"workers": {"nodesPerWorker": 2}}, r"\(2\) must divide workers.tensorParallel \(1\)"),
+        ({"workers": {"groups": [{"name": "routers"}]}}, "routers is the name of another group"),
+        ({"workers": {"groups": [{"name": "a"}, {"name": "a"}]}}, "a is the name of another"),
+        ({"workers": {"groups": [{"name": "a"}]}}, "pods are 0 together, and the workers need 1"),
+        (
+            {"workers": {"max": 4, "groups": [{"name": "a", "pods": 1}]}},
+            "a: pods is for a fixed number of workers; maxPods is a cap",
+        ),
+        ({"workers": {"groups": [{"size": 2}]}}, "'size' not allowed"),
+        ({"routers": {"podSpec": {"containers": []}}}, "routers.podSpec.containers: is set by"),
+        ({"model": {"cache": {"size": "1Gi", "hostPath": "/m"}}}, "set one of size, existingClaim"),
+        ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
+        ({"ingress": {"http": {"enabled": True}}}, "ingress.http.host: must be set"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(helm: Helm, values: Object, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        helm.render(values)
+
+
+SET_BY_CHART: dict[str, str] = yaml.safe_load((CHART / "files/chart_settings.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", SET_BY_CHART)
+def test_a_setting_of_the_charts_own_is_refused_with_the_value_to_set(
+    helm: Helm, path: str
+) -> None:
+    *sections, name = path.split(".")
+    config: Any = {name: "x"}
+    for section in reversed(sections):
+        config = {section: config}
+    with pytest.raises(Refused, match=rf"config\.{path}: is set by {SET_BY_CHART[path]}"):
+        helm.render({"config": config})
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_enough"),
+    [
+        ("1Gi", False),
+        ("1025Mi", True),
+        ("1.5Gi", True),
+        ("1.1G", True),
+        ("1073M", False),
+        ("1048576Ki", False),
+        (1 << 30, False),
+        (1 << 31, True),
+        # Whoever writes so knows what that is.
+        ("1500000000000m", True),
+        ("1e3", True),
+        (None, True),
+    ],
+)
+def test_the_ledgers_pod_has_room_for_what_its_server_may_keep(
+    helm: Helm, memory: object, is_enough: bool
+) -> None:
+    values = {"ledger": {"embedded": {"resources": {"limits": {"memory": memory}}}}}
+    if is_enough:
+        helm.render(values)
+    else:
+        with pytest.raises(Refused, match=r"must be above ledger.embedded.maxMemoryMiB \(1024\)"):
+            helm.render(values)
+
+
+def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    keys = settings.Keys(Config)
+    for path, source in SET_BY_CHART.items():
+        assert path in keys
+        if re.fullmatch(r"\w+\.[\w.]+", source):
+            assert isinstance(at(values, source), str | int | bool)
+
+
+def test_config_takes_every_setting() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]
+    taken = set(_leaves(schema["properties"], lambda each: each.get("properties")))
+    every = set(_leaves(settings.to_dict(Config()), lambda each: each))
+    assert taken == every > SET_BY_CHART.keys()
+    assert {"router.cors_origins", "router.max_message_bytes", "router.trace_endpoint"} <= taken
+
+
+def _leaves(tree: Object, inside: Callable[[Any], Any], section: str = "") -> Iterator[str]:
+    """Paths of what has nothing ``inside``."""
+    for name, value in tree.items():
+        if isinstance(below := inside(value), dict) and below:
+            yield from _leaves(below, inside, f"{section}{name}.")
+        else:
+            yield f"{section}{name}"
+
+
+def at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values[name]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [
+        ("service.port", "router.port"),
+        ("service.httpPort", "router.http_port"),
+        ("workers.tensorParallel", "worker.tensor_parallel"),
+        ("workers.min", "autoscale.min_workers"),
+        ("ledger.durabilityClass", "ledger.durability_class"),
+        ("ledger.embedded.maxMemoryMiB", "ledger.maxmemory_mib"),
+    ],
+)
+def test_the_charts_defaults_are_everlifts(value: str, setting: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert at(values, value) == at(settings.to_dict(Config()), setting)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], name: str) -> None:
+    application = rendered[name].application
+    assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
+    assert (application["name"], application["route_prefix"]) == (deployments.APPLICATION, None)
+    release = rendered[name]
+    # Serve takes no settings as args that deployments have.
+    assert build._divided(application["args"])[1] == []
+    config = settings.load(Config, release.settings)
+    build.check_shown(config)
+    assert config.num_routers == release.group("routers")["replicas"]
+    first = config.autoscale.min_workers if config.autoscale.is_on else config.num_workers
+    pods = sum(group["replicas"] for group in release.worker_groups)
+    # Where there are several groups, Ray's autoscaler chooses from the beginning on.
+    assert pods in (first * config.nodes_per_worker, 0)
+    if len(release.worker_groups) == 1:
+        [group] = release.worker_groups
+        # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
+        assert group["maxReplicas"] in (config.most_workers * config.nodes_per_worker, NO_BOUND)
+    assert config.ledger.url == EMBEDDED
+
+
+def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rendered]) -> None:
+    config = settings.load(Config, rendered["own names and settings"].settings)
+    assert (config.log_level, config.worker.max_num_seqs) == ("debug", 64)
+    assert (config.router.drain, config.router.on_ledger_loss) == (9.5, "strict")
+    assert config.router.cors_origins == ("https://chat.example",)
+    assert config.router.max_body_bytes == 1 << 20
+    assert (config.ledger.retention, config.autoscale.ttft_target) == (60, 1)
+    # Beside them stand those of the chart, in the same sections.
+    assert (config.router.host, config.worker.device) == ("0.0.0.0", "cuda")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 5}},
+        {"workers": {"min": 3, "max": 7}},
+        {"config": {"log_level": "debug"}},
+        {"config": {"router": {"order": "shortest", "max_queued": 9}}},
+        {"config": {"autoscale": {"ttft_target": 9}}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_numbers_log_level_and_policies_restart_no_actor(helm: Helm, other: Object) -> None:
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    before, after = (
+        ServeApplicationSchema.model_validate(helm.render(values).application)
+        for values in ({"workers": {"max": 4}}, {"workers": {"max": 4}} | other)
+    )
+    assert before != after
+    assert get_app_code_version(before) == get_app_code_version(after)
+
+
+def test_large_numbers_stay_integers(helm: Helm) -> None:
+    """Helm's numbers are floating point, and print as 2.097152e+06."""
+    release = helm.render(
+        {
+            "ledger": {
+                "embedded": {"maxMemoryMiB": 2 << 20, "resources": {"limits": {"memory": "4Ti"}}}
+            },
+            "config": {"router": {"max_queued": 10_000_000}},
+        }
+    )
+    assert "maxmemory 2097152mb\n" in release.the("ConfigMap")["data"]["valkey.conf"]
+    assert settings.load(Config, release.settings).router.max_queued == 10_000_000
+    release = helm.render(
+        {
+            "upgrade": {"deletionDelaySeconds": 1_000_000},
+            "autoscaler": {"idleTimeoutSeconds": 2_000_000},
+            "routers": {"replicas": 3_000_000},
+            "workers": {"min": 1_000_000, "max": 4_000_000, "tensorParallel": 1 << 20},
+        }
+    )
+    assert release.the("RayService")["spec"]["rayClusterDeletionDelaySeconds"] == 1_000_000
+    assert release.ray["autoscalerOptions"]["idleTimeoutSeconds"] == 2_000_000
+    routers, workers = release.group("routers"), release.group("workers")
+    replicas = ("replicas", "minReplicas", "maxReplicas")
+    assert (routers["replicas"], workers["replicas"]) == (3_000_000, 1_000_000)
+    assert release.settings["autoscale"]["max_workers"] == 4_000_000
+    fixed = helm.render({"workers": {"min": 1_000_000, "max": 1_000_000}}).group("workers")
+    assert [fixed[name] for name in replicas] == [1_000_000] * 3
+    assert fixed["template"]["metadata"]["annotations"]["everlift/replicas"] == "1000000"
+    assert workers["rayStartParams"]["num-gpus"] == "1048576"
+    budget = release.the("PodDisruptionBudget", "-routers")["spec"]
+    assert budget["minAvailable"] == 2_999_999
+
+
+#: YAML takes all of these for something else where they stand without quotes.
+NO_STRINGS = ["42", "on", "1e3", "null"]
+#: Where Kubernetes and those whose objects these are want a string.
+TEXTS = {
+    "name",
+    "key",
+    "secretName",
+    "claimName",
+    "mountPath",
+    "storageClassName",
+    "ingressClassName",
+    "interval",
+    "storage",
+    "sizeLimit",
+}
+
+
+@pytest.mark.parametrize("text", NO_STRINGS)
+def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) -> None:
+    """The release, its names, and all that values call by a name."""
+    secret = {"existingSecret": text, "key": text}
+    release = {"nameOverride": text, "image": {"tag": text}}
+    inside = {
+        "model": {
+            "name": text,
+            "volume": {"persistentVolumeClaim": text, "mountPath": text},
+            "hub": secret,
+        },
+        "access": {"mode": "file", **secret, "test": secret},
+        "tls": {
+            "clients": {"existingSecret": text, "mutual": True, "testSecret": text},
+            "internal": {"existingSecret": text, "name": text},
+        },
+        "workers": {"sharedMemory": text},
+        "ledger": {
+            "embedded": {
+                "existingSecret": text,
+                "persistence": {"size": text, "storageClassName": text},
+            }
+        },
+        "monitoring": {"serviceMonitor": {"enabled": True, "interval": text}},
+        "rayAuth": {"existingSecret": text},
+        "ingress": {"enabled": True, "className": text, "host": text, "tlsSecret": text},
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": text}],
+            "hostnames": ["a.example"],
+            "http": {"enabled": True, "hostnames": ["b.example"]},
+        },
+    }
+    elsewhere = {
+        "fullnameOverride": text,
+        "ledger": {
+            "embedded": {"enabled": False},
+            "external": secret,
+            "tls": {"existingSecret": text},
+        },
+        "gcsFaultTolerance": {
+            "redisAddress": text,
+            "existingSecret": text,
+            "passwordKey": text,
+            "usernameKey": text,
+        },
+    }
+    for values in (release, inside, elsewhere):
+        for each in helm.render(values, release=text).objects:
+            assert not [*_no_strings(each, "")], each["kind"]
+
+
+def test_a_digest_in_digits_stays_a_string(helm: Helm) -> None:
+    values = {"ledger": {"embedded": {"maxMemoryMiB": 856}}}
+    # Sixteen hexadecimal digits, none of which is a letter.
+    assert _digest(helm.render(values, release="chat")) == "1990706499710654"
+
+
+def _digest(release: Rendered) -> Any:
+    template = release.the("StatefulSet")["spec"]["template"]
+    return template["metadata"]["annotations"]["everlift/configuration"]
+
+
+def _no_strings(value: Any, path: str) -> Iterator[str]:
+    """Paths of labels, annotations and names in ``value`` that are none."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _no_strings(each, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        of_texts = path.endswith(("abels", "nnotations", "rayStartParams"))
+        for name, each in value.items():
+            if (of_texts or name in TEXTS) and not isinstance(each, str | dict | list):
+                yield f"{path}.{name}"
+            yield from _no_strings(each, f"{path}.{name}")
+
+
+def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
+    release = rendered["tensor parallel"]
+    group = release.group("workers")
+    spec, resources = group["template"]["spec"], container(group)["resources"]
+    assert resources["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 4}
+    assert resources["requests"] == {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": 4}
+    assert group["rayStartParams"]["num-cpus"] == "4"
+    worker = release.settings["worker"]
+    assert (worker["device"], worker["tensor_parallel"]) == ("cuda", 4)
+    assert spec["nodeSelector"] == {"gpu": "h200"}
+    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert group["template"]["metadata"]["annotations"]["note"] == "ours"
+    [memory] = (each for each in spec["volumes"] if each["name"] == "shared-memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    other = rendered["other accelerators"].group("workers")
+    assert container(other)["resources"]["limits"] == {
+        "memory": "32Gi",
+        "nvidia.com/mig-3g.40gb": 1,
+    }
+    assert other["rayStartParams"]["num-gpus"] == "1"
+
+
+def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
+    release = rendered["cpu"]
+    worker = container(release.group("workers"))
+    assert worker["resources"]["limits"] == {"memory": "32Gi"}
+    assert "num-gpus" not in release.group("workers")["rayStartParams"]
+    assert release.settings["worker"]["device"] == "cpu"
+    assert worker["image"] == "everlift:0.1.0-cpu"
+    assert container(rendered["defaults"].group("workers"))["image"] == "everlift:0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "autoscale"),
+    [
+        ("defaults", (1, 1, 1), None),
+        ("fixed workers", (3, 3, 3), None),
+        ("autoscaling", (2, 0, NO_BOUND), {"min_workers": 2, "max_workers": 8}),
+        ("from no worker", (0, 0, NO_BOUND), {"min_workers": 0, "max_workers": 3}),
+    ],
+)
+def test_pods_follow_the_number_of_workers(
+    rendered: dict[str, Rendered], name: str, group: tuple[int, int, int], autoscale: object
+) -> None:
+    release = rendered[name]
+    workers = release.group("workers")
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == group
+    assert release.settings.get("autoscale") == autoscale
+    assert release.ray.get("enableInTreeAutoscaling", False) is (autoscale is not None)
+    # Ray's autoscaler speaks to Kubernetes from the head's pod; nobody else does.
+    tokens = [each["template"]["spec"]["automountServiceAccountToken"] for each in release.groups]
+    assert tokens == [autoscale is not None, False, False]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 4}},
+        {"workers": {"min": 2, "max": 2}},
+        {"workers": {"min": 2, "max": 5}},
+        {"workers": {"min": 1, "max": 1}},
+    ],
+)
+def test_another_number_of_pods_reaches_kuberay(helm: Helm, other: Object) -> None:
+    """It compares Ray clusters without the sizes of their groups, and changes none in one that runs
+    (RayServiceReconciler): pods that it makes itself must differ for it to make another cluster."""
+    before = helm.render({"workers": {"min": 3, "max": 3}})
+    after = helm.render({"workers": {"min": 3, "max": 3}} | other)
+    assert _as_compared(before) != _as_compared(after)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 4}},
+        {"workers": {"min": 1, "max": 9}},
+        {"workers": {"min": 0, "max": 8}},
+    ],
+)
+def test_where_the_number_follows_the_queue_its_bounds_hold_in_the_cluster_that_runs(
+    helm: Helm, other: Object
+) -> None:
+    before = helm.render({"workers": {"min": 1, "max": 8}})
+    after = helm.render({"workers": {"min": 1, "max": 8}} | other)
+    assert before.settings != after.settings
+    assert _as_compared(before) == _as_compared(after)
+    # So no bound stands in the Ray cluster, which would be the old one.
+    for group in before.groups[1:]:
+        assert (group["minReplicas"], group["maxReplicas"]) == (0, NO_BOUND)
+
+
+def _as_compared(release: Rendered) -> Object:
+    """By KubeRay."""
+    spec = deepcopy(release.ray)
+    for group in spec["workerGroupSpecs"]:
+        for name in ("replicas", "minReplicas", "maxReplicas"):
+            group.pop(name, None)
+    return spec
+
+
+def test_a_pod_of_which_the_autoscaler_ends_ray_stays_ended(rendered: dict[str, Rendered]) -> None:
+    """Else its container starts Ray again, and the pod is never given back."""
+
+    def policies(name: str) -> list[str]:
+        groups = rendered[name].groups
+        return [each["template"]["spec"].get("restartPolicy", "Always") for each in groups]
+
+    assert policies("autoscaling") == ["Always", "Never", "Never"]
+    assert policies("fixed workers") == ["Always", "Always", "Always"]
+
+
+def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _get_ray_resources_from_group_spec as resources,
+    )
+
+    release = rendered["own names and settings"]
+    head, routers, workers = release.groups
+    assert resources(head, True)["CPU"] == 0
+    assert {**resources(routers, False), "memory": 0} == {
+        "CPU": 0,
+        "memory": 0,
+        release.settings["router_resource"]: 1,
+    }
+    assert (resources(workers, False)["CPU"], resources(workers, False)["GPU"]) == (3, 1)
+
+
+def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None:
+    head, router, worker = map(container, rendered["exposed"].groups)
+    assert router["readinessProbe"]["httpGet"] == {"path": READY, "port": "router-metrics"}
+    ray = {"path": "/api/local_raylet_healthz", "port": 52365}
+    assert head["readinessProbe"]["httpGet"] == {"path": "/api/gcs_healthz", "port": "dashboard"}
+    for each in (head, router, worker):
+        assert each["livenessProbe"]["httpGet"] == ray
+
+
+def covers(hostname: str, other: str) -> bool:
+    """Whether a route's hostname, which may begin with a wildcard, matches another one."""
+    return hostname == other or (hostname.startswith("*.") and other.endswith(hostname[1:]))
+
+
+def share_a_listener(one: Object, other: Object) -> bool:
+    return (one["name"], one.get("namespace")) == (other["name"], other.get("namespace")) and all(
+        key not in one or key not in other or one[key] == other[key]
+        for key in ("sectionName", "port")
+    )
+
+
+def share_a_hostname(one: list[str], other: list[str]) -> bool:
+    pairs = [(a, b) for a in one for b in other]
+    return not one or not other or any(covers(a, b) or covers(b, a) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_gateway_accepts_both_routes(rendered: dict[str, Rendered], name: str) -> None:
+    """By the Gateway API, of a GRPCRoute and an HTTPRoute with intersecting hostnames on one
+    listener, one must be refused (GRPCRoute.spec.hostnames)."""
+    release = rendered[name]
+    if not {"GRPCRoute", "HTTPRoute"} <= release.kinds:
+        return
+    grpc, http = release.the("GRPCRoute")["spec"], release.the("HTTPRoute")["spec"]
+    pairs = [(a, b) for a in grpc["parentRefs"] for b in http["parentRefs"]]
+    if any(share_a_listener(a, b) for a, b in pairs):
+        assert not share_a_hostname(grpc.get("hostnames", []), http.get("hostnames", []))
+
+
+def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    service = release.the("Service", "ev-everlift")["spec"]
+    assert [selects(service["selector"], pod) for pod in release.pods] == [
+        pod["metadata"]["labels"]["app.kubernetes.io/component"] == "router" for pod in release.pods
+    ]
+    port, http = service["ports"]
+    assert (service["type"], port["port"], port["targetPort"]) == ("LoadBalancer", 443, "serve")
+    assert (http["port"], http["targetPort"]) == (8000, "http")
+    assert named_port(release.group("routers"), "http") == 8000
+    assert release.settings["router"]["http_port"] == 8000
+    # Who is not root may not listen on 443.
+    assert named_port(release.group("routers"), "serve") == 50051
+    assert release.settings["router"]["port"] == 50051
+    # KubeRay would take the head's port of that name before ours.
+    assert named_port(release.group("head"), "serve") is None
+    [serve] = release.the("RayService")["spec"]["serveService"]["spec"]["ports"]
+    assert serve == {"name": "serve", "port": 50051}
+
+
+def selects(selector: Object, pod: Object) -> bool:
+    return selector.items() <= pod["metadata"]["labels"].items()
+
+
+def named_port(group: Object, name: str) -> int | None:
+    ports = {each["name"]: each["containerPort"] for each in container(group).get("ports", [])}
+    return ports.get(name)
+
+
+#: Of a router's, those that are for clients outside.
+KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
+PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/openapi.json"}
+
+
+def test_only_inference_leaves_the_cluster(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    [rule] = release.the("GRPCRoute")["spec"]["rules"]
+    assert {match["method"]["service"] for match in rule["matches"]} == SERVICES
+    assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 443}]
+    ingress = release.the("Ingress", "ev-everlift")
+    assert leads_to(ingress) == {f"/{name}": "grpc" for name in SERVICES}
+    assert ingress["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC"
+    }
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "cert"}]
+
+
+def test_openais_api_leaves_the_cluster_without_metrics(rendered: dict[str, Rendered]) -> None:
+    route = rendered["exposed"].the("HTTPRoute")["spec"]
+    assert (route["parentRefs"], route["hostnames"]) == ([{"name": "gw"}], ["web.example"])
+    [rule] = route["rules"]
+    assert {match["path"]["value"] for match in rule["matches"]} == PATHS
+    assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 8000}]
+    # A stream lasts as long as it lasts.
+    assert rule["timeouts"] == {"request": "0s"}
+    ingress = rendered["exposed"].the("Ingress", "-http")
+    assert leads_to(ingress) == dict.fromkeys(PATHS, "http")
+    assert ingress["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/proxy-buffering": "off"
+    }
+    assert ingress["spec"]["rules"][0]["host"] == "web.example"
+
+
+def test_what_may_be_asked_from_outside_is_there() -> None:
+    served = {re.sub("^/v1/.*", "/v1", path) for path in [*openapi.document()["paths"]]}
+    assert PATHS - {"/openapi.json"} == served - {"/metrics", "/ready"}
+
+
+def test_nothing_leaves_the_cluster_unless_told_to(rendered: dict[str, Rendered]) -> None:
+    assert not {"Ingress", "GRPCRoute", "HTTPRoute"} & rendered["defaults"].kinds
+    assert rendered["defaults"].the("Service", "everlift")["spec"]["type"] == "ClusterIP"
+
+
+def leads_to(ingress: Object) -> dict[str, str]:
+    """Its paths, and the Service's port behind each."""
+    [rule] = ingress["spec"]["rules"]
+    paths = rule["http"]["paths"]
+    return {path["path"]: path["backend"]["service"]["port"]["name"] for path in paths}
+
+
+def test_models_lie_where_routers_and_workers_read_them(rendered: dict[str, Rendered]) -> None:
+    claim, image = rendered["model on a claim"], rendered["model in an image"]
+    sources = [
+        [volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "models"]
+        for group in claim.groups
+    ]
+    pvc = {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    assert sources == [[], [pvc], [pvc]]
+    assert claim.settings["model"] == "/models/llama"
+    for group in image.groups[1:]:
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        assert mounts["models"] == {"name": "models", "mountPath": "/llm", "readOnly": True}
+        [volume] = (v for v in group["template"]["spec"]["volumes"] if v["name"] == "models")
+        assert volume["image"]["reference"] == "example/llama:1"
+    hub = rendered["model of a hub"]
+    assert (hub.settings["model"], hub.settings["model_revision"]) == ("org/name", "v2")
+    assert environment(hub.group("workers"))["HF_TOKEN"] == secret("hub", "token")
+
+
+def environment(group: Object) -> Object:
+    return {
+        each["name"]: each.get("value", each.get("valueFrom")) for each in container(group)["env"]
+    }
+
+
+def secret(name: str, key: str) -> Object:
+    return {"secretKeyRef": {"name": name, "key": key}}
+
+
+def test_the_ledgers_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> None:
+    for group in rendered["durable"].groups:
+        assert environment(group)["LEDGER_PASSWORD"] == secret("passwords", "everlift")
+        url = environment(group)["EVERLIFT_LEDGER__URL"]
+        assert url == f"redis://everlift:$(LEDGER_PASSWORD)@ev-everlift-ledger.{NAMESPACE}.svc:6379"
+        # Kubernetes fills in what it has read before.
+        assert [*environment(group)].index("LEDGER_PASSWORD") == 0
+    for group in rendered["ledger elsewhere"].groups:
+        assert environment(group)["EVERLIFT_LEDGER__URL"] == secret("their-redis", "uri")
+    assert "StatefulSet" not in rendered["ledger elsewhere"].kinds
+
+
+def test_traces_go_where_they_are_wanted(rendered: dict[str, Rendered]) -> None:
+    release = rendered["traced"]
+    router = settings.load(Config, release.settings).router
+    assert (router.trace_endpoint, router.trace_sample) == ("https://otel.example:4317", 0.1)
+    for group in release.groups:
+        assert environment(group)["OTEL_EXPORTER_OTLP_HEADERS"] == secret("otel", "headers")
+        assert environment(group)["OTEL_SERVICE_NAME"] == "chat"
+        assert "EVERLIFT_LEDGER__URL" in environment(group)
+
+
+def test_no_secret_is_in_what_is_applied(rendered: dict[str, Rendered]) -> None:
+    for release in rendered.values():
+        assert "Secret" not in release.kinds
+        for pod in release.pods:
+            for each in pod["spec"]["containers"]:
+                for variable in each.get("env", []):
+                    if re.search("PASSWORD|TOKEN", variable["name"]):
+                        assert "secretKeyRef" in variable["valueFrom"]
+        assert not re.search(r"://\w*:(?!\$\()[^/\s@]+@", release.text)
+        assert "url" not in release.settings["ledger"]
+
+
+def test_tls_of_the_ledger_is_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+    release = rendered["all elsewhere, over TLS"]
+    ledger = settings.load(Config, release.settings).ledger
+    directory = "/etc/everlift/ledger-tls"
+    assert ledger.tls_ca == f"{directory}/ca.crt"
+    assert (ledger.tls_cert, ledger.tls_key) == (f"{directory}/tls.crt", f"{directory}/tls.key")
+    for group in release.groups:
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        assert mounts["ledger-tls"]["mountPath"] == directory
+
+
+def test_certificates_are_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+    config = settings.load(Config, rendered["TLS"].settings)
+    tls, internal = config.router.tls, config.internal_tls
+    assert tls == Tls(cert=f"{DOOR}/tls.crt", key=f"{DOOR}/tls.key")
+    assert internal == InternalTls(f"{INSIDE}/ca.crt", f"{INSIDE}/tls.crt", f"{INSIDE}/tls.key")
+    assert [secrets_at(group) for group in rendered["TLS"].groups] == [
+        {},
+        {DOOR: "door", INSIDE: "inside"},
+        {INSIDE: "inside"},
+    ]
+    mutual = settings.load(Config, rendered["mutual TLS"].settings)
+    assert mutual.router.tls == replace(tls, ca=f"{DOOR}/ca.crt")
+    assert not mutual.internal_tls.is_on
+
+
+DOOR, INSIDE = "/etc/everlift/clients-tls", "/etc/everlift/internal-tls"
+
+
+def secrets_at(group: Object) -> dict[str, str]:
+    """Secrets by the directories that they are mounted to."""
+    volumes = group["template"]["spec"]["volumes"]
+    secrets = {each["name"]: each["secret"]["secretName"] for each in volumes if "secret" in each}
+    mounts = container(group)["volumeMounts"]
+    return {each["mountPath"]: secrets[each["name"]] for each in mounts if each["name"] in secrets}
+
+
+def test_helms_test_comes_in_as_clients_do(helm: Helm, rendered: dict[str, Rendered]) -> None:
+    assert told(rendered["defaults"].the("Pod")) == {}
+    assert told(rendered["TLS"].the("Pod")) == {"CA": "/etc/everlift/tls/ca.crt"}
+    pod = rendered["mutual TLS"].the("Pod")
+    assert told(pod) == {
+        "CA": "/etc/everlift/tls/ca.crt",
+        "CERT": "/etc/everlift/client-tls/tls.crt",
+        "KEY": "/etc/everlift/client-tls/tls.key",
+    }
+    # The routers' key is none of its business.
+    [trusted] = (each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls")
+    assert trusted == {"secretName": "door", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    untested = helm.render({"tls": {"clients": {"existingSecret": "door", "mutual": True}}})
+    assert "Pod" not in untested.kinds
+    assert "helm test" not in untested.notes
+
+
+def told(pod: Object) -> dict[str, str]:
+    """Its variables for TLS."""
+    [only] = pod["spec"]["containers"]
+    found = {each["name"]: each["value"] for each in only["env"]}
+    prefix = "EVERLIFT_TLS_"
+    names = {name.removeprefix(prefix): name for name in found if name.startswith(prefix)}
+    assert set(names.values()) <= set(TLS_VARIABLES.values())
+    return {short: found[name] for short, name in names.items()}
+
+
+def test_whoever_routes_to_the_service_is_told_of_tls(rendered: dict[str, Rendered]) -> None:
+    protocols = [
+        rendered[name].the("Service", "ev-everlift")["spec"]["ports"][0]["appProtocol"]
+        for name in ("defaults", "TLS")
+    ]
+    assert protocols == ["kubernetes.io/h2c", "https"]
+
+
+def test_keys_are_mounted_where_routers_look_for_them(rendered: dict[str, Rendered]) -> None:
+    with_keys = rendered["keys in a Secret"]
+    settings = with_keys.settings["router"]
+    assert (settings["access"], settings["access_file"]) == (
+        "file",
+        "/etc/everlift/access/who.yaml",
+    )
+    for group in with_keys.groups:
+        spec = group["template"]["spec"]
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        volumes = {each["name"]: each for each in spec["volumes"]}
+        is_router = group.get("groupName") == "routers"
+        assert ("access" in mounts, "access" in volumes) == (is_router, is_router)
+        if is_router:
+            # A mount of one file would not follow its Secret.
+            assert mounts["access"]["mountPath"] == "/etc/everlift/access"
+            assert "subPath" not in mounts["access"]
+            assert volumes["access"]["secret"] == {"secretName": "who", "defaultMode": 0o440}
+    [test] = with_keys.the("Pod")["spec"]["containers"]
+    assert {
+        "name": "EVERLIFT_API_KEY",
+        "valueFrom": {"secretKeyRef": {"name": "probe", "key": "it"}},
+    } in test["env"]
+    assert "access" not in rendered["defaults"].settings["router"]
+
+
+def test_the_notes_make_the_first_key_in_this_releases_ledger(
+    rendered: dict[str, Rendered],
+) -> None:
+    with_keys = rendered["keys in the ledger"]
+    [line] = (each for each in with_keys.notes.splitlines() if "--set router.access" in each)
+    options = dict(re.findall(r"--set ([a-z_.]+)=([^ )]+)", line))
+    ledger = with_keys.settings["ledger"]
+    # Keys of clients are found without it.
+    del ledger["active_key"]
+    assert options.pop("router.access") == with_keys.settings["router"]["access"] == "ledger"
+    assert options == {f"ledger.{name}": str(value) for name, value in ledger.items()}
+    assert ledger.keys() == {"key_prefix", "durability_class", "shards", "tls_ca"}
+
+
+def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> None:
+    own = rendered["defaults"].ray["gcsFaultToleranceOptions"]
+    assert own == {
+        "redisAddress": f"redis://ev-everlift-ledger.{NAMESPACE}.svc:6379",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": secret("ev-everlift-ledger", "ray")},
+    }
+    theirs = rendered["all elsewhere, over TLS"].ray["gcsFaultToleranceOptions"]
+    assert theirs == {
+        "redisAddress": "redis.example:6379",
+        "redisUsername": {"valueFrom": secret("their-redis", "user")},
+        "redisPassword": {"valueFrom": secret("their-redis", "secret")},
+    }
+    assert "gcsFaultToleranceOptions" not in rendered["ledger elsewhere"].ray
+
+
+def test_ray_wants_a_token_unless_told_otherwise(rendered: dict[str, Rendered]) -> None:
+    assert rendered["defaults"].ray["authOptions"] == {"mode": "token"}
+    own = rendered["own names and settings"].ray["authOptions"]
+    assert own == {"mode": "token", "secretName": "token"}
+    assert rendered["open"].ray["authOptions"] == {"mode": "disabled"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_no_container_may_do_more_than_it_needs(rendered: dict[str, Rendered], name: str) -> None:
+    release = rendered[name]
+    for pod in release.pods:
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] and context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        # Else each Service is in the environment, where EVERLIFT_ variables are settings.
+        assert pod["spec"]["enableServiceLinks"] is False
+        for each in pod["spec"]["containers"]:
+            confined(each["securityContext"])
+            assert set(each["resources"]) == {"requests", "limits"}
+    if "autoscalerOptions" in release.ray:
+        confined(release.ray["autoscalerOptions"]["securityContext"])
+
+
+def confined(context: Object) -> None:
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_what_is_written_lies_on_volumes(rendered: dict[str, Rendered]) -> None:
+    release = rendered["defaults"]
+    for group in release.groups:
+        volumes = {each["name"]: each for each in group["template"]["spec"]["volumes"]}
+        writable = {
+            mount["mountPath"]
+            for mount in container(group)["volumeMounts"]
+            if "emptyDir" in volumes[mount["name"]]
+        }
+        # /tmp has Ray's own files.
+        assert writable == {"/home/everlift", "/tmp", "/dev/shm"}
+        assert environment(group)["HOME"] in writable
+        assert release.settings["state_dir"].startswith("/home/everlift/")
+
+
+def test_two_ray_clusters_of_a_release_speak_with_each_other(
+    rendered: dict[str, Rendered],
+) -> None:
+    release = rendered["closed"]
+    policy = release.the("NetworkPolicy", "ev-everlift")["spec"]
+    [rule] = policy["ingress"]
+    [peer] = rule["from"]
+    # By labels that both have, to pods with the same.
+    assert peer["podSelector"] == policy["podSelector"]
+    assert [allowed(policy["podSelector"], pod) for pod in release.pods] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def allowed(selector: Object, pod: Object) -> bool:
+    labels = pod["metadata"]["labels"]
+    return selects(selector["matchLabels"], pod) and all(
+        labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
+    )
+
+
+def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None:
+    given = VALUES["closed"]["networkPolicy"]
+    routers = rendered["closed"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
+    clients, metrics = routers
+    assert clients["ports"] == [{"port": "serve"}, {"port": "http"}]
+    # `helm test` is a client too.
+    *peers, test = clients["from"]
+    assert peers == given["clients"]
+    assert selects(test["podSelector"]["matchLabels"], rendered["closed"].the("Pod"))
+    assert metrics == {"ports": [{"port": "router-metrics"}], "from": given["monitoring"]}
+    operator, ray = rendered["closed"].the("NetworkPolicy", "-head")["spec"]["ingress"]
+    assert operator == {"ports": [{"port": "dashboard"}], "from": given["operator"]}
+    assert ray == {"ports": [{"port": "metrics"}], "from": given["monitoring"]}
+    anybody, _ = rendered["defaults"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
+    assert "from" not in anybody
+    assert "NetworkPolicy" not in rendered["open"].kinds
+
+
+def test_disruptions_and_spread(rendered: dict[str, Rendered]) -> None:
+    release = rendered["autoscaling"]
+    for component, group in (("router", "routers"), ("worker", "workers")):
+        budget = release.the("PodDisruptionBudget", f"-{group}")["spec"]
+        labels = release.group(group)["template"]["metadata"]["labels"]
+        # Of two pods, one: Kubernetes allows nothing by maxUnavailable where it finds no scale.
+        assert (budget["minAvailable"], budget.get("maxUnavailable")) == (1, None)
+        assert budget["selector"]["matchLabels"] == labels
+        assert labels["app.kubernetes.io/component"] == component
+        for each in release.group(group)["template"]["spec"]["topologySpreadConstraints"]:
+            assert each["labelSelector"] == {"matchLabels": labels}
+    assert "PodDisruptionBudget" not in rendered["open"].kinds
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"routers": 1}),
+        ({"routers": {"replicas": 1}}, {}),
+        ({"routers": {"replicas": 3}}, {"routers": 2}),
+        ({"workers": {"min": 4, "max": 4}}, {"routers": 1, "workers": 3}),
+        ({"workers": {"min": 2, "max": 8}}, {"routers": 1, "workers": 1}),
+        ({"workers": {"min": 0, "max": 8}}, {"routers": 1}),
+    ],
+)
+def test_a_single_pod_has_no_disruption_budget(
+    helm: Helm, values: Object, expected: dict[str, int]
+) -> None:
+    found = {
+        each["metadata"]["name"].rpartition("-")[2]: each["spec"]["minAvailable"]
+        for each in helm.render(values).objects
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert found == expected
+
+
+def test_a_worker_pod_is_ready_while_a_rank_serves(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    release = rendered["defaults"]
+    *shell, script = container(release.group("workers"))["readinessProbe"]["exec"]["command"]
+    assert release.settings["worker"]["ready_dir"] in script
+    directory = tmp_path / "ready"
+
+    def is_ready() -> bool:
+        here = script.replace(release.settings["worker"]["ready_dir"], str(directory))
+        return subprocess.run([*shell, here], capture_output=True, check=False).returncode == 0
+
+    assert not is_ready()
+    file = ReadyFile(str(directory))
+    file.create()
+    assert is_ready()
+    with subprocess.Popen(["sleep", "0"]) as ended:
+        pass
+    file.remove()
+    (directory / str(ended.pid)).touch()
+    assert not is_ready()
+
+
+def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
+    release = rendered["watched"]
+    service, monitor = release.the("Service", "-metrics"), release.the("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    [endpoint], [port] = monitor["spec"]["endpoints"], service["spec"]["ports"]
+    assert endpoint["port"] == port["name"] == port["targetPort"]
+    assert named_port(release.group("routers"), port["targetPort"]) == 9999
+    assert release.settings["router"]["metrics_port"] == 9999
+    assert selects(service["spec"]["selector"], release.group("routers")["template"])
+    assert monitor["metadata"]["labels"]["team"] == "ml"
+    # No other Service of the release is taken for it.
+    assert not selects(
+        monitor["spec"]["selector"]["matchLabels"], release.the("Service", "-everlift")
+    )
+
+
+def test_prometheus_finds_what_the_autoscaler_says(helm: Helm) -> None:
+    """Ray exports it on the head, where Serve's controller is."""
+    monitoring = {"monitoring": VALUES["watched"]["monitoring"]}
+    release = helm.render({"workers": {"min": 1, "max": 4}} | monitoring)
+    service, monitor = release.the("Service", "-ray-metrics"), release.the("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    [port], head = service["spec"]["ports"], release.group("head")
+    assert port["name"] in [each["port"] for each in monitor["spec"]["endpoints"]]
+    # KubeRay's default, of which it is told nothing else.
+    assert named_port(head, port["targetPort"]) == 8080
+    assert "metrics-export-port" not in head["rayStartParams"]
+    assert selects(service["spec"]["selector"], head["template"])
+    policy = release.the("NetworkPolicy", "-head")["spec"]
+    assert {"ports": [{"port": port["targetPort"]}]} in policy["ingress"]
+
+
+def test_alerts_tell_releases_of_one_name_apart(rendered: dict[str, Rendered]) -> None:
+    """They are by job, which would be the Service's name."""
+    for endpoint in rendered["watched"].the("ServiceMonitor")["spec"]["endpoints"]:
+        [relabeling] = endpoint["relabelings"]
+        assert relabeling == {"targetLabel": "job", "replacement": f"{NAMESPACE}/ev-everlift"}
+
+
+def prefix(helm: Helm, release: str = "ev", **values: Any) -> str:
+    found: str = helm.render(values, release).settings["ledger"]["key_prefix"]
+    return found
+
+
+def test_clusters_that_may_share_a_ledger_do(helm: Helm) -> None:
+    same = prefix(helm)
+    assert re.fullmatch("ev-everlift-[0-9a-f]{8}", same)
+    assert same == prefix(helm, workers={"max": 9, "tensorParallel": 2}, routers={"replicas": 5})
+    assert same == prefix(helm, config={"worker": {"max_num_seqs": 3}, "log_level": "debug"})
+    # A default that is written out is the same.
+    assert same == prefix(helm, config={"worker": {"dtype": "auto", "max_model_len": None}})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": {"name": "org/name"}},
+        {"model": {"name": "org/name", "revision": "v2"}},
+        {"model": {"name": "/models/llama", "volume": {"image": "example/llama:2"}}},
+        {"config": {"worker": {"dtype": "float32"}}},
+        {"config": {"worker": {"load_format": "dummy"}}},
+        {"config": {"worker": {"max_model_len": 1024}}},
+        {"release": "other"},
+    ],
+)
+def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
+    assert prefix(helm, **other) != prefix(helm)
+    assert prefix(helm, model={"name": "org/name"}) != prefix(
+        helm, model={"name": "org/name", "revision": "v2"}
+    )
+    volumes = [{"image": "llama:1"}, {"image": "llama:2"}, {"persistentVolumeClaim": "llama:2"}]
+    models = [{"name": "/models/llama", "volume": volume} for volume in volumes]
+    assert len({prefix(helm, model=model) for model in models}) == 3
+
+
+def test_clusters_of_a_release_take_turns_by_one_key(helm: Helm) -> None:
+    def key(release: str = "ev", **values: Any) -> str:
+        ledger = helm.render(values, release).settings["ledger"]
+        found: str = ledger["active_key"]
+        assert found != ledger["key_prefix"]
+        return found
+
+    # The ledger's user may reach it.
+    assert key().startswith("ev-everlift-")
+    assert key() == key(model={"name": "org/name"}, routers={"replicas": 5})
+    assert key() != key(release="other")
+
+
+def test_another_model_is_another_ray_cluster(helm: Helm) -> None:
+    """Serve would change it in the cluster that runs, replica by replica: to have KubeRay make
+    another one, pods must differ."""
+    one, other = helm.render(), helm.render({"model": {"name": "/models/llama"}})
+    same = helm.render({"config": {"worker": {"max_num_seqs": 3}}})
+    assert one.ray != other.ray
+    assert one.ray == same.ray
+
+
+# Helm's longest name has 53 characters.
+@pytest.mark.parametrize("release", ["ev", "everlift", "name" * 13 + "x"])
+def test_names_are_short_enough(helm: Helm, release: str) -> None:
+    rendered = helm.render(release=release)
+    # KubeRay's limit.
+    assert len(rendered.the("RayService")["metadata"]["name"]) <= 47
+    for each in rendered.objects:
+        assert len(each["metadata"]["name"]) <= 63
+
+
+def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    assert "create secret generic ev-everlift-ledger" in release.notes
+    assert "create secret" not in rendered["durable"].notes
+    # Nor may who reads this.
+    assert "port-forward service/ev-everlift 50051:443 &" in release.notes
+    assert "everlift generate --address 127.0.0.1:50051" in release.notes
+    pod = release.the("Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [test] = pod["spec"]["containers"]
+    assert test["command"][:2] == ["everlift", "generate"]
+    assert {"name": "EVERLIFT_ADDRESS", "value": f"ev-everlift.{NAMESPACE}.svc:443"} in test["env"]
+
+
+def test_the_guide_has_the_notes_of_its_values(helm: Helm) -> None:
+    guide = (CHART.parent / "deploy" / "guides" / "kubernetes.md").read_text()
+    [values] = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    [notes] = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
+    rendered = helm.render(yaml.safe_load(values), "chat", "llm")
+    assert rendered.notes.endswith(notes.rstrip() + "\n")
+
+
+def test_the_notes_speak_of_a_test_that_gets_in(helm: Helm) -> None:
+    keys = {"mode": "ledger"}
+    assert "helm test" in helm.render().notes
+    assert "helm test" not in helm.render({"access": keys}).notes
+    with_key = keys | {"test": {"existingSecret": "probe"}}
+    assert "helm test" in helm.render({"access": with_key}).notes
+
+
+ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"
+
+
+@contextmanager
+def processes(*titles: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """By these names. At SIGUSR1 each says so, and ends when its input does."""
+    script = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    command = ("-c", script)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([title, *command], executable=sys.executable, **pipes)  # type: ignore[call-overload]
+        for title in titles
+    ]
+    try:
+        assert [heard(each) for each in started] == ["ready"] * len(titles)
+        yield started
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def leave(
+    release: Rendered, group: str, directory: Path, pod: list[subprocess.Popen[str]], *times: int
+) -> subprocess.Popen[bytes]:
+    """The hook of a pod that has these processes and no other, with its times or these."""
+    directory.mkdir(exist_ok=True)
+    for process in pod:
+        (directory / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+    *command, script, name, before, at_most = hook(release.group(group))
+    script = script.replace("/proc/", f"{directory}/")
+    return subprocess.Popen([*command, script, name, *map(str, times or (before, at_most))])
+
+
+def hook(group: Object) -> list[str]:
+    found: list[str] = container(group)["lifecycle"]["preStop"]["exec"]["command"]
+    return found
+
+
+def test_a_worker_that_is_told_to_go_tells_its_ranks(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    """All of them, and nobody else; they stay, and it waits a moment."""
+    with processes(RANK, RANK, "ray::ServeReplica:everlift:worker", "raylet") as pod:
+        since = time.monotonic()
+        leaving = leave(rendered["defaults"], "workers", tmp_path, pod)
+        assert [heard(rank) for rank in pod[:2]] == ["told"] * 2
+        assert leaving.wait() == 0
+        assert 1.0 < time.monotonic() - since < 10.0
+        assert [process.poll() for process in pod] == [None] * 4
+        assert [process.communicate()[0] for process in pod] == [""] * 4
+
+
+def test_a_router_that_is_told_to_go_is_waited_for(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    with processes(ROUTER, "ray::ServeReplica:everlift:worker") as [router, other]:
+        leaving = leave(rendered["defaults"], "routers", tmp_path, [router, other], 0, 60)
+        assert heard(router) == "told"
+        with pytest.raises(subprocess.TimeoutExpired):
+            leaving.wait(0.5)
+        router.communicate()
+        assert leaving.wait(10.0) == 0
+        assert other.communicate()[0] == ""
+
+
+def test_a_router_that_does_not_end_is_waited_for_so_long(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    with processes(ROUTER) as [router]:
+        assert leave(rendered["defaults"], "routers", tmp_path, [router], 0, 2).wait(20.0) == 0
+        assert (heard(router), router.poll()) == ("told", None)
+
+
+def test_a_pod_without_a_router_goes_at_once(rendered: dict[str, Rendered], tmp_path: Path) -> None:
+    assert leave(rendered["defaults"], "routers", tmp_path, [], 0, 60).wait(10.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "drain"),
+    [
+        ({}, RouterConfig().drain),
+        ({"router": {"drain": 9.5}}, 9.5),
+        ({"router": {"drain": 600}}, 600),
+        ({"router": {"drain": 0}}, 0),
+        ({"router": {"beat": 0.2}}, RouterConfig().drain),
+    ],
+)
+def test_a_pod_has_the_time_that_its_router_may_take(
+    helm: Helm, config: Object, drain: float
+) -> None:
+    """The hook counts as well, and in the end Ray has some seconds."""
+    release = helm.render({"config": config})
+    assert settings.load(Config, release.settings).router.drain == drain
+    group = release.group("routers")
+    before, at_most = map(int, hook(group)[-2:])
+    # As much as Serve gives it.
+    assert at_most >= drain + 5
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= before + at_most + 10
+
+
+def test_the_readme_says_what_was_never_tried() -> None:
+    assert "never applied to a live cluster in CI" in (CHART / "README.md").read_text()

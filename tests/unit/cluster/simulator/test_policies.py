@@ -1,0 +1,350 @@
+"""Who leaves next by each policy, and what is promised to those that others pass."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import exp, inf, log
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.policy import (
+    ORDERS,
+    EarliestDeadline,
+    Fifo,
+    HighestResponseRatio,
+    NeverLonger,
+    Policy,
+    PredictedRank,
+    ShortestWork,
+    policy_of,
+)
+from router.admission.queue import AdmissionQueue
+from router.admission.request import Waiting
+from router.admission.wait_stats import overtaken
+from router.config import Order, RouterConfig
+from tests.support.router.admission_support import POLICIES
+
+#: Seconds until it comes after the one before it, tokens, seconds until it is due, class.
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 400), st.none() | st.floats(0, 20), st.just(0)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: object) -> Waiting:
+    made = Waiting(
+        request_id,
+        "g",
+        arrived,
+        tokens,
+        max_tokens=5,
+        predicted_total=tokens,
+        predicted_rank=min(tokens, 400) / 401,
+        predicted_work_rank=min(tokens, 400) / 401,
+        foreseen_wait_s=10.0,
+    )
+    return made._replace(**fields)  # type: ignore[arg-type]
+
+
+def drain(queue: AdmissionQueue, moment: float | None = None) -> list[str]:
+    return [queue.pop(moment).request_id for _ in range(len(queue))]
+
+
+def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> AdmissionQueue:
+    queue = AdmissionQueue(policy, class_floor)
+    for each in requests:
+        queue.push(each)
+    return queue
+
+
+def test_an_order_is_known_by_its_name() -> None:
+    assert get_args(Order) == ORDERS
+    config = RouterConfig(undated_due=7.0, patience=0.2)
+    assert [policy_of(order, config) for order in ORDERS] == [
+        Fifo(),
+        EarliestDeadline(7.0),
+        ShortestWork(0.2),
+        PredictedRank(0.2),
+        HighestResponseRatio(),
+    ]
+    assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
+    limited = policy_of("shortest", replace(config, starvation=3.0))
+    assert limited == NeverLonger(ShortestWork(0.2), 3.0)
+    assert limited.name == "shortest"
+
+
+def test_policies_with_the_same_name_for_their_places_have_the_same_places() -> None:
+    dice = random.Random(3)
+    requests = [
+        waiting(str(n), dice.random(), dice.randrange(999), deadline=dice.choice([inf, 2.0]))
+        for n in range(50)
+    ]
+    by_name: dict[str, list[object]] = {}
+    for policy in (*POLICIES, ShortestWork(0.3), EarliestDeadline(6.0)):
+        places = [policy.place(each) for each in requests]
+        assert by_name.setdefault(policy.place_name, list(places)) == places
+    assert len(by_name) == 6
+
+
+def test_what_is_due_first_leaves_first_and_the_undated_some_time_after_they_came() -> None:
+    queue = queue_of(
+        EarliestDeadline(60.0),
+        waiting("undated, later", 2.0),
+        waiting("undated", 1.0),
+        waiting("late", 3.0, deadline=90.0),
+        waiting("first token soon", 4.0, deadline=95.0, ttft_deadline=20.0),
+        waiting("soon", 5.0, deadline=30.0),
+        waiting("as soon, and later", 6.0, deadline=30.0),
+        waiting("lower class", 0.0, deadline=1.0, priority=-1),
+        waiting("higher class", 7.0, priority=1),
+    )
+    assert drain(queue) == [
+        *("higher class", "first token soon", "soon", "as soon, and later"),
+        *("undated", "undated, later", "late", "lower class"),
+    ]
+
+
+#: Of an average request, and of one that is ten times as short as it.
+AVERAGE, SHORT = 1 - exp(-1), 1 - exp(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "by"),
+    [(ShortestWork(2.0), "predicted_work_rank"), (PredictedRank(2.0), "predicted_rank")],
+)
+def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_enough(
+    policy: Policy, by: str
+) -> None:
+    """For two foreseen waits of 5 seconds, or a tenth of that."""
+    queue = queue_of(
+        policy,
+        waiting("long", 0.0, **{by: AVERAGE}, foreseen_wait_s=5.0),
+        waiting("short", 1.0, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("in time", 8.9, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("too late", 9.1, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("nothing waited", 9.5, **{by: AVERAGE}, foreseen_wait_s=0.0),
+    )
+    assert drain(queue) == ["short", "nothing waited", "in time", "long", "too late"]
+
+
+@given(ARRIVALS)
+def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
+    arrivals: list[tuple[float, int, float | None, int]],
+) -> None:
+    moment, requests = 0.0, []
+    for number, (pause, tokens, _, _) in enumerate(arrivals):
+        moment += pause
+        requests.append(waiting(str(number), moment, tokens, predicted_rank=0.0))
+    by_rank = sorted(requests, key=PredictedRank(20.0).place)
+    assert by_rank == sorted(requests, key=Fifo().place)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@given(arrivals=ARRIVALS, dice=st.randoms(use_true_random=False))
+def test_whom_nobody_may_pass_any_more_nobody_passes(
+    arrivals: list[tuple[float, int, float | None, int]], dice: random.Random, policy: Policy
+) -> None:
+    """A random life of a queue: who leaves before one that came earlier may do so."""
+    queue = queue_of(policy)
+    left: list[tuple[Waiting, float, list[Waiting]]] = []
+    here: dict[str, Waiting] = {}
+    moment = 0.0
+    for number, (pause, tokens, due, _) in enumerate(arrivals):
+        moment += pause
+        deadline = inf if due is None else moment + due
+        one = waiting(str(number), moment, tokens, deadline=deadline)
+        queue.push(one)
+        here[one.request_id] = one
+        while here and dice.random() < 0.4:
+            head = queue.peek(moment)
+            assert head is not None
+            stay = queue.stay(head, policy.name, moment, in_turns=False)
+            later = [it for it, *_ in left if int(it.request_id) > int(head.request_id)]
+            assert overtaken(stay) == len(later)
+            queue.dispatch(head)
+            gone = here.pop(head.request_id)
+            left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
+    for gone, moment, passed in left:
+        for older in passed:
+            window = _window(policy, older, moment, gone.predicted_total)
+            assert gone.arrived - older.arrived <= window + 1e-9
+
+
+def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float:
+    """How much later one of so many tokens may come that passes it at this moment."""
+    match policy:
+        case EarliestDeadline(undated_s):
+            return older.deadline - older.arrived if older.deadline < inf else undated_s
+        case ShortestWork(patience):
+            return patience * older.foreseen_wait_s * -log(1 - older.predicted_work_rank)
+        case PredictedRank(patience):
+            return patience * older.foreseen_wait_s * -log(1 - older.predicted_rank)
+        case HighestResponseRatio():
+            if tokens >= older.predicted_total:
+                return 0.0
+            # It has waited for as long for each of its tokens, up to the rounding of sizes.
+            part = tokens / older.predicted_total / 2**0.5
+            return (moment - older.arrived) * (1.0 - part)
+        case NeverLonger(inner, limit_s):
+            waited = moment - older.arrived
+            return 0.0 if waited >= limit_s else _window(inner, older, moment, tokens)
+    return 0.0
+
+
+@given(ARRIVALS, st.floats(0, 50))
+def test_who_has_waited_longest_for_what_it_takes_leaves_first(
+    arrivals: list[tuple[float, int, float | None, int]], pause: float
+) -> None:
+    """Of each two the one whose ratio is higher, if by more than the factor that sizes are off."""
+    queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0
+    for number, (between, tokens, _, _) in enumerate(arrivals):
+        moment += between
+        here.append(waiting(str(number), moment, tokens))
+        queue.push(here[-1])
+    moment += pause
+    while here:
+        gone = queue.pop(moment)
+        here.remove(gone)
+        ratio = (moment - gone.arrived) / gone.predicted_total
+        for other in here:
+            assert (moment - other.arrived) / other.predicted_total <= ratio * 2**0.5 + 1e-9
+
+
+@given(ARRIVALS, st.randoms(use_true_random=False))
+def test_by_ratio_who_takes_nobody_knows_how_much_passes_nobody_and_is_passed_by_nobody(
+    arrivals: list[tuple[float, int, float | None, int]], dice: random.Random
+) -> None:
+    queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0
+    for number, (between, tokens, _, _) in enumerate(arrivals):
+        moment += between
+        total = dice.choice([0, tokens])
+        here.append(waiting(f"{number:02}", moment, tokens, predicted_total=total))
+        queue.push(here[-1])
+        while here and dice.random() < 0.4:
+            gone = queue.pop(moment)
+            here.remove(gone)
+            unknown = [it for it in here if not (it.predicted_total and gone.predicted_total)]
+            assert all(gone.request_id < it.request_id for it in unknown)
+
+
+def test_by_the_keys_alone_a_ratio_is_fifo() -> None:
+    """So it is told, and so it leaves until all is told."""
+    queue = queue_of(
+        HighestResponseRatio(), waiting("a", 1.0, 1000), waiting("b", 2.0, 1), waiting("c", 3.0, 9)
+    )
+    assert drain(queue) == ["a", "b", "c"]
+
+
+def test_a_ratio_has_no_line_for_what_has_left() -> None:
+    queue = queue_of(HighestResponseRatio(), *(waiting(str(n), 0.0, 2**n) for n in range(20)))
+    drain(queue, 9.0)
+    queue.push(waiting("a", 10.0))
+    assert queue.peek(11.0) == waiting("a", 10.0)
+    assert len(queue._classes._lanes[0]._lines) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_withdrawn_leaves_nothing_behind_for_long(policy: Policy) -> None:
+    queue = queue_of(policy, waiting("stays", -1.0, 1, deadline=1e9))
+    for number in range(20_000):
+        queue.push(waiting(str(number), float(number), number % 999, deadline=1e6 + number))
+        assert queue.withdraw(str(number), "g")
+    assert _items(queue) <= 3000
+    assert drain(queue, 30_000.0) == ["stays"]
+
+
+def _items(queue: AdmissionQueue) -> int:
+    """Of all lines of all lanes, holes too."""
+    lines = []
+    for lane in queue._classes._lanes.values():
+        for part in (lane, getattr(lane, "_inner", None)):
+            lines += [
+                getattr(part, name) for name in ("_line", "_by_arrival") if hasattr(part, name)
+            ]
+            lines += getattr(part, "_lines", {}).values()
+    return sum(len(line._items) for line in lines)
+
+
+def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
+    policy = NeverLonger(ShortestWork(1000.0), 5.0)
+    requests = [waiting(str(n), float(n), 100 - n) for n in range(6)]
+    assert queue_of(policy, *requests).peek(4.9) == requests[5]
+    queue = queue_of(policy, *requests)
+    assert [queue.pop(6.0).request_id for _ in range(3)] == ["0", "1", "5"]
+
+
+def test_a_lower_class_gets_its_part_of_the_work_and_no_more() -> None:
+    queue, served = AdmissionQueue(Fifo(), 0.1), {0: 0, 1: 0}
+    for number in range(400):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+        queue.push(waiting(f"low{number}", float(number), 20))
+    for _ in range(300):
+        gone = queue.pop(500.0)
+        served[gone.priority] += gone.work_tokens
+    assert 0.1 * served[1] - 20 <= served[0] <= 0.1 * served[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.integers(1, 100)), min_size=1, max_size=150),
+    st.sampled_from([0.0, 0.05, 0.2]),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_comes_a_waiting_class_is_not_owed_more_than_a_request(
+    arrivals: list[tuple[int, int]], floor: float, dice: random.Random
+) -> None:
+    queue = AdmissionQueue(Fifo(), floor)
+    owed: dict[int, float] = {}
+    here: list[Waiting] = []
+    for number, (priority, tokens) in enumerate(arrivals):
+        one = waiting(str(number), float(number), tokens, priority=priority)
+        queue.push(one)
+        here.append(one)
+        while here and dice.random() < 0.45:
+            gone = queue.pop(1e9)
+            here.remove(gone)
+            for each in {it.priority for it in (*here, gone)}:
+                if each < gone.priority:
+                    owed[each] = owed.get(each, 0.0) + floor * gone.work_tokens
+            if any(it.priority > gone.priority for it in here):
+                assert floor > 0
+                owed[gone.priority] -= gone.work_tokens
+                assert owed[gone.priority] > -1e-6
+            owed = {it.priority: owed.get(it.priority, 0.0) for it in here}
+            classes = len(owed)
+            assert all(each <= classes * 100 for each in owed.values())
+
+
+def test_while_the_clock_is_behind_all_arrivals_the_first_one_leaves_first() -> None:
+    """Nobody has waited yet, however long its output is."""
+    queue = queue_of(HighestResponseRatio(), waiting("a", 10.0, 10), waiting("b", 10.1, 1000))
+    first = queue.pop(9.9)
+    assert (first.request_id, queue.pop(9.9).request_id) == ("a", "b")
+
+
+def test_without_a_moment_nothing_but_class_and_key_counts() -> None:
+    queue = AdmissionQueue(HighestResponseRatio(), 0.5)
+    for number in range(4):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+    queue.push(waiting("low", 0.0, 1))
+    assert drain(queue) == ["high0", "high1", "high2", "high3", "low"]
+
+
+def test_who_keeps_an_older_place_overtakes_nobody() -> None:
+    queue = queue_of(Fifo(), waiting("a", 1.0))
+    queue.push(waiting("back", 0.0, accepted=True))
+    queue.push(waiting("higher", 2.0, priority=1))
+    assert [_leave(queue) for _ in range(3)] == [0, 1, 1]
+
+
+def _leave(queue: AdmissionQueue) -> int:
+    """How many left before who leaves now that came later."""
+    head = queue.peek()
+    assert head is not None
+    stay = queue.stay(head, "fifo", 0.0, in_turns=False)
+    queue.dispatch(head)
+    return overtaken(stay)

@@ -1,0 +1,305 @@
+"""What operators tell a cluster, and how they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from everlift import AsyncClient
+from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker, Unreachable
+from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
+from router.api.grpc.admin_server import AdminServer
+from router.auth.caller import OPEN
+from router.config import RouterConfig
+from router.leader.policy_store import Rulebook
+from router.ledger.base import LoadReport
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.ledger.ledgers import Clock
+from tests.support.router.restored_logging import restored_logging
+
+GONE = "127.0.0.1:1"
+CONFIG = RouterConfig(model="fake", max_queued=7)
+
+
+@dataclass
+class Link:
+    info: session_pb2.WorkerInfo
+    is_up: bool = True
+    state: session_pb2.WorkerState = field(
+        default_factory=lambda: session_pb2.WorkerState(num_running=3, blocks_used=10)
+    )
+
+
+@dataclass
+class RecordedSessions:
+    links: list[Link]
+    drained: list[str] = field(default_factory=list)
+
+    def drain(self, worker_id: str) -> int:
+        self.drained.append(worker_id)
+        return 3
+
+
+class FailingLedger(MemoryLedger):
+    """One that may be away."""
+
+    is_away = False
+
+    async def load(self) -> LoadReport | None:
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        return await super().load()
+
+
+class Emptying(inference_pb2_grpc.InferenceServicer):
+    """A status in which worker ab has fewer sequences each time that one looks."""
+
+    def __init__(self, sessions: RecordedSessions) -> None:
+        self._sessions = sessions
+        self.left = 4
+
+    async def GetStatus(self, request: object, context: object) -> inference_pb2.GetStatusResponse:
+        self.left = max(self.left - 1, 0)
+        worker = inference_pb2.WorkerStatus(
+            worker_id="abc", alive=True, num_running=self.left, draining=self.left < 3
+        )
+        return inference_pb2.GetStatusResponse(workers=[worker])
+
+
+@dataclass
+class Router:
+    address: str
+    sessions: RecordedSessions
+    status: Emptying
+    ledger: FailingLedger
+    clock: Clock
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    names = ["abc", "abd", "x"]
+    sessions = RecordedSessions(
+        [
+            Link(session_pb2.WorkerInfo(worker_id=name, max_num_seqs=8, num_blocks=100))
+            for name in names
+        ]
+    )
+    sessions.links[2].is_up = False
+    server, status = grpc.aio.server(), Emptying(sessions)
+    clock = Clock()
+    ledger = FailingLedger(clock)
+    rulebook = Rulebook(CONFIG, ledger, ())
+    admin = AdminServer(sessions, rulebook, ledger, lambda _: None)  # type: ignore[arg-type]
+    server.add_generic_rpc_handlers((admin.handlers(OPEN),))
+    inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield Router(f"127.0.0.1:{port}", sessions, status, ledger, clock)
+    await server.stop(None)
+
+
+@pytest.fixture
+async def operator(router: Router) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient([GONE, router.address]) as operator:
+        yield operator
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with restored_logging():
+        yield
+
+
+async def test_a_worker_is_drained_by_a_beginning_of_its_id(
+    router: Router, operator: AsyncClient
+) -> None:
+    answer = await operator.drain("abc")
+    assert (answer.worker_id, answer.num_running) == ("abc", 3)
+    assert router.sessions.drained == ["abc"]
+
+
+@pytest.mark.parametrize(("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker 'x'")])
+async def test_one_that_is_not_known_or_not_the_only_one_is_told(
+    operator: AsyncClient, name: str, why: str
+) -> None:
+    with pytest.raises(UnknownWorker, match=why):
+        await operator.drain(name)
+
+
+async def test_where_no_router_answers_that_is_told() -> None:
+    async with AsyncClient([GONE], retry_s=0) as operator:
+        with pytest.raises(Unreachable):
+            await operator.drain("abc")
+
+
+async def run(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+
+async def test_the_command_waits_until_the_worker_has_nothing(router: Router) -> None:
+    result = await run("drain", "abc", "--wait", "--address", router.address)
+    assert result.stdout == "abc hands back 3 sequences\nabc is empty\n"
+    assert router.status.left == 0
+
+
+async def test_the_command_says_what_went_wrong(router: Router) -> None:
+    result = await run("drain", "ab", "--address", router.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "may mean" in result.stderr
+
+
+# the policy of queue and engines
+
+
+async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
+    async def policy(*options: str) -> str:
+        result = await run("policy", *options, "--address", router.address)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    configured = await policy()
+    assert configured == (
+        "order          fifo        configured\n"
+        "max queued     7           configured\n"
+        "queue ttl      0.0         configured\n"
+        "refuse late    false       configured\n"
+        "undated due    60.0        configured\n"
+        "patience       1.5         configured\n"
+        "starvation     0.0         configured\n"
+        "class floor    0.05        configured\n"
+        "fair share     true        configured\n"
+        "tpot target    0.0         configured\n"
+        "engine policy  default     configured\n"
+    )
+    await policy("--order", "deadline", "--undated-due", "30")
+    await policy("--queue-ttl", "2", "--refuse-late", "on", "--tpot-target", "0.05")
+    await policy("--engine-policy", "continuous")
+    changed = await policy("--max-queued", "500", "--fair-share", "off", "--class-floor", "0")
+    assert changed == (
+        "order          deadline    set\n"
+        "max queued     500         set\n"
+        "queue ttl      2.0         set\n"
+        "refuse late    true        set\n"
+        "undated due    30.0        set\n"
+        "patience       1.5         configured\n"
+        "starvation     0.0         configured\n"
+        "class floor    0.0         set\n"
+        "fair share     false       set\n"
+        "tpot target    0.05        set\n"
+        "engine policy  continuous  set\n"
+    )
+    assert (await router.ledger.policy()).values["order"] == "deadline"
+    assert await policy() == changed
+    options = ("order", "undated-due", "max-queued", "fair-share", "class-floor")
+    options += ("queue-ttl", "refuse-late", "tpot-target", "engine-policy")
+    taken_back = [text for name in options for text in (f"--{name}", "default")]
+    assert await policy(*taken_back) == configured
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
+        ({"patience": -1.0}, "patience must be at least 0, not -1"),
+        ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
+        ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
+    ],
+)
+async def test_what_cannot_be_set_is_told(
+    router: Router, operator: AsyncClient, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        await operator.set_policy(**changes)
+    assert (await router.ledger.policy()).version == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-queued=-5", "--patience=long", "--order=lifo", "--engine-policy=lifo"]
+)
+async def test_the_command_says_what_no_setting_can_be(router: Router, option: str) -> None:
+    result = await run("policy", option, "--address", router.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
+
+
+# capacity
+
+
+async def lead(router: Router) -> None:
+    """Somebody says what work there is."""
+    await router.ledger.lead("leader", "here:1", 5, 60.0)
+    load = session_pb2.ClusterLoad(
+        term=5, queued=2, queued_tokens=900, worker_rate=150.0, wait_s=3.0
+    )
+    await router.ledger.put_load(load)
+
+
+async def test_a_cluster_that_has_done_nothing_cannot_say_how_long_steps_take(
+    router: Router, tmp_path: Path
+) -> None:
+    file = tmp_path / "ours.json"
+    result = await run("measure", str(file), "--running", "--address", router.address)
+    assert (result.exit_code, file.exists()) == (1, False)
+    assert "send some requests" in result.stderr
+
+
+async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: Router) -> None:
+    await lead(router)
+    result = await run("capacity", "--json", "--address", router.address)
+    answer = json.loads(result.stdout)
+    (kind,) = answer.pop("kinds")
+    assert (kind["workers"], kind["num_blocks"], "step_time" in kind) == (2, 100, False)
+    assert answer == {
+        "workers": 2,
+        "slots": 16,
+        "slots_used": 6,
+        "blocks": 200,
+        "blocks_used": 20,
+        "tokens_per_s": 300.0,
+        "queued": 2,
+        "queued_tokens": 900,
+        "wait_s": 3.0,
+    }
+    shown = await run("capacity", "--address", router.address)
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    for row in (
+        "workers 2",
+        "sequences 6 16",
+        "KV cache, tokens 640 6400",
+        "throughput when full, tokens/s 300",
+        "queued requests 2",
+        "queued work, tokens 900",
+        "wait in the queue, s 3.0",
+    ):
+        assert row in rows
+
+
+async def test_without_its_ledger_a_router_says_what_the_workers_can_hold(router: Router) -> None:
+    await lead(router)
+    router.ledger.is_away = True
+    answer = json.loads((await run("capacity", "--json", "--address", router.address)).stdout)
+    assert (answer["slots"], answer["slots_used"], answer["queued"]) == (16, 6, 0)
+    assert "wait_s" not in answer
+
+
+async def test_what_a_leader_said_long_ago_says_nothing(router: Router) -> None:
+    await lead(router)
+    router.clock.now += 10
+    result = await run("capacity", "--json", "--address", router.address)
+    answer = json.loads(result.stdout)
+    assert (answer["slots"], answer["queued"]) == (16, 0)
+    assert "wait_s" not in answer
+    shown = await run("capacity", "--address", router.address)
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert "throughput when full, tokens/s not known" in rows
+    assert "wait in the queue, s not known" in rows

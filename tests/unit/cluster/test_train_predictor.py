@@ -1,0 +1,93 @@
+"""everlift train-predictor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from router.prediction.model import Model
+from tests.support.router.prediction_support import lines, mixed, served
+
+
+def everlift(*arguments: object) -> str:
+    """What it says. It must succeed."""
+    result = CliRunner().invoke(app, ["train-predictor", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["train-predictor", *map(str, arguments)])
+    assert result.exit_code == 1
+    return result.stderr
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    path = tmp_path / "outputs.jsonl"
+    path.write_text("\n".join(lines(mixed(1, 400))) + "\n")
+    return path
+
+
+def test_from_a_file_to_a_predictor_with_a_report(tmp_path: Path, outputs: Path) -> None:
+    out = tmp_path / "made" / "lengths.json"
+    report = json.loads(everlift(out, "--examples", outputs, "--json"))
+    assert report["learnt_from"] == 320 and report["outputs"] == 80
+    assert 0 < report["tau"] <= report["tau_oracle"] + 0.05
+    assert set(report["by_application"]) <= {"assistant", "code", "sentiment", "digest", "proofs"}
+    model = Model.parse(out.read_bytes())
+    assert (model.served, model.tau) == (served().name, report["tau"])
+    assert [it.name for it in out.parent.iterdir()] == ["lengths.json"]
+
+
+def test_what_is_kept_makes_the_same_predictor_and_has_no_prompts(
+    tmp_path: Path, outputs: Path
+) -> None:
+    first, second, kept = (tmp_path / name for name in ("a.json", "b.json", "kept.jsonl"))
+    assert "oracle" in everlift(first, "--examples", outputs, "--keep", kept)
+    everlift(second, "--examples", kept)
+    assert first.read_bytes() == second.read_bytes()
+    text = kept.read_text()
+    assert "poem" not in text and "acme" not in text and len(text.splitlines()) == 400
+
+
+def test_files_are_put_together_by_arrival(tmp_path: Path) -> None:
+    parts = [tmp_path / "later.jsonl", tmp_path / "earlier.jsonl"]
+    told = lines(mixed(1, 400))
+    parts[0].write_text("\n".join(told[200:]))
+    parts[1].write_text("\n".join(told[:200]))
+    out, kept = tmp_path / "lengths.json", tmp_path / "kept.jsonl"
+    everlift(out, "--examples", parts[0], "--examples", parts[1], "--keep", kept)
+    arrived = [json.loads(line)["arrived"] for line in kept.read_text().splitlines()]
+    assert len(arrived) == 400 and arrived == sorted(arrived)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"prompt": "secret", "arrived": 1}', "'output_tokens' is missing"),
+        ('{"prompt": "secret", "output_tokens": 3}', "'arrived' is missing"),
+        ('{"prompt": "secret", "output_tokens": "many", "arrived": 1}', "ValueError"),
+        ('{"static": [1], "groups": [], "output_tokens": 3}', "ValueError"),
+    ],
+)
+def test_a_line_that_is_no_example_is_named_and_not_quoted(
+    tmp_path: Path, line: str, cause: str
+) -> None:
+    path = tmp_path / "outputs.jsonl"
+    path.write_text(lines(mixed(1, 1))[0] + "\n" + line + "\n")
+    said = " ".join(refused(tmp_path / "out.json", "--examples", path).split())
+    assert f"line 2 is no example: {cause}" in said
+    assert "secret" not in said and "many" not in said
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_without_a_ledger_it_says_so(tmp_path: Path) -> None:
+    said = refused(tmp_path / "out.json", "--set", f"state_dir={tmp_path}")
+    assert "no ledger has ever run" in said

@@ -1,0 +1,52 @@
+"""Routers and workers of one cluster may run on machines whose clocks differ by minutes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+#: What tells the time of day, as it is called.
+WALL_CLOCK = {"time", "time_ns", "now", "utcnow", "today", "ctime", "localtime", "gmtime"}
+OWNERS = {"time", "datetime", "date"}
+FILES = [
+    path
+    for part in ("router", "worker", "proto/everlift")
+    for path in sorted((ROOT / part).rglob("*.py"))
+    if "_pb2" not in path.name
+]
+
+
+def looks(tree: ast.AST) -> Iterator[str]:
+    """Every look at the wall clock: ``time.time``, and ``from time import time``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in OWNERS and node.attr in WALL_CLOCK:
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in OWNERS:
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name in WALL_CLOCK)
+
+
+@pytest.mark.parametrize("code", ["import time\ntime.time()", "from time import time"])
+def test_a_look_at_the_wall_is_found(code: str) -> None:
+    assert list(looks(ast.parse(code))) == ["time.time"]
+
+
+def test_no_part_of_a_cluster_looks_at_the_clock_on_the_wall() -> None:
+    """Moments are the ledger's, and all else is durations on a clock that only goes forward. Only
+    the span of a refused request, which the ledger never saw, has its machine's time, and so have
+    the dates of keys, and what an answer says of its day."""
+    found = {
+        str(path.relative_to(ROOT)): list(looks(ast.parse(path.read_text()))) for path in FILES
+    }
+    assert len(found) > 100
+    looking = {path: names for path, names in found.items() if names}
+    assert looking == {
+        "router/auth/access.py": ["time.time"],
+        "router/api/openai/answering.py": ["time.time"],
+        "router/api/openai/api.py": ["time.time"],
+        "router/observability/traces/traces.py": ["time.time"],
+    }

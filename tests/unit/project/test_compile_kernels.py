@@ -1,0 +1,42 @@
+"""Every kernel compiles to machine code for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+#: Of a program, by compute capability: on an A100, an L40 and an H100.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+#: Of a thread, what costs next to nothing.
+SPILLED_BYTES = 128
+KERNELS = {
+    *("attend_tiles", "merge_splits", "turn_and_place"),
+    *("sum_and_norm", "gate_and_multiply", "draw_rows"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_all_kernels_compile(capability: int) -> None:
+    command = [sys.executable, "-m", "tests.support.worker.compile_kernels", str(capability)]
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    variants = [json.loads(line) for line in done.stdout.splitlines()]
+    found = Counter(variant["kernel"] for variant in variants)
+    assert {*found} == KERNELS
+    # Two kinds of tiles, four head dimensions, three dtypes; and the decoding step's.
+    assert found["attend_tiles"] >= 2 * 4 * 3 + 1
+    for variant in variants:
+        assert variant["code_bytes"] > 1000 and variant["shared_bytes"] <= SHARED_BYTES[capability]
+        assert variant["spilled_bytes"] <= SPILLED_BYTES, variant
+        if variant["types"] and variant["kernel"] == "attend_tiles":
+            # On Hopper its own instructions have whole tiles of 64 queries, and no fewer.
+            is_wide = variant["BLOCK_ROWS"] >= 64 and capability == 90
+            assert ("wgmma" if is_wide else "mma.sync") in variant["products"], variant

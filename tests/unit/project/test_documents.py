@@ -1,0 +1,142 @@
+"""The project's Markdown: where its links lead, whether its commands and examples are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import ROOT, Document, documents, fault, fault_of_example
+
+PATHS = [pytest.param(ROOT / path, id=str(path)) for path in documents()]
+
+
+def written(text: str) -> Document:
+    """As if it were in the root."""
+    return Document(ROOT / "nowhere.md", text)
+
+
+def faults(document: Document) -> dict[str, str]:
+    """By what is typed."""
+    told = {" ".join(each.words): fault(each) for each in document.commands()}
+    return {words: what for words, what in told.items() if what}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    assert not list(Document.read(path).dead_links())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_command_is_one(path: Path) -> None:
+    assert not faults(Document.read(path))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_example_in_yaml_is_taken(path: Path) -> None:
+    assert not [what for each in Document.read(path).examples() if (what := fault_of_example(each))]
+
+
+def test_the_readme_and_the_guides_are_read() -> None:
+    names = {str(path) for path in documents()}
+    assert {"README.md", "SECURITY.md", "deploy/RUNBOOK.md", "deploy/guides/tuning.md"} <= names
+    assert sum(len(list(Document.read(ROOT / name).commands())) for name in names) > 200
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "tests/README.md",
+        "./tests/",
+        "tests/README.md#fuzzing",
+        "#a-heading--of-two-max_num_seqs",
+        "#twice-1",
+        "https://example.com/#anything",
+    ],
+)
+def test_a_link_that_leads_somewhere(link: str) -> None:
+    text = f"# A heading, & of two: `max_num_seqs`\n\n## Twice\n\n## Twice\n\n[x]({link})"
+    assert list(written(text).links()) == [link]
+    assert not list(written(text).dead_links())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[x](tests/GONE.md)",
+        "![x](pictures/gone.png)",
+        "| a |\n|---|\n| [x](gone.md) |",
+        "[x][y]\n\n[y]: gone.md",
+        "[x](#no-such-heading)",
+        "[x](tests/README.md#no-such-heading)",
+        "[x](Makefile#test)",
+        "[x](../outside.md)",
+        "[x](https:no-host)",
+    ],
+)
+def test_a_link_that_leads_nowhere(text: str) -> None:
+    assert len(list(written(text).dead_links())) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```sh\neverlift up --no-ray --workers 2   # not --modle\n```",
+        "    everlift generate Once --address HEAD:50051 > out",
+        "    export EVERLIFT_API_KEY=$(everlift key create --tenant acme)",
+        "    ray exec cluster.yaml 'everlift tenant set acme --weight 3'",
+        "    kubectl exec $pod -- everlift key list --set router.access=ledger",
+        "    EVERLIFT_WORKER__MAX_NUM_SEQS=64 everlift up",
+        "    SOAK_MINUTES=3 make soak",
+        "    everlift bench serve --rate 5 \\\n        --duration 10",
+        "```console\n$ make help\nmake prints this: everlift is no command here\n```",
+        "`everlift up --config`, `everlift chaos`, `make bench-*`",
+    ],
+)
+def test_a_command_that_is_one(text: str) -> None:
+    assert list(written(text).commands())
+    assert not faults(written(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("    everlift upp", "no command upp"),
+        ("    everlift chaos drown any-worker", "no command drown"),
+        ("    everlift chaos", "chaos needs a command"),
+        ("    everlift up --modle x", "--modle"),
+        ("    everlift up --workers", "requires an argument"),
+        ("    everlift up --workers two", "--workers"),
+        ("    everlift generate", "Missing argument"),
+        ("    everlift status now", "unexpected extra argument"),
+        ("    everlift up --set router.prot=0", "port"),
+        ("    everlift up --set worker.max_num_seqs=0", "max_num_seqs"),
+        ("    EVERLIFT_WORKER__MAX_NUM_SEQ=64 everlift up", "MAX_NUM_SEQS"),
+        ("    kubectl exec $pod -- everlift keys", "no command keys"),
+        ("    ray exec cluster.yaml 'everlift keys'", "no command keys"),
+        ("    echo x | make tests", "make knows no tests"),
+        ("```console\n$ everlift upp\n```", "no command upp"),
+        ("`everlift up --modle`", "up has no --modle"),
+        ("`make tests`", "make knows no tests"),
+    ],
+)
+def test_a_command_that_is_none(text: str, told: str) -> None:
+    [what] = faults(written(text)).values()
+    assert told in what
+
+
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        ("router: {port: 0}\nworker: {max_num_seqs: 8}", ""),
+        ("workers: {min: 1, max: 8}\nconfig:\n  worker: {max_num_seqs: 8}", ""),
+        ("router: {prot: 0}", "port"),
+        ("worker: {max_num_seqs: 0}", "max_num_seqs"),
+        ("workers: {mim: 1}", "mim"),
+        ("workers: {min: 1}\nconfig:\n  worker: {max_num_sqes: 8}", "max_num_sqes"),
+    ],
+)
+def test_an_example_in_yaml(example: str, told: str) -> None:
+    [block] = written(f"```yaml\n{example}\n```").examples()
+    what = fault_of_example(block)
+    assert told in what and bool(told) == bool(what)

@@ -1,0 +1,667 @@
+"""The client against the fake router, over gRPC and without a socket."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+import everlift
+from everlift import (
+    AsyncClient,
+    Cancelled,
+    Chunk,
+    Client,
+    DataLoss,
+    DeadlineExceeded,
+    EmptyPrompt,
+    EverliftError,
+    FinishReason,
+    GenerateOptions,
+    LedgerUnavailable,
+    NotUtf8,
+    OnDisconnect,
+    OutOfRange,
+    QueueFull,
+    RequestConflict,
+    RouterStopping,
+    Stream,
+    UnknownRequest,
+    Unreachable,
+    errors,
+)
+from everlift.messages import Submission
+from everlift.sampling import SamplingParams, TokenLogprobs
+from everlift.testing import (
+    Break,
+    BreakOff,
+    FakeRouter,
+    Fault,
+    Hold,
+    Output,
+    Overlap,
+    Refuse,
+    Repeat,
+    Skip,
+)
+from everlift.v1 import inference_pb2 as pb
+from tests.support.free_port import free_port
+from tests.support.router.wires import WIRES, Wire
+
+PROMPT = "zero one two three four"
+TEXT = PROMPT
+CHUNKS = [
+    Chunk(0, (0,), "zero", 1, False),
+    Chunk(1, (1,), " one", 1, False),
+    Chunk(2, (2,), " two", 1, False),
+    Chunk(3, (3,), " three", 1, False),
+    Chunk(4, (4,), " four", 1, False),
+]
+
+
+@pytest.fixture(params=WIRES, ids=["grpc", "memory"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    made: Wire = request.param()
+    return made
+
+
+async def chunks(
+    wire: Wire, *faults: Fault | None, reconnect_s: float = 5.0
+) -> tuple[list[Chunk], list[str]]:
+    """What a stream yields under a script of faults, and the calls that it took."""
+    async with wire.router(faults=faults) as router:
+        async with wire.client(router, reconnect_s=reconnect_s) as client:
+            got = [chunk async for chunk in client.generate(PROMPT)]
+        return got, router.calls
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_stream_yields_each_token_with_its_text_once(wire: Wire) -> None:
+    assert await chunks(wire) == (CHUNKS, ["Generate"])
+
+
+async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        stream = client.generate(PROMPT, max_tokens=3)
+        assert (stream.finish_reason, stream.usage, stream.timing) == (None, None, None)
+        assert await stream.text() == "zero one two"
+        assert stream.finish_reason is FinishReason.LENGTH
+        assert stream.usage is not None
+        assert stream.usage.output_tokens == 3
+        assert stream.timing is not None
+        assert stream.timing.attempts == 1
+        assert await stream.text() == ""
+
+
+@pytest.mark.parametrize("fault", [Break, BreakOff])
+@pytest.mark.parametrize("offset", range(6))
+async def test_a_stream_that_breaks_at_any_offset_goes_on_exactly_there(
+    wire: Wire, offset: int, fault: type[Break] | type[BreakOff]
+) -> None:
+    assert await chunks(wire, fault(offset)) == (CHUNKS, ["Generate", f"Attach {offset}"])
+
+
+async def test_a_stream_that_breaks_before_every_token_is_complete(wire: Wire) -> None:
+    got, calls = await chunks(wire, *(Break(offset) for offset in range(6)))
+    assert got == CHUNKS
+    assert calls == ["Generate"] + [f"Attach {offset}" for offset in range(6)]
+
+
+async def test_text_that_comes_with_the_end_survives_a_break_before_it(wire: Wire) -> None:
+    def answer(submission: Submission) -> Output:
+        return Output(((7, "a"), (8, "")), tail="b")
+
+    async with wire.router(answer, [Break(2)]) as router, wire.client(router) as client:
+        got = [chunk async for chunk in client.generate("x")]
+    assert got == [
+        Chunk(0, (7,), "a", 1, False),
+        Chunk(1, (8,), "", 1, False),
+        Chunk(2, (), "b", 1, False),
+    ]
+
+
+@pytest.mark.parametrize("offset", range(5))
+async def test_a_repeated_piece_is_dropped(wire: Wire, offset: int) -> None:
+    assert await chunks(wire, Repeat(offset)) == (CHUNKS, ["Generate"])
+
+
+@pytest.mark.parametrize("offset", range(4))
+async def test_a_piece_that_overlaps_the_last_one_is_asked_for_again(
+    wire: Wire, offset: int
+) -> None:
+    assert await chunks(wire, Overlap(offset)) == (CHUNKS, ["Generate", f"Attach {offset + 1}"])
+
+
+async def test_a_gap_is_data_loss(wire: Wire) -> None:
+    with pytest.raises(DataLoss, match="offsets 2 to 2"):
+        await chunks(wire, Skip(2))
+
+
+@pytest.mark.parametrize("error", [RouterStopping, LedgerUnavailable])
+async def test_a_router_that_cannot_take_it_now_is_asked_again(
+    wire: Wire, error: type[EverliftError]
+) -> None:
+    assert await chunks(wire, Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
+    got = await chunks(wire, Break(2), Refuse(error()))
+    assert got == (CHUNKS, ["Generate", "Attach 2", "Attach 2"])
+
+
+async def test_what_was_accepted_and_is_unknown_now_is_data_loss(wire: Wire) -> None:
+    with pytest.raises(DataLoss, match="lost what it had acknowledged"):
+        await chunks(wire, Break(2), Refuse(UnknownRequest()))
+
+
+async def test_every_error_comes_back_as_itself_with_its_cause(wire: Wire) -> None:
+    final = [e for e in errors.BY_SLUG.values() if e.grpc_status != "UNAVAILABLE"]
+    assert len(final) > 12
+    async with wire.router(faults=[Refuse(e(f"why {e.slug}")) for e in final]) as router:
+        async with wire.client(router, retry_s=0) as client:
+            for error in final:
+                with pytest.raises(error, match=f"why {error.slug}") as caught:
+                    await client.generate(PROMPT).text()
+                assert type(caught.value) is error
+
+
+async def test_an_error_says_when_to_come_again(wire: Wire) -> None:
+    async with wire.router(faults=[Refuse(QueueFull(retry_after_s=1.5))]) as router:
+        async with wire.client(router, retry_s=1.4) as client:
+            with pytest.raises(QueueFull) as caught:
+                await client.generate(PROMPT).text()
+    assert caught.value.retry_after_s == 1.5
+
+
+async def test_after_an_error_a_stream_is_over(wire: Wire) -> None:
+    async with wire.router(faults=[Refuse(EmptyPrompt())]) as router:
+        async with wire.client(router) as client:
+            async with client.generate(PROMPT) as stream:
+                with pytest.raises(EmptyPrompt):
+                    await anext(stream)
+                assert await stream.text() == ""
+    assert router.calls == ["Generate"]
+
+
+async def test_a_router_that_never_answers_is_given_up_after_reconnect_s() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
+        with pytest.raises(Unreachable):
+            await client.generate(PROMPT).text()
+        with pytest.raises(Unreachable):
+            await client.status()
+
+
+async def test_a_deadline_ends_the_search_for_a_router() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        with pytest.raises(DeadlineExceeded, match="no router answered"):
+            await client.generate(PROMPT, timeout_s=0.3).text()
+
+
+async def test_a_deadline_ends_a_stream_that_holds(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
+        stream = client.generate(PROMPT, timeout_s=0.3)
+        assert (await anext(stream), await anext(stream)) == (CHUNKS[0], CHUNKS[1])
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+
+
+async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
+        stream = client.generate(PROMPT)
+        got = [await anext(stream), await anext(stream)]
+        await router.stop()
+        rest = asyncio.create_task(stream.text())
+        await router.start()
+        assert await rest == " two three four"
+        assert got == CHUNKS[:2]
+
+
+async def test_the_next_router_is_asked_when_one_is_gone() -> None:
+    async with FakeRouter() as router:
+        targets = [f"127.0.0.1:{free_port()}", router.address]
+        async with AsyncClient(targets) as client:
+            assert await client.generate(PROMPT).text() == TEXT
+        async with AsyncClient(targets) as client:
+            assert (await client.status()).completed == 1
+
+
+async def test_the_next_router_is_asked_when_one_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernel still takes connections."""
+    monkeypatch.setattr(everlift.client, "_TRY_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        async with FakeRouter() as router:
+            targets = [f"127.0.0.1:{frozen.getsockname()[1]}", router.address]
+            async with AsyncClient(targets) as client:
+                assert (await client.status()).completed == 0
+            async with AsyncClient(targets[0], retry_s=0) as client:
+                with pytest.raises(Unreachable, match="no answer within"):
+                    await client.status()
+
+
+async def test_closing_a_stream_cancels_its_request(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
+        async with client.generate(PROMPT) as stream:
+            await anext(stream)
+        assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
+
+
+async def test_a_cancelled_task_cancels_its_request(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
+        stream = client.generate(PROMPT)
+
+        async def work() -> None:
+            async with stream:
+                await stream.text()
+
+        task = asyncio.create_task(work())
+        await until(lambda: bool(router.requests))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
+
+
+async def test_closing_a_finished_stream_calls_nothing(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        async with client.generate(PROMPT) as stream:
+            await stream.text()
+        assert router.calls == ["Generate"]
+
+
+async def test_closing_a_stream_without_a_router_does_not_fail() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        await client.generate(PROMPT).aclose()
+
+
+async def test_closing_an_attached_stream_only_leaves(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2), Hold(2)]) as router:
+        async with wire.client(router) as client:
+            owner = client.generate(PROMPT)
+            await anext(owner)
+            async with client.attach(owner.request_id) as stream:
+                assert await anext(stream) == CHUNKS[0]
+            assert "Cancel" not in router.calls
+            await owner.aclose()
+
+
+async def test_closing_the_client_breaks_its_streams_and_cancels_nothing(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router:
+        client = wire.client(router)
+        stream = client.generate(PROMPT)
+        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(Unreachable):
+            await waiting
+        await stream.aclose()
+        with pytest.raises(Unreachable, match="the client is closed"):
+            await client.status()
+        assert router.calls == ["Generate"]
+
+
+ABC = (
+    Output(((1, "a"), (2, "b"), (3, "c")), tail="!"),
+    Output(((4, "x"),), tail="?"),
+    Output(((5, "k"), (6, "l"))),
+)
+
+
+async def choices(wire: Wire, *faults: Fault | None) -> tuple[list[str], Stream, list[str]]:
+    """The texts of three choices under a script of faults, their stream, and its calls."""
+    async with wire.router(lambda _: ABC, faults) as router:
+        async with wire.client(router, reconnect_s=5.0) as client:
+            stream = client.generate(PROMPT, n=3)
+            return await stream.texts(), stream, router.calls
+
+
+async def test_a_stream_of_several_choices_tells_them_apart(wire: Wire) -> None:
+    texts, stream, calls = await choices(wire)
+    assert texts == ["abc!", "x?", "kl"]
+    assert stream.finish_reasons == dict.fromkeys(range(3), FinishReason.STOP)
+    assert stream.finish_reason is FinishReason.STOP
+    assert stream.usage is not None
+    assert stream.usage.output_tokens == 6
+    assert calls == ["Generate"]
+
+
+@pytest.mark.parametrize("fault", [Break, BreakOff])
+@pytest.mark.parametrize(
+    ("choice", "offset", "attach"),
+    [
+        (0, 0, "Attach 0"),
+        (2, 0, "Attach 1 1"),
+        (1, 1, "Attach 2 1 1"),
+        (0, 2, "Attach 2 1 2"),
+        (2, 2, "Attach 3 1 2"),
+        (0, 3, "Attach 3 1 2"),
+    ],
+)
+async def test_each_choice_goes_on_exactly_where_it_broke(
+    wire: Wire, fault: type[Break] | type[BreakOff], choice: int, offset: int, attach: str
+) -> None:
+    texts, stream, calls = await choices(wire, fault(offset, choice))
+    assert texts == ["abc!", "x?", "kl"]
+    assert len(stream.finish_reasons) == 3
+    assert calls == ["Generate", attach]
+
+
+async def test_faults_of_one_choice_do_not_touch_the_others(wire: Wire) -> None:
+    assert (await choices(wire, Repeat(1, choice=2)))[0] == ["abc!", "x?", "kl"]
+    texts, _, calls = await choices(wire, Overlap(0, choice=2))
+    assert (texts, calls) == (["abc!", "x?", "kl"], ["Generate", "Attach 2 1 1"])
+    with pytest.raises(DataLoss, match="offsets 0 to 0"):
+        await choices(wire, Skip(0, choice=2))
+
+
+async def test_choices_can_be_attached_to_each_from_its_own_offset(wire: Wire) -> None:
+    async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
+        request_id = client.generate(PROMPT, n=3).request_id
+        await client.generate(PROMPT, n=3, request_id=request_id).text()
+        for offsets, texts in [
+            (2, ["c!", "x?", "kl"]),
+            ([1], ["bc!", "x?", "kl"]),
+            ([3, 1, 2], ["!", "?", ""]),
+            ([], ["abc!", "x?", "kl"]),
+        ]:
+            assert await client.attach(request_id, offsets).texts() == texts
+        assert await client.attach(request_id).text() == "abc!"
+        with pytest.raises(everlift.OffsetOutOfRange):
+            await client.attach(request_id, [0, 0, 0, 0]).text()
+
+
+async def test_chunks_bring_the_log_probabilities_of_their_tokens(wire: Wire) -> None:
+    logprobs = tuple(TokenLogprobs(-float(at), at + 1, ((7, -0.5),)) for at in range(3))
+    output = Output(((1, "a"), (2, "b"), (3, "c")), logprobs=logprobs, prompt_logprobs=logprobs[:2])
+    async with wire.router(lambda _: output, [Break(1), Break(2)]) as router:
+        async with wire.client(router) as client:
+            stream = client.generate(PROMPT, logprobs=1, prompt_logprobs=1)
+            got = [chunk async for chunk in stream]
+    assert [chunk.logprobs for chunk in got] == [(it,) for it in logprobs]
+    assert stream.prompt_logprobs == logprobs[:2]
+
+
+async def test_a_request_can_be_attached_to_from_any_offset(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        stream = client.generate(PROMPT)
+        await stream.text()
+        for offset in range(6):
+            got = [chunk async for chunk in client.attach(stream.request_id, offset)]
+            assert got == CHUNKS[offset:]
+
+
+async def test_a_request_can_be_attached_to_behind_what_was_received(wire: Wire) -> None:
+    async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
+        request_id = client.generate(PROMPT, n=3).request_id
+        stream = client.generate(PROMPT, n=3, request_id=request_id)
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for chunk in stream:
+            tokens[chunk.choice] += chunk.token_ids
+        received = [tokens[0][:1], tokens[1][:0], tokens[2][:2]]
+        rest = await client.attach(request_id, received=received).texts()
+        assert rest == await client.attach(request_id, [1, 0, 2]).texts()
+        # Who has other tokens, or more than there are, hears of it.
+        for received in ([[*tokens[0][:1], 999]], [[*tokens[0], 5, 5, 5]]):
+            with pytest.raises(everlift.DataLoss):
+                await client.attach(request_id, received=received).text()
+        with pytest.raises(everlift.InvalidRequest, match="give one of them"):
+            client.attach(request_id, 1, received=[[1]])
+
+
+async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
+        stream = client.generate(PROMPT)
+        got = [await anext(stream), await anext(stream)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.1)
+        assert got + [chunk async for chunk in stream] == CHUNKS
+
+
+async def test_the_same_id_is_the_same_request_and_another_body_a_conflict(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        assert await client.generate(PROMPT, request_id="a").text() == TEXT
+        assert await client.generate(PROMPT, request_id="a", timeout_s=9).text() == TEXT
+        with pytest.raises(RequestConflict):
+            await client.generate("another", request_id="a").text()
+
+
+async def test_calls_answer_about_a_request(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        await client.generate(PROMPT, request_id="a").text()
+        known = await client.get_request("a")
+        assert (known.state, known.output_tokens) == (pb.REQUEST_STATE_FINISHED, 5)
+        assert (await client.cancel("a")).state == pb.REQUEST_STATE_FINISHED
+        calls: list[Awaitable[object]] = [client.get_request("b"), client.cancel("b")]
+        for call in calls:
+            with pytest.raises(UnknownRequest):
+                await call
+
+
+async def test_a_cancelled_request_ends_with_cancelled_for_its_readers(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
+        stream = client.generate(PROMPT)
+        await anext(stream)
+        await client.cancel(stream.request_id)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_every_option_reaches_the_router(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        stream = client.generate(
+            [5, 6],
+            max_tokens=1,
+            temperature=0.5,
+            top_p=0.25,
+            top_k=3,
+            min_p=0.125,
+            seed=9,
+            stop="END",
+            stop_token_ids=[4],
+            ignore_eos=True,
+            model="m",
+            request_id="r",
+            on_disconnect=OnDisconnect.CONTINUE,
+            timeout_s=60.0,
+        )
+        await stream.text()
+        got = router.requests["r"].submission
+    sampling = got.sampling
+    assert (got.prompt, got.max_tokens, got.stop, got.stop_token_ids) == ((5, 6), 1, ("END",), (4,))
+    assert (got.ignore_eos, got.model) == (True, "m")
+    assert got.on_disconnect is OnDisconnect.CONTINUE
+    assert got.timeout_s == pytest.approx(60, abs=5)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
+    assert (sampling.min_p, sampling.seed) == (0.125, 9)
+
+
+async def test_every_option_of_choices_and_logits_reaches_the_router(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        stream = client.generate(
+            PROMPT,
+            n=3,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            logit_bias={7: -100.0, 2: 0.5},
+            min_tokens=2,
+            include_stop=True,
+            logprobs=0,
+            prompt_logprobs=4,
+            cache_salt="mine",
+            request_id="r",
+        )
+        await stream.texts()
+        got = router.requests["r"].submission
+    assert (got.n, got.include_stop, got.cache_salt) == (3, True, "mine")
+    assert got.sampling == SamplingParams(
+        seed=got.sampling.seed,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((2, 0.5), (7, -100.0)),
+        min_tokens=2,
+        logprobs=0,
+        prompt_logprobs=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"json_schema": {"type": "object"}}, ("json_schema", ('{"type": "object"}',))),
+        ({"json_schema": "{}"}, ("json_schema", ("{}",))),
+        ({"regex": "a+"}, ("regex", ("a+",))),
+        ({"ebnf": 'root ::= "a"'}, ("ebnf", ('root ::= "a"',))),
+        ({"choice": ["yes", "no"]}, ("choice", ("yes", "no"))),
+        ({"choice": "yes"}, ("choice", ("yes",))),
+    ],
+)
+async def test_the_form_of_the_output_reaches_the_router(
+    wire: Wire, option: GenerateOptions, expected: tuple[str, tuple[str, ...]]
+) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        await client.generate(PROMPT, request_id="r", **option).text()
+        grammar = router.requests["r"].submission.sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind.value, grammar.texts) == expected
+
+
+async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        await client.generate(PROMPT, request_id="r").text()
+        assert router.requests["r"].submission.on_disconnect is OnDisconnect.GRACE
+
+
+async def test_what_cannot_be_sent_is_refused_at_once() -> None:
+    client = AsyncClient("127.0.0.1:1")
+    with pytest.raises(OutOfRange):
+        client.generate("x", max_tokens=-1)
+    with pytest.raises(OutOfRange):
+        client.generate([1 << 40])
+    with pytest.raises(OutOfRange):
+        client.generate("x", timeout_s=float("inf"))
+    with pytest.raises(NotUtf8):
+        client.generate("\ud800")
+    with pytest.raises(everlift.InvalidRequest, match="request_id"):
+        client.generate("x", request_id="no spaces")
+    with pytest.raises(everlift.InvalidRequest, match="one form, not regex and choice"):
+        client.generate("x", regex="a", choice=["b"])
+    with pytest.raises(OutOfRange):
+        client.generate("x", logit_bias={-1: 0.5})
+    with pytest.raises(TypeError, match="max_token"):
+        client.generate("x", max_token=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="not bytes"):
+        client.generate(b"x")
+    with pytest.raises(ValueError, match="at least one"):
+        AsyncClient([])
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda client: client.cancel("\udcff"), NotUtf8),
+        (lambda client: client.forget("\udcff"), NotUtf8),
+        (lambda client: client.get_request("\udcff"), NotUtf8),
+        (lambda client: client.explain("\udcff"), NotUtf8),
+        (lambda client: client.list_requests(tenant="\udcff"), NotUtf8),
+        (lambda client: client.list_requests(page_size=1 << 40), OutOfRange),
+        (lambda client: client.tokenize("\udcff"), NotUtf8),
+        (lambda client: client.detokenize([1 << 40]), OutOfRange),
+        (lambda client: client.drain("\udcff"), NotUtf8),
+        (lambda client: client.set_policy(max_queued=1 << 70), OutOfRange),
+        (lambda client: client.attach("r", 1 << 70).text(), OutOfRange),
+        (lambda client: client.attach("r", received=[[1 << 40]]).text(), OutOfRange),
+    ],
+)
+async def test_no_call_is_made_with_what_no_message_can_hold(
+    wire: Wire, call: Callable[[AsyncClient], Awaitable[object]], error: type[Exception]
+) -> None:
+    async with wire.router() as router:
+        async with wire.client(router) as client:
+            with pytest.raises(error):
+                await call(client)
+        assert router.calls == []
+
+
+async def test_the_blocking_client_does_all_of_this_too(wire: Wire) -> None:
+    def work(client: Client) -> None:
+        with client:
+            stream = client.generate(PROMPT, request_id="a")
+            assert stream.request_id == "a"
+            assert list(stream) == CHUNKS
+            assert stream.finish_reason is FinishReason.STOP
+            assert stream.usage is not None
+            assert stream.timing is not None
+            assert stream.finish_reasons == {0: FinishReason.STOP}
+            assert stream.prompt_logprobs == ()
+            assert client.attach("a", 3).text() == " three four"
+            first = [token for chunk in CHUNKS[:3] for token in chunk.token_ids]
+            assert client.attach("a", received=[first]).text() == " three four"
+            assert client.generate("x y", n=2).texts() == ["x y", "x y"]
+            assert client.get_request("a").output_tokens == 5
+            assert client.cancel("a").state == pb.REQUEST_STATE_FINISHED
+            assert client.status().completed == 2
+            with pytest.raises(UnknownRequest):
+                client.attach("b").text()
+        client.close()
+
+    async with wire.router(faults=[Break(2)]) as router:
+        await asyncio.to_thread(work, wire.blocking(router))
+
+
+async def test_leaving_a_blocking_stream_cancels_its_request(wire: Wire) -> None:
+    def work(client: Client) -> None:
+        with client, client.generate(PROMPT, request_id="a") as stream:
+            assert next(stream) == CHUNKS[0]
+
+    async with wire.router(faults=[Hold(2)]) as router:
+        await asyncio.to_thread(work, wire.blocking(router))
+        assert router.requests["a"].state == pb.REQUEST_STATE_CANCELLED
+
+
+@pytest.mark.parametrize(("offset", "word"), [(2, "two"), (5, "none")])
+async def test_who_goes_on_behind_other_tokens_hears_of_it(
+    wire: Wire, offset: int, word: str
+) -> None:
+    """The router has made again what it lost: one token is another one, or missing."""
+    async with wire.router(faults=[Break(offset)]) as router:
+        async with wire.client(router) as client:
+            stream = client.generate(PROMPT)
+            for _ in range(offset):
+                await anext(stream)
+            known = router.requests[stream.request_id]
+            tokens = known.outputs[0].tokens
+            other = tuple((token + (token == 1), text) for token, text in tokens[: offset + 1])
+            known.outputs = (Output(other[:-1] if word == "none" else other),)
+            with pytest.raises(DataLoss, match=f"choice 0 cannot be continued at offset {offset}"):
+                await anext(stream)
+
+
+async def test_who_attaches_in_the_middle_need_not_say_what_was_before(wire: Wire) -> None:
+    async with wire.router(faults=[None, Break(4)]) as router:
+        async with wire.client(router) as client:
+            await client.generate(PROMPT, request_id="r").text()
+            assert await client.attach("r", from_offset=3).text() == " three four"
+            assert router.calls == ["Generate", "Attach 3", "Attach 4"]
+
+
+async def test_a_request_can_be_forgotten(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        await client.generate(PROMPT, request_id="r").text()
+        await client.forget("r")
+        for ask in (client.forget, client.get_request, client.cancel):
+            with pytest.raises(UnknownRequest):
+                await ask("r")
+
+
+async def test_a_deadline_counts_from_the_first_call(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
+        stream = client.generate(PROMPT, timeout_s=9.0)
+        await asyncio.sleep(0.05)
+        assert await stream.text() == TEXT
+    assert router.requests[stream.request_id].submission.timeout_s == pytest.approx(9, abs=0.02)

@@ -1,0 +1,78 @@
+"""What the client library's texts show is what happens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everlift
+from everlift import AsyncClient, Client, ManyStream, Stream, blocking, client, testing
+from everlift.testing import FakeRouter, FakeTransport
+from everlift.v1 import chaos_pb2
+from everlift.v1.inference_pb2 import RequestState
+from tests.support.examples import check, public, run
+
+ROOT = Path(__file__).parents[3]
+METHODS = [
+    pytest.param(member, id=f"{kind.__name__}.{name}")
+    for kind in (AsyncClient, Stream, ManyStream)
+    for name, member in public(kind)
+]
+BLOCKS = [
+    pytest.param(block, id=f"{path}:{number}")
+    for path in ("README.md", "proto/README.md")
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+    )
+    # Some are of other clients.
+    if path != "README.md" or "from everlift " in block
+    if "google.rpc" not in block
+]
+
+
+@pytest.fixture
+async def names() -> AsyncIterator[dict[str, Any]]:
+    """What an example finds: a client of a fake router, and what one would import."""
+    public = {name: getattr(everlift, name) for name in everlift.__all__}
+    fakes = {name: getattr(testing, name) for name in testing.__all__}
+    async with AsyncClient("fake", transport=FakeTransport()) as fake:
+        yield {
+            **public,
+            **fakes,
+            "client": fake,
+            "RequestState": RequestState,
+            "chaos_pb2": chaos_pb2,
+            "schema": {"type": "object"},
+        }
+
+
+@pytest.mark.parametrize("member", METHODS)
+async def test_each_method_shows_what_it_does(member: Any, names: dict[str, Any]) -> None:
+    assert await check(member.__doc__, names)
+
+
+@pytest.mark.parametrize("kind", [AsyncClient, Stream, ManyStream, FakeTransport])
+async def test_each_class_shows_how_it_is_used(kind: type, names: dict[str, Any]) -> None:
+    assert kind.__doc__ is not None
+    assert await check(kind.__doc__, names)
+
+
+@pytest.mark.parametrize("module", [client, blocking, testing])
+async def test_each_module_shows_how_it_is_used(module: Any, names: dict[str, Any]) -> None:
+    def somewhere(kind: type) -> Any:
+        """Whatever address a text names, a fake router is there."""
+        return lambda address, transport=None: kind(address, transport=transport or FakeTransport())
+
+    if module is not testing:
+        names |= {"AsyncClient": somewhere(AsyncClient), "Client": somewhere(Client)}
+    assert await check(module.__doc__, names)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+async def test_the_readmes_programs_run(block: str, names: dict[str, Any]) -> None:
+    async with FakeRouter() as router:
+        await run(block.replace("127.0.0.1:50051", router.address), names)

@@ -1,0 +1,164 @@
+"""Where the time of a request went, as it is told and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everlift.explanation import LABELS, as_json, server_timing
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
+from router.prediction.length_distribution import LengthDistribution
+from router.prediction.predictor import Prediction
+from router.requests.explanation import MAX_BYTES, explained, kept, packed, resumed
+from router.requests.timing import FINISHED, SILENT, Journal
+from tests.support.ledger.ledgers import make_request
+from tests.support.router.journal_support import WatchedJournal
+
+CAME = 5000.0
+#: The ledger's clock when the gateway's is at 0.
+LEDGER = 1e9
+
+
+def entry(state: State = State.RUNNING, attempts: int = 1) -> Entry:
+    return Entry(
+        "a/r", state, "g", LEDGER + CAME + 1, (4,), attempts=attempts, finish_reasons=(None,)
+    )
+
+
+def journal(attempts: int = 1, names: int = 0) -> Journal:
+    made = WatchedJournal(CAME)
+    made.rendered(CAME + 0.5)
+    made.accepted(CAME + 1)
+    now = CAME + 1
+    for attempt in range(1, attempts + 1):
+        queue = pb.QueueStay(earlier=1, before=["a/" + "b" * 120] * names)
+        stay = session_pb2.Stay(seconds=0.5, queue=queue)
+        message = session_pb2.Dispatched(
+            worker_id="w" * 32, attempt=attempt, overtaken=2, stay=stay
+        )
+        others = ("a/" + "n" * 120,) * names
+        made.dispatched(message, 10, others, made.worker, now := now + 1, others)
+        made.joined(others)
+        account = session_pb2.Account(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
+        made.says(now := now + 1, 2, account)
+        made.left("moved", now)
+        made.queued_again(now := now + 1)
+    return made
+
+
+def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
+    prediction = Prediction(LengthDistribution(7.0))
+    return explained(of.until(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
+
+
+def stored(explanation: bytes, of: Entry, now: float) -> Stored:
+    return Stored(of, make_request(), (StoredChoice(),), now, explanation=explanation)
+
+
+def seconds(explanation: pb.Explanation) -> float:
+    return sum(span.seconds for span in explanation.spans)
+
+
+def test_it_says_what_was_predicted_and_what_came() -> None:
+    explanation = told(journal(), CAME + 6)
+    assert explanation.total_s == seconds(explanation) == 6.0
+    assert (explanation.predicted_output_tokens, explanation.output_tokens) == (7, 4)
+    assert explanation.predicted_ttft_s == 0.5 and not explanation.HasField("ttft_s")
+    (attempt,) = explanation.attempts
+    assert (attempt.worker_id, attempt.known_tokens, attempt.end) == ("w" * 32, 10, "moved")
+
+
+@pytest.mark.parametrize("attempts, names", [(1, 0), (1, 8), (3, 8), (8, 8), (64, 8)])
+def test_what_the_ledger_keeps_has_its_bound_and_adds_up(attempts: int, names: int) -> None:
+    explanation = told(journal(attempts, names), CAME + 1000, attempts)
+    data = packed(explanation)
+    assert len(data) <= MAX_BYTES
+    read = pb.Explanation.FromString(data)
+    assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
+    assert read.dropped_attempts + len(read.attempts) == attempts
+    # Names go before attempts do, and those of who came later first.
+    assert read.attempts and (read.dropped_attempts == 0) == (attempts <= 8)
+    assert len(read.attempts[-1].neighbours) == names
+
+
+def test_first_attempts_give_way_where_not_even_their_times_fit() -> None:
+    explanation = told(journal(8), CAME + 1000, 8)
+    for attempt in explanation.attempts:
+        attempt.worker_id = "w" * 600
+    read = pb.Explanation.FromString(packed(explanation))
+    assert 0 < len(read.attempts) == 8 - read.dropped_attempts < 8
+    assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
+
+
+def test_the_ledgers_events_say_what_came_behind_what_it_was_told() -> None:
+    data = packed(told(journal(), CAME + 6))
+    over = replace(entry(State.FINISHED), finish_reasons=(FinishReason.STOP,))
+    events = (Event(over.arrived, "open", "g"), Event(LEDGER + CAME + 6.5, "finish", ""))
+    explanation = kept(stored(data, over, LEDGER + 1e6), events)
+    assert explanation.state == pb.REQUEST_STATE_FINISHED
+    assert explanation.spans[-1] == pb.Span(kind=pb.SPAN_KIND_STORING, seconds=0.5)
+    assert seconds(explanation) == explanation.total_s == 6.5
+
+
+def test_of_what_nobody_explained_the_ledger_tells_the_whole() -> None:
+    over = entry(State.CANCELLED)
+    events = (Event(over.arrived, "open", "g"), Event(over.arrived + 3, "end", "cancelled"))
+    explanation = kept(stored(b"", over, LEDGER + 1e6), events)
+    assert list(explanation.spans) == [pb.Span(kind=pb.SPAN_KIND_ELSEWHERE, seconds=3.0)]
+    assert explanation.total_s == 3.0
+
+
+def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
+    first = journal()
+    first.readable(CAME + 4)
+    data = packed(told(first, CAME + 6))
+    heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
+    message = session_pb2.Dispatched(worker_id="x", attempt=3, overtaken=1)
+    heir.dispatched(message, 10, (), SILENT, 80.0)
+    heir.left(FINISHED, 81.0)
+    explanation = told(heir, 81.0)
+    assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
+    by_kind = {span.kind: span.seconds for span in explanation.spans}
+    assert by_kind[pb.SPAN_KIND_ELSEWHERE] == pytest.approx(10.0)
+    assert [attempt.worker_id for attempt in explanation.attempts] == ["w" * 32, "x"]
+    assert (explanation.ttft_s, explanation.ledger_s) == (4.0, 1.0)
+    assert explanation.overtaken == 2 + 1
+
+
+def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
+    first = told(journal(12), CAME + 100, attempts=12)
+    heir = resumed(stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0)
+    explanation = told(heir, 102.0, attempts=12)
+    assert explanation.dropped_attempts + len(explanation.attempts) == 12
+    for attempt in range(13, 13 + 9):
+        message = session_pb2.Dispatched(worker_id="x", attempt=attempt)
+        heir.dispatched(message, 10, (), SILENT, 103.0)
+        heir.left("moved", 104.0)
+        heir.queued_again(105.0)
+    explanation = told(heir, 110.0, attempts=21)
+    assert explanation.dropped_attempts + len(explanation.attempts) == 21
+    assert explanation.overtaken == 2 * 12
+    assert seconds(explanation) == pytest.approx(explanation.total_s)
+
+
+def test_every_kind_has_a_label() -> None:
+    assert set(LABELS) == set(pb.SpanKind.values()) - {pb.SPAN_KIND_UNSPECIFIED}
+
+
+def test_programs_are_told_where_each_span_begins() -> None:
+    spans = [
+        pb.Span(kind=pb.SPAN_KIND_BEHIND_EARLIER, seconds=0.25, attempt=1),
+        pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.5, attempt=1),
+    ]
+    explanation = pb.Explanation(request_id="r", state=pb.REQUEST_STATE_FAILED, spans=spans)
+    told = as_json(explanation)
+    assert told["state"] == "failed"
+    assert told["spans"] == [
+        {"kind": "behind_earlier", "start_s": 0.0, "seconds": 0.25, "attempt": 1},
+        {"kind": "decode", "start_s": 0.25, "seconds": 0.5, "attempt": 1},
+    ]
+    assert server_timing(spans) == "behind_earlier;dur=250.000, decode;dur=500.000"

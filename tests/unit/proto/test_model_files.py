@@ -1,0 +1,305 @@
+"""Where a model's files are: directories, and a hub's repositories through the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, file_download, hf_hub_download
+
+from everlift.model_files import ModelUnavailable, fetch, locate, pin, weight_files
+from everlift.model_name import is_commit, is_hub_id, name_for_clients
+from tests.support.hub import Hub, in_use
+
+NAME = "org/tiny"
+TEXTS = {"config.json": b"{}", "tokenizer.json": b"[]"}
+ONE_FILE = {**TEXTS, "model.safetensors": bytes(range(200)) * 10}
+SHARDS = {
+    **TEXTS,
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+    "model-1.safetensors": b"one",
+    "model-2.safetensors": b"two",
+}
+FOR_OTHERS = {
+    "README.md": b"read me",
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"the same weights once more",
+    "original/params.json": b"{}",
+    "onnx/model.safetensors": b"",
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.chdir(tmp_path)
+    with in_use(tmp_path / "cache") as hub:
+        yield hub
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+async def fetched(revision: str = "", *, weights: bool = True) -> set[str]:
+    """The names of what is there after a fetch."""
+    await fetch(NAME, revision, weights=weights)
+    return {path.name for path in locate(NAME, revision, weights=weights).iterdir()}
+
+
+async def refusal(revision: str = "", name: str = NAME) -> str:
+    """Why there are no files."""
+    with pytest.raises(ModelUnavailable) as caught:
+        await fetch(name, revision, weights=True)
+    message = str(caught.value)
+    assert name in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "expected"),
+    [
+        ("org/name", "", True),
+        ("Qwen/Qwen3-0.6B", "", True),
+        ("here/name", "", False),
+        ("here/name", "v1", True),
+        ("./org/name", "", False),
+        ("/org/name", "", False),
+        ("~/name", "", False),
+        ("org/name/more", "", False),
+        ("name", "", False),
+        ("fake", "", False),
+    ],
+)
+def test_a_hub_id_is_two_words_and_no_directory(
+    model: str, revision: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id(model, revision) is expected
+
+
+def test_clients_call_a_model_by_its_hub_id_or_its_directorys_name(tmp_path: Path) -> None:
+    assert name_for_clients("org/name") == "org/name"
+    assert name_for_clients(f"{tmp_path}/llama/") == "llama"
+
+
+def test_only_a_commit_is_one() -> None:
+    assert is_commit("0123456789abcdef0123456789abcdef01234567")
+    assert not is_commit("main") and not is_commit("0123456")
+
+
+async def test_a_directory_needs_no_hub(tmp_path: Path) -> None:
+    assert await pin(str(tmp_path)) == ""
+    await fetch(str(tmp_path), weights=True)
+    assert locate(str(tmp_path), weights=True) == tmp_path
+
+
+def test_what_is_neither_directory_nor_hub_id_is_told_both() -> None:
+    with pytest.raises(ModelUnavailable, match="no such directory, and it is no hub id"):
+        locate("/nowhere", weights=True)
+
+
+async def test_a_router_gets_texts_and_a_worker_the_weights_too(hub: Hub) -> None:
+    hub.push(NAME, {**ONE_FILE, **FOR_OTHERS})
+    assert await fetched(weights=False) == set(TEXTS)
+    assert await fetched() == set(ONE_FILE)
+    assert hub.downloads() == sorted(ONE_FILE)
+
+
+async def test_of_weights_in_several_files_the_indexed_ones_are_fetched(hub: Hub) -> None:
+    hub.push(NAME, {**SHARDS, **FOR_OTHERS, "model-3.safetensors": b"of nobody"})
+    assert await fetched() == set(SHARDS)
+    directory = locate(NAME, weights=True)
+    assert [path.read_bytes() for path in weight_files(directory)] == [b"one", b"two"]
+
+
+async def test_a_commit_stays_when_its_branch_moves(hub: Hub) -> None:
+    first = hub.push(NAME, ONE_FILE)
+    assert await pin(NAME) == await pin(NAME, "main") == first
+    second = hub.push(NAME, SHARDS)
+    assert await pin(NAME) == second != first
+    assert await pin(NAME, first) == first
+    assert await fetched(first) == set(ONE_FILE)
+    assert await fetched(second) == set(SHARDS)
+
+
+async def test_what_is_cached_at_a_commit_is_asked_of_nobody(hub: Hub) -> None:
+    commit = hub.push(NAME, SHARDS)
+    await fetched(commit)
+    hub.requests.clear()
+    assert await fetched(commit) == set(SHARDS)
+    assert hub.requests == []
+
+
+async def test_what_another_program_has_cached_in_part_is_completed(hub: Hub) -> None:
+    commit = hub.push(NAME, ONE_FILE)
+    for name in ("config.json", "model.safetensors"):
+        hf_hub_download(NAME, name, revision=commit)
+    assert await fetched(commit) == set(ONE_FILE)
+    assert hub.downloads() == sorted(ONE_FILE)
+
+
+async def test_offline_the_cache_has_to_do(hub: Hub, request: pytest.FixtureRequest) -> None:
+    commit = hub.push(NAME, SHARDS)
+    await fetched()
+    request.getfixturevalue("offline")
+    hub.requests.clear()
+    assert await pin(NAME) == commit
+    assert await fetched(commit) == await fetched() == set(SHARDS)
+    assert hub.requests == []
+
+
+async def test_offline_without_all_files_it_says_so(
+    hub: Hub, request: pytest.FixtureRequest
+) -> None:
+    hub.push(NAME, SHARDS)
+    await fetched(weights=False)
+    request.getfixturevalue("offline")
+    assert "HF_HUB_OFFLINE is set" in await refusal()
+    with pytest.raises(ModelUnavailable, match="has not all of it"):
+        locate(NAME, weights=True)
+    with pytest.raises(ModelUnavailable, match="HF_HUB_OFFLINE is set"):
+        await pin("org/other")
+
+
+async def test_what_was_not_fetched_cannot_be_located(hub: Hub) -> None:
+    hub.push(NAME, ONE_FILE)
+    with pytest.raises(ModelUnavailable, match="has not all of it"):
+        locate(NAME, weights=False)
+
+
+async def test_what_the_hub_lacks_is_named(hub: Hub) -> None:
+    hub.push(NAME, TEXTS)
+    assert "lacks model.safetensors (pickled weights are not read)" in await refusal()
+    hub.push(NAME, {**SHARDS, "model-2.safetensors": b"two"} | {"config.json": b"{ }"})
+    del hub.repositories[NAME].commits[await pin(NAME)]["model-2.safetensors"]
+    assert "lacks model-2.safetensors" in await refusal()
+    hub.push(NAME, {"tokenizer.json": b""})
+    assert "lacks config.json" in await refusal()
+    assert "the hub has no revision 'v9' of it" in await refusal("v9")
+    assert "the hub has no such model" in await refusal(name="org/nobody")
+    with pytest.raises(ModelUnavailable, match=r"no such model.* no such directory"):
+        await pin("org/nobody")
+
+
+async def test_a_private_model_needs_the_token_and_never_shows_it(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    hub.push(NAME, ONE_FILE)
+    hub.repositories[NAME].token = "hf_right"
+    assert "none that HF_TOKEN gives access to" in await refusal()
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    answer = await refusal()
+    assert "the hub refuses HF_TOKEN" in answer and "401" in answer
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert await fetched() == set(ONE_FILE)
+    assert "hf_" not in caplog.text + answer
+
+
+async def test_a_gated_model_says_whom_to_ask(hub: Hub) -> None:
+    hub.push(NAME, ONE_FILE)
+    hub.repositories[NAME].token = "of somebody else"
+    hub.repositories[NAME].refusal = (403, "GatedRepo")
+    assert "it is gated" in await refusal()
+
+
+async def test_a_hub_that_is_not_there_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the connection to http://127.0.0.1:9 failed" in await refusal()
+    with pytest.raises(ModelUnavailable, match=r"the connection to http://127\.0\.0\.1:9 failed"):
+        await pin(NAME)
+
+
+async def test_a_broken_download_goes_on_where_it_was(hub: Hub) -> None:
+    hub.push(NAME, ONE_FILE)
+    await fetched(weights=False)
+    hub.cuts = [100, 900]
+    await fetched()
+    weights = locate(NAME, weights=True) / "model.safetensors"
+    assert weights.read_bytes() == ONE_FILE["model.safetensors"]
+    assert hub.downloads().count("model.safetensors") == 3
+
+
+async def test_a_download_that_always_breaks_fails_and_leaves_nothing(hub: Hub) -> None:
+    hub.push(NAME, ONE_FILE)
+    await fetched(weights=False)
+    hub.cuts = [0] * 6
+    assert f"the connection to {hub.url} failed" in await refusal()
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+    assert await fetched() == set(ONE_FILE)
+
+
+async def test_a_full_disk_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    hub.push(NAME, ONE_FILE)
+    monkeypatch.setattr(file_download, "http_get", full)
+    assert f"no space is left in {constants.HF_HUB_CACHE}" in await refusal()
+
+
+async def test_the_bytes_that_come_are_told(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.push(NAME, ONE_FILE)
+    told: list[tuple[int, int]] = []
+    await fetch(NAME, weights=True, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert (2000, 2000) in told
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_a_download_that_nobody_waits_for_ends(hub: Hub) -> None:
+    hub.push(NAME, ONE_FILE)
+    await fetched(weights=False)
+    hub.flows.clear()
+    fetching = asyncio.create_task(fetch(NAME, weights=True))
+    await asyncio.to_thread(hub.stalled.wait)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    hub.flows.set()
+    for thread in threading.enumerate():
+        if thread.name == "model files":
+            await asyncio.to_thread(thread.join)
+    with pytest.raises(ModelUnavailable):
+        locate(NAME, weights=True)
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("[]", "is not an index of safetensors files"),
+        ("{", "is not an index of safetensors files"),
+        ('{"weight_map": {"w": 1}}', "names 1, which is no safetensors file beside it"),
+        ('{"weight_map": {"w": "../x.safetensors"}}', r"names '\.\./x\.safetensors'"),
+        ('{"weight_map": {"w": "/x.safetensors"}}', r"names '/x\.safetensors'"),
+        ('{"weight_map": {"w": "pytorch_model.bin"}}', r"names 'pytorch_model\.bin'"),
+    ],
+)
+def test_an_index_of_anything_but_files_beside_it_is_refused(
+    index: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=words):
+        weight_files(tmp_path)
+
+
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    for name, content in SHARDS.items():
+        (tmp_path / name).write_bytes(content)
+    assert [path.name for path in weight_files(tmp_path)] == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
+    (tmp_path / "model.safetensors").touch()
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]

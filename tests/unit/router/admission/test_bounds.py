@@ -1,0 +1,214 @@
+"""What a leader refuses, of those that come and of those that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from everlift.step_time import StepSize
+from everlift.v1 import session_pb2 as pb
+from router.admission.load_shedding import Refusal
+from router.admission.policy import Rules
+from router.admission.workers import Load
+from tests.support.router.admission_support import CONFIG, Cluster, paced
+
+FULL = Load(1, num_running=4, num_waiting=2)
+
+
+def cluster(weight_of: Callable[[str], float] | None = None, **settings: object) -> Cluster:
+    """Of one worker that has all that it can take, and computes 100 tokens a second then."""
+    made = Cluster(replace(CONFIG, **settings), weight_of)
+    made.connect()
+    pace = paced()
+    pace.full_rate = 100.0
+    made.add_worker("w", FULL, pace)
+    made.tenure.look(0.0)
+    return made
+
+
+def learned(**settings: object) -> Cluster:
+    """The same, its steps known: they take 25 ms, whatever they compute."""
+    made = cluster(**settings)
+    worker = made.placement.workers["w"]
+    worker.pace = paced(tokens_per_s=1000.0, rows_per_s=100.0)
+    worker.pace.full_rate = 100.0
+    for size in range(1, 20):
+        worker.step_time.observe(StepSize(size, size, size, size), 0.025)
+    worker.step_time.refit()
+    made.tenure.look(0.0)
+    return made
+
+
+def refusal(cluster: Cluster, **fields: object) -> Refusal:
+    told = pb.Waiting(**{"request_id": "late", "prompt_tokens": 100, "choices": 1} | fields)
+    (refused,) = cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0).refused
+    return refused
+
+
+def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
+    """Who is refused for it, and why."""
+    told = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
+    heard = cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0)
+    return {refusal.waiting.request_id: refusal.slug for refusal in heard.refused}
+
+
+def expired(cluster: Cluster, moment: float) -> dict[str, str]:
+    return {it.waiting.request_id: it.slug for it in cluster.tenure.expire(moment)}
+
+
+def test_a_higher_class_takes_the_place_of_the_newest_of_the_lowest() -> None:
+    full = cluster()
+    for name, priority in (("a", 0), ("b", -1), ("c", -1)):
+        assert come(full, name, priority=priority) == {}
+    assert come(full, "d", priority=-1) == {"d": "queue_full"}
+    assert come(full, "e", priority=5) == {"c": "shed"}
+    assert come(full, "f", priority=5) == {"b": "shed"}
+    assert come(full, "g", priority=0) == {"g": "queue_full"}
+    assert full.tenure.queued == 3
+
+
+def test_what_has_run_or_was_told_to_another_leader_is_never_refused() -> None:
+    full = cluster(refuse_late=True)
+    for number in range(5):
+        assert come(full, f"r{number}", attempt=1, accepted=True) == {}
+    assert come(full, "told", accepted=True, ttft_deadline=0.1) == {}
+    assert come(full, "high", priority=1) == {"told": "shed"}
+
+
+def test_who_waits_for_too_long_is_refused() -> None:
+    some = cluster(queue_ttl=5.0)
+    come(some, "a", arrived=0.0)
+    come(some, "b", arrived=1.0, attempt=1, accepted=True)
+    come(some, "c", arrived=2.0)
+    assert expired(some, 4.9) == {}
+    assert expired(some, 6.9) == {"a": "queue_timeout"}
+    assert expired(some, 100.0) == {"c": "queue_timeout"}
+    assert some.tenure.queued == 1
+
+
+def test_how_long_one_may_wait_changes_for_those_that_come_from_then_on() -> None:
+    some = cluster()
+    come(some, "a", predicted_tokens=400)
+    assert come(some, "late", ttft_deadline=3.9) == {}
+    for _ in some.tenure.obey(replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True)):
+        pass
+    come(some, "b", arrived=2.0)
+    assert come(some, "too late", ttft_deadline=3.9) == {"too late": "deadline_unmeetable"}
+    assert expired(some, 100.0) == {"b": "queue_timeout"}
+    assert some.tenure.queued == 2
+
+
+def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted() -> None:
+    strict, patient = cluster(refuse_late=True), cluster()
+    for some in (strict, patient):
+        come(some, "a", predicted_tokens=400)
+    # Five seconds of work wait, of which a request waits for four at the least; then its prompt
+    # takes a tenth of one.
+    assert come(strict, "b", ttft_deadline=3.9) == {"b": "deadline_unmeetable"}
+    assert come(strict, "c", deadline=3.9) == {"c": "deadline_unmeetable"}
+    assert come(strict, "d", ttft_deadline=4.2) == {}
+    assert come(patient, "b", ttft_deadline=3.9) == {}
+    assert expired(strict, 4.2) == {"d": "queue_timeout"}
+    assert expired(patient, 1000.0) == {}
+
+
+def test_whose_output_would_end_too_late_is_refused_where_that_is_wanted() -> None:
+    """Four seconds of wait at the least, 30 ms for its prompt, and a hundred steps of 20 ms."""
+    strict, patient = learned(refuse_late=True), learned()
+    for some in (strict, patient):
+        come(some, "a", predicted_tokens=400)
+    assert come(strict, "b", deadline=6.0, least_tokens=101) == {"b": "deadline_unmeetable"}
+    assert come(strict, "c", deadline=6.2, least_tokens=101) == {}
+    assert come(strict, "d", deadline=6.0) == {}, "it may end with its first token"
+    assert come(patient, "b", deadline=6.0, least_tokens=101) == {}
+    assert expired(strict, 4.13) == {}
+    assert expired(strict, 4.15) == {"c": "queue_timeout"}
+    assert expired(strict, 5.93) == {}
+    assert expired(strict, 5.95) == {"d": "queue_timeout"}
+
+
+def test_it_is_told_of_how_long_an_output_the_end_would_be_late() -> None:
+    strict = learned(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    told = [refusal(strict, deadline=it, least_tokens=101) for it in (4.0, 6.0)]
+    assert [it.least_tokens for it in told] == [0, 101], "of the first not even a token would come"
+    assert told[1].retry_after_s == pytest.approx(0.03, abs=0.01)
+
+
+def test_where_nobody_waits_an_output_is_refused_that_takes_too_long_by_itself() -> None:
+    idle = learned(refuse_late=True)
+    assert refusal(idle, deadline=1.9, least_tokens=101).retry_after_s == 0.0
+    assert come(idle, "b", deadline=2.1, least_tokens=101) == {}
+    assert come(idle, "c", prompt_tokens=50_000, priority=1, deadline=2.1) == {}, "it may be known"
+    assert expired(idle, 0.0) == {}
+
+
+def test_what_came_of_predictions_is_learned_from() -> None:
+    some = learned()
+    before = some.tenure.outlook().least_tpot_s
+    some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
+    assert some.tenure.outlook().least_tpot_s == pytest.approx(before / 2, rel=0.1)
+
+
+def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
+    strict = cluster(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    assert refusal(strict, ttft_deadline=1.0).retry_after_s == pytest.approx(3.1, abs=0.01)
+
+
+def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:
+    strict = cluster(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    assert come(strict, "b", priority=1, ttft_deadline=0.5) == {}
+
+
+def test_where_tenants_take_turns_who_floods_the_queue_makes_nobody_else_too_late() -> None:
+    weights = {"heavy": 4.0}
+    crowded = cluster(weight_of=lambda it: weights.get(it, 1.0), refuse_late=True, max_queued=1000)
+    for number in range(100):
+        come(crowded, f"flood/{number}")
+    assert come(crowded, "flood/late", ttft_deadline=20.0) == {"flood/late": "deadline_unmeetable"}
+    assert come(crowded, "light/1", ttft_deadline=0.5) == {}
+    # A second of its own work waits, and two take turns: 1.6 s at the least, and its prompt.
+    assert come(crowded, "light/2", ttft_deadline=1.6) == {"light/2": "deadline_unmeetable"}
+    assert come(crowded, "light/3", ttft_deadline=1.8) == {}
+    crowded.hear(pb.GatewayMessage(withdraw=["light/1", "light/3"]))
+    come(crowded, "higher/1", priority=1, predicted_tokens=100)
+    assert come(crowded, "light/4", ttft_deadline=1.6) == {"light/4": "deadline_unmeetable"}
+    assert come(crowded, "light/5", ttft_deadline=1.8) == {}
+    crowded.hear(pb.GatewayMessage(withdraw=["light/5", "higher/1"]))
+    # A second of its own, and a quarter of one of the flood's.
+    assert come(crowded, "heavy/1") == {}
+    assert come(crowded, "heavy/2", ttft_deadline=1.0) == {"heavy/2": "deadline_unmeetable"}
+    assert come(crowded, "heavy/3", ttft_deadline=1.2) == {}
+
+
+def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
+    strict = Cluster(replace(CONFIG, refuse_late=True))
+    strict.connect()
+    come(strict, "a", predicted_tokens=400)
+    assert come(strict, "b", ttft_deadline=0.1) == {}
+
+
+def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
+    some = cluster()
+    assert some.tenure.outlook() == pb.Outlook(tokens_per_s=100.0)
+    come(some, "a", priority=1, predicted_tokens=100)
+    come(some, "b", priority=-1, predicted_tokens=100)
+    some.tenure.look(0.2)
+    outlook = some.tenure.outlook()
+    assert outlook.lowest == -1
+    waits = [(it.priority, it.wait_s, it.work_tokens) for it in outlook.waits]
+    assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]
+
+
+def test_what_was_predicted_goes_with_a_dispatch() -> None:
+    some = cluster()
+    come(some, "a", predicted_tokens=400)
+    come(some, "b")
+    some.placement.report("w", Load(2), 1.0)
+    first, second = some.place(1.0, 1.0)
+    assert (first.waiting.predicted_wait_s, second.waiting.predicted_wait_s) == (0.0, 5.0)
+    assert second.waiting.predicted_ttft_s == pytest.approx(5.1, abs=0.01)

@@ -1,0 +1,120 @@
+"""What a leader says of the cluster's work."""
+
+from __future__ import annotations
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.scheduler import cluster_load
+from router.admission.workers import Capacity, Load
+from tests.support.router.admission_support import Cluster, paced
+
+
+def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
+    """The leader's clock is a hundred seconds behind."""
+    workers = cluster.placement.workers.values()
+    return cluster_load(7, cluster.tenure, workers, ledger_now - 100.0, ledger_now)
+
+
+def test_without_workers_or_requests_there_is_none() -> None:
+    assert say(Cluster()) == pb.ClusterLoad(term=7, wait_s=0.0)
+
+
+def test_what_waits_is_told_in_tokens_and_since_when() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a", arrived=5.0, prompt_tokens=30, predicted_tokens=12)
+    cluster.enqueue("b", arrived=4.0, prompt_tokens=20, predicted_tokens=8)
+    load = say(cluster, ledger_now=6.5)
+    assert (load.queued, load.queued_tokens, load.waited_s) == (2, 70, 2.5)
+    assert load.offered_tokens == 70
+
+
+def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
+    """And not since it came at first: the autoscaler would see a queue of ten minutes."""
+    cluster = Cluster()
+    cluster.connect()
+    told = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
+    cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
+    assert say(cluster, ledger_now=600.5).waited_s == 0.5
+
+
+def test_what_came_counts_once_also_when_it_went() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
+    cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
+    cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+    # It came under another leader, or comes back from its worker.
+    cluster.enqueue("b", prompt_tokens=50, predicted_tokens=1, accepted=True)
+    load = say(cluster)
+    assert (load.queued_tokens, load.offered_tokens) == (51, 40)
+
+
+def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
+    cluster = Cluster()
+    loads = (
+        Load(1, num_running=3, num_waiting=1, blocks_used=10),
+        Load(1, num_running=4, blocks_used=20),
+        Load(1, num_running=4, blocks_used=40, draining=True),
+    )
+    for number, load in enumerate(loads):
+        pace = paced()
+        pace.full_rate = (100.0, None, 900.0)[number]
+        capacity = Capacity(max_num_seqs=4, num_blocks=64, ray_cluster=("a", "b", "b")[number])
+        cluster.add_worker(f"w{number}", load, pace, capacity)
+    said = say(cluster)
+    assert (said.workers, said.running, said.slots) == (2, 8, 8)
+    assert (said.blocks_used, said.blocks_total) == (30, 128)
+    assert said.worker_rate == 100.0
+    assert said.ray_clusters == {"a": 1, "b": 1}
+
+
+def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
+    cluster.connect()
+    for name in ("a/1", "b/1"):
+        cluster.enqueue(name, accepted=True)
+    served = [
+        pb.ServedTokens(tenant="b", tokens=7),
+        pb.ServedTokens(tenant="gone", priority=1, tokens=4),
+    ]
+    cluster.hear(pb.GatewayMessage(served=served))
+    load = say(cluster)
+    assert [(it.tenant, it.priority, it.counter) for it in load.services] == [
+        ("b", 0, 7.0),
+        ("gone", 1, 8.0),
+    ]
+    assert load.service_gap == 7.0
+
+
+def test_who_waits_is_counted_by_class_and_by_tenant_the_most_first() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for name, priority in (("a/1", 1), ("a/2", 0), ("a/3", 0), ("b/1", 0)):
+        cluster.enqueue(name, priority=priority, accepted=True)
+    load = say(cluster)
+    assert [(it.priority, it.queued) for it in load.class_queues] == [(1, 1), (0, 3)]
+    assert [(it.tenant, it.priority, it.queued) for it in load.tenant_queues] == [
+        *(("a", 0, 2), ("b", 0, 1), ("a", 1, 1))
+    ]
+    cluster.hear(pb.GatewayMessage(withdraw=["a/1", "b/1"]))
+    load = say(cluster)
+    assert [(it.priority, it.queued) for it in load.class_queues] == [(0, 2)]
+    assert [it.tenant for it in load.tenant_queues] == ["a"]
+
+
+def test_of_very_many_tenants_the_longest_queues_are_told() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for number in range(80):
+        cluster.enqueue(f"t{number}/1", accepted=True)
+    cluster.enqueue("t7/2", accepted=True)
+    queues = say(cluster).tenant_queues
+    assert (len(queues), queues[0].tenant, queues[0].queued) == (64, "t7", 2)
+
+
+def test_where_tenants_are_not_told_apart_only_classes_are_counted() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a")
+    load = say(cluster)
+    assert [it.queued for it in load.class_queues] == [1] and not load.tenant_queues

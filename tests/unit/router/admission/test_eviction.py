@@ -1,0 +1,212 @@
+"""A higher class makes room for itself, late enough to need it and early enough to help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.admission.throughput import Pace
+from router.admission.workers import Load
+from router.config import RouterConfig
+from tests.support.router.admission_support import CONFIG, Cluster, paced
+
+FULL = Load(1, num_running=4, num_waiting=2, blocks_used=60)
+
+
+def full(load: Load = FULL, pace: Pace | None = None, config: RouterConfig = CONFIG) -> Cluster:
+    """Four requests run on the only worker; two more wait there."""
+    cluster = Cluster(config)
+    cluster.add_worker("w", load, pace or paced())
+    cluster.connect()
+    for number, name in enumerate("abcd"):
+        cluster.runs(name, "w", known_tokens=400 - number)
+    for name in "ef":
+        cluster.runs(name, "w", known_tokens=1)
+    cluster.slots["w"] = list("abcd")
+    return cluster
+
+
+def victims(cluster: Cluster, now: float = 0.0) -> list[str]:
+    """Of the next request, which is placed."""
+    (placed,) = cluster.place(ledger_now=now)
+    assert placed.waiting.request_id == "high"
+    return [victim.request_id for victim in placed.victims]
+
+
+def test_it_makes_room_when_its_first_token_would_come_too_late() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=9.0)
+    assert victims(cluster, now=9.6) == ["d"]
+
+
+def test_it_makes_room_earlier_if_it_would_have_to_wait_for_long() -> None:
+    cluster = full(Load(1, num_running=4, num_waiting=2, blocks_used=100), paced(blocks_per_s=1))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=160)
+    assert not cluster.place(ledger_now=3.5)
+    assert victims(cluster, now=4.5) == ["d"]
+
+
+def test_time_to_compute_its_prompt_is_counted() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
+    assert not cluster.place(ledger_now=8.4)
+    assert victims(cluster, now=8.6)
+
+
+def test_time_to_decode_is_counted_for_the_deadline_of_the_whole() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, deadline=10.0, max_tokens=500)
+    assert not cluster.place(ledger_now=4.4)
+    assert victims(cluster, now=4.6)
+
+
+def test_where_steps_are_long_it_makes_room_some_steps_earlier() -> None:
+    cluster = full(pace=paced(step_s=0.5))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=8.2)
+    assert victims(cluster, now=8.4) == ["d"]
+
+
+def test_what_its_worker_computes_before_it_is_counted() -> None:
+    cluster = full(replace(FULL, pending_prefill_tokens=1500))
+    cluster.runs("e", "w", priority=1, known_tokens=1000)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=8.4)
+    assert victims(cluster, now=8.6) == ["d", "c"]
+
+
+def test_what_only_lower_classes_have_to_compute_is_not_counted() -> None:
+    cluster = full(replace(FULL, pending_prefill_tokens=1500))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=9.4)
+    assert victims(cluster, now=9.6) == ["d"]
+
+
+def test_without_a_deadline_or_after_it_nobody_makes_room() -> None:
+    for fields in ({}, {"ttft_deadline": 10.0}, {"deadline": 10.0}):
+        cluster = full()
+        cluster.enqueue("high", priority=1, **fields)
+        assert not cluster.place(ledger_now=10.5)
+
+
+def test_nobody_makes_room_for_the_own_class() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=0, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=9.9)
+
+
+def test_the_victim_is_of_the_lowest_class() -> None:
+    cluster = full()
+    cluster.runs("a", "w", priority=-1, known_tokens=900)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["a"]
+
+
+def test_as_many_make_room_as_its_blocks_need() -> None:
+    cluster = full(Load(1, num_running=4, num_waiting=2, blocks_used=100))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=500)
+    assert victims(cluster, now=9.9) == ["d", "c"]
+
+
+def test_as_many_make_room_as_its_choices_need_slots() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, choices=3)
+    assert victims(cluster, now=9.9) == ["d", "c", "b"]
+
+
+def test_where_all_together_are_too_few_nobody_makes_room() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, choices=5)
+    assert not cluster.place(ledger_now=9.9)
+
+
+def test_those_of_a_higher_class_that_wait_there_take_the_room_first() -> None:
+    cluster = full()
+    cluster.runs("e", "w", priority=2, known_tokens=1)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d", "c"]
+
+
+def test_a_slot_that_only_lower_classes_wait_for_costs_nobody_anything() -> None:
+    cluster = full(Load(1, num_running=3, num_waiting=3, blocks_used=60))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == []
+
+
+def test_nobody_is_sent_away_twice_in_a_while() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d"]
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["c", "b"]
+
+
+def test_who_made_room_gets_on_before_it_has_to_again() -> None:
+    """Its 397 tokens take 4 s to be computed again."""
+    cluster = full(pace=paced(tokens_per_s=100))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d"]
+    cluster.tenure.forget(now=11.0)
+    assert "d" in cluster.tenure._spared
+    cluster.tenure.forget(now=12.0)
+    assert not cluster.tenure._spared
+
+
+def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d"]
+    cluster.tenure.forget(now=4.9)
+    assert "d" in cluster.tenure._spared
+    cluster.tenure.forget(now=5.0)
+    assert not cluster.tenure._spared
+
+
+def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None:
+    cluster = full()
+    cluster.add_worker("cheap", FULL)
+    cluster.slots["cheap"] = ["x"]
+    cluster.runs("x", "cheap", known_tokens=100)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    (placed,) = cluster.place(ledger_now=9.9)
+    assert placed.worker_id == "cheap"
+    assert [victim.request_id for victim in placed.victims] == ["x"]
+
+
+def test_a_lower_class_whose_turn_it_is_keeps_nobody_above_from_making_room() -> None:
+    cluster = full(config=replace(CONFIG, class_floor=0.5))
+    cluster.enqueue("before", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
+    cluster.enqueue("low", priority=-1)
+    (before,) = cluster.tenure.place(0.0, 9.0, 1, lambda: 77)
+    assert before.waiting.request_id == "before"
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    turn = cluster.tenure._queue.peek(9.6)
+    assert turn is not None and turn.request_id == "low"
+    assert victims(cluster, now=9.6)
+    assert cluster.tenure.queued == 1
+
+
+def test_prompts_that_would_be_computed_first_leave_no_room_either() -> None:
+    """Slots and blocks are free, and who is pending is of its own class: it would come as late."""
+    pending = CONFIG.max_pending_prefill
+    cluster = Cluster(CONFIG)
+    cluster.connect()
+    for name in ("first", "second"):
+        load = Load(1, num_running=1, pending_prefill_tokens=pending)
+        cluster.add_worker(name, load, paced())
+        cluster.runs(f"at {name}", name, priority=1, known_tokens=pending)
+        cluster.slots[name] = [f"at {name}"]
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=100)
+    assert not cluster.place(ledger_now=9.9)
+
+
+def test_of_workers_where_nobody_has_to_leave_the_one_with_the_least_pending_is_chosen() -> None:
+    cluster = Cluster(CONFIG)
+    cluster.connect()
+    for name, pending in (("a", CONFIG.max_pending_prefill), ("b", CONFIG.max_pending_prefill - 9)):
+        load = Load(1, num_running=1, pending_prefill_tokens=pending)
+        cluster.add_worker(name, load, paced())
+        cluster.runs(f"at {name}", name, known_tokens=pending)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=100)
+    (placed,) = cluster.place(ledger_now=9.9)
+    assert (placed.worker_id, placed.victims) == ("b", ())

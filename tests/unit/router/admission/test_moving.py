@@ -1,0 +1,218 @@
+"""A preempted request moves where it goes on sooner, and where nobody has a better right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.throughput import Pace
+from router.admission.workers import Load
+from tests.support.router.admission_support import Cluster, paced
+
+#: The home lacks ten blocks for a request of 310 known tokens.
+STARVED = Load(1, num_running=3, num_waiting=1, blocks_used=100, pending_prefill_tokens=310)
+ROOMY = Load(1, num_running=1, blocks_used=20)
+#: Room for two of them as they are, and not for both to grow.
+TIGHT = Load(1, num_running=1, blocks_used=45)
+
+
+def starved(
+    home: Pace,
+    target: Load = ROOMY,
+    pace: Pace | None = None,
+    weight_of: Callable[[str], float] | None = None,
+) -> Cluster:
+    """One request is preempted at home; another worker may have room."""
+    cluster = Cluster(weight_of=weight_of)
+    cluster.add_worker("home", STARVED, home)
+    cluster.add_worker("other", target, pace)
+    cluster.connect()
+    cluster.runs("r", "home", preempted=True)
+    return cluster
+
+
+def test_it_moves_where_its_tokens_are_computed_sooner_than_its_blocks_come_free() -> None:
+    slowly_freed = starved(paced(blocks_per_s=4))
+    assert slowly_freed.moves() == [("r", "other")]
+
+
+def test_it_stays_where_its_blocks_come_free_sooner() -> None:
+    assert not starved(paced(blocks_per_s=100)).moves()
+
+
+def test_it_stays_where_there_is_room_again_already() -> None:
+    cluster = starved(paced())
+    cluster.placement.report("home", Load(2, num_running=2, blocks_used=80), now=0.0)
+    assert not cluster.moves()
+
+
+def test_where_nothing_comes_free_it_moves_at_any_price() -> None:
+    assert starved(paced(), pace=paced(tokens_per_s=1)).moves() == [("r", "other")]
+
+
+def test_a_home_that_nobody_has_watched_yet_keeps_it() -> None:
+    assert not starved(Pace()).moves()
+
+
+def test_a_target_that_has_computed_nothing_yet_is_taken_for_as_fast_as_the_home() -> None:
+    assert starved(paced(blocks_per_s=4), pace=Pace()).moves() == [("r", "other")]
+    slow_home = paced(blocks_per_s=4, tokens_per_s=100)
+    assert not starved(slow_home, pace=Pace()).moves()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Load(1, num_running=1, blocks_used=20, draining=True),
+        Load(1, num_running=4, blocks_used=20),
+        Load(1, num_running=3, num_waiting=1, blocks_used=20),
+        Load(1, num_running=1, blocks_used=56),
+        Load(1, num_running=1, blocks_used=46, pending_prefill_tokens=320),
+        Load(),
+    ],
+    ids=["drains", "no slot", "no slot that is free soon", "no blocks to spare", "claimed", "mute"],
+)
+def test_it_moves_only_where_there_is_room_to_spare(target: Load) -> None:
+    assert not starved(paced(), target).moves()
+
+
+def test_it_does_not_move_to_a_slow_worker() -> None:
+    cluster = starved(paced())
+    cluster.placement.workers["other"].is_slow = True
+    assert not cluster.moves()
+
+
+def test_what_has_no_move_left_waits_where_it_is() -> None:
+    cluster = starved(paced())
+    cluster.runs("r", "home", preempted=True, moves_left=0)
+    assert not cluster.moves()
+
+
+def test_what_has_resumed_or_ended_does_not_move() -> None:
+    for change in ("resumed", "ended", "queued"):
+        cluster = starved(paced())
+        if change == "resumed":
+            cluster.runs("r", "home", preempted=False)
+        elif change == "ended":
+            cluster.tenure.disconnect("g")
+        else:
+            cluster.enqueue("r")
+        assert not cluster.moves()
+
+
+def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
+    cluster = starved(paced())
+    cluster.runs("r", "home", preempted=True, arrived=5.0)
+    cluster.enqueue("older", arrived=4.0)
+    assert not cluster.moves()
+    cluster.tenure.disconnect("g")
+    cluster.connect()
+    cluster.runs("r", "home", preempted=True, arrived=5.0)
+    cluster.enqueue("younger", arrived=6.0)
+    assert cluster.moves() == [("r", "other")]
+
+
+def test_where_tenants_take_turns_the_queue_goes_first_if_it_is_its_tenants_turn() -> None:
+    """However old it is; of one tenant the older one, as ever."""
+    for tenant, preempted, arrived, moves in (
+        ("little", "flood", 1.0, False),
+        ("flood", "little", 9.0, True),
+        ("flood", "flood", 1.0, True),
+        ("flood", "flood", 9.0, False),
+    ):
+        cluster = starved(paced(), weight_of=lambda tenant: 1.0)
+        cluster.tenure.disconnect("g")
+        cluster.connect()
+        cluster.hear(pb.GatewayMessage(is_complete=True))
+        cluster.enqueue(f"{tenant}/waits", arrived=5.0)
+        cluster.hear(pb.GatewayMessage(served=[pb.ServedTokens(tenant="flood", tokens=500)]))
+        cluster.runs(f"{preempted}/r", "home", preempted=True, arrived=arrived)
+        assert bool(cluster.moves()) is moves, (tenant, preempted, arrived)
+
+
+def test_it_takes_a_fourth_of_what_is_free_and_not_reserved() -> None:
+    assert starved(paced(), Load(1, num_running=1, blocks_used=55)).moves() == [("r", "other")]
+
+
+def test_the_room_of_one_move_is_not_promised_twice() -> None:
+    cluster = starved(paced(), Load(1, num_running=1, blocks_used=50))
+    cluster.runs("second", "home", preempted=True, arrived=1.0)
+    assert cluster.moves() == [("r", "other")]
+
+
+def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
+    """One has moved to a worker with steps of 10 ms, and runs there; then a second one may."""
+    assert cluster.moves() == [("r", "other")]
+    cluster.enqueue("r", prompt_tokens=310)
+    assert cluster.place()
+    cluster.placement.acknowledge("other", 1)
+    cluster.runs("second", "home", preempted=True, arrived=1.0)
+    cluster.tenure.forget(second_at)
+    return cluster.moves(second_at)
+
+
+def test_who_moved_has_room_to_grow_that_the_next_one_does_not_get() -> None:
+    cluster = starved(paced(), TIGHT)
+    assert not moved_in(cluster, second_at=1.0)
+
+
+def test_what_it_has_grown_since_is_promised_no_more() -> None:
+    """In 7 s it made 700 of the 930 tokens for which there was room."""
+    cluster = starved(paced(), TIGHT)
+    assert moved_in(cluster, second_at=7.1) == [("second", "other")]
+
+
+def test_a_promise_ends_with_the_stay() -> None:
+    for end in ("ends", "waits again", "runs elsewhere", "its gateway goes"):
+        cluster = starved(paced(), TIGHT)
+        assert not moved_in(cluster, second_at=2.1)
+        if end == "ends":
+            cluster.hear(pb.GatewayMessage(withdraw=["r"]))
+        elif end == "waits again":
+            cluster.enqueue("r")
+        elif end == "runs elsewhere":
+            cluster.runs("r", "home")
+        else:
+            cluster.tenure.disconnect("g")
+        cluster.tenure.forget(now=2.2)
+        assert not len(cluster.tenure._growth)
+
+
+def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
+    cluster = starved(paced(), TIGHT)
+    assert cluster.moves()
+    cluster.tenure.disconnect("g")
+    cluster.tenure.forget(now=1.9)
+    assert len(cluster.tenure._growth)
+    cluster.tenure.forget(now=2.0)
+    assert not len(cluster.tenure._growth)
+
+
+def test_each_waits_for_the_blocks_of_those_before_it_too() -> None:
+    cluster = starved(paced(blocks_per_s=40))
+    cluster.runs("r", "home", preempted=True, arrived=1.0)
+    assert not cluster.moves()
+    cluster.runs("before", "home", preempted=True, arrived=0.0)
+    # Ten blocks come free in time for the first one; the second has to wait twice as long.
+    assert cluster.moves() == [("r", "other")]
+
+
+def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
+    cluster = starved(paced())
+    assert cluster.moves(now=0.0)
+    assert not cluster.moves(now=1.0)
+    cluster.tenure.forget(now=5.1)
+    cluster.placement.expire(now=5.1)
+    assert cluster.moves(now=5.1)
+
+
+def test_it_gets_the_room_that_was_kept_when_it_comes_back() -> None:
+    cluster = starved(paced(), Load(1, num_running=1, blocks_used=55))
+    cluster.moves()
+    cluster.enqueue("younger", arrived=9.0, prompt_tokens=1200)
+    assert not cluster.place()
+    cluster.enqueue("r", arrived=0.0, prompt_tokens=310)
+    placed = cluster.place()
+    assert [(one.waiting.request_id, one.worker_id) for one in placed] == [("r", "other")]

@@ -1,0 +1,176 @@
+"""How fast workers are, from what they say, with made-up clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.v1 import session_pb2 as pb
+from router.admission.throughput import Pace, Work, slow, spared_tokens
+from router.admission.workers import Load
+from tests.support.worker.worker_support import engine, limits, prompt, run, sequence
+from worker.config import FakeModel, Speculation
+
+
+class Worker:
+    """Says something every ``beat`` seconds."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.now = 0.0
+        self.work = Work()
+        self.pace.measure(self.work, False, self.now)
+
+    def run(
+        self,
+        seconds: float,
+        step_s: float,
+        tokens: int,
+        *,
+        released_per_s: float = 0.0,
+        beat: float = 0.25,
+        is_full: bool = False,
+    ) -> Worker:
+        """Steps of so many tokens, each of which takes so long."""
+        busy = 0.0
+        for _ in range(round(seconds / beat)):
+            busy += beat
+            steps, before = int(busy / step_s), self.work
+            busy -= steps * step_s
+            self.now += beat
+            self.work = Work(
+                before.step + steps,
+                before.computed_tokens + steps * tokens,
+                before.output_tokens + steps,
+                before.released_blocks + round(released_per_s * beat),
+                before.busy_s + steps * step_s,
+            )
+            self.pace.measure(self.work, is_full, self.now)
+        return self
+
+
+def are_slow(*workers: Worker, now: float) -> set[str]:
+    paces = {f"w{number}": worker.pace for number, worker in enumerate(workers)}
+    return set(slow(paces, 5.0, now))
+
+
+def test_nothing_is_known_of_who_has_done_nothing() -> None:
+    pace = Pace()
+    assert (pace.step_s, pace.prefill_rate, pace.free_rate) == (0.0, None, None)
+    assert pace.most_step_s(1) == float("inf")
+
+
+def test_a_step_takes_what_it_took_in_the_last_second() -> None:
+    worker = Worker().run(5.0, step_s=0.01, tokens=8)
+    assert worker.pace.step_s == pytest.approx(0.01)
+    worker.run(3.0, step_s=0.1, tokens=8)
+    assert worker.pace.step_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_prefill_is_as_fast_as_the_best_steps() -> None:
+    worker = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4)
+    assert worker.pace.prefill_rate == pytest.approx(10_000)
+
+
+def test_a_step_takes_at_most_what_larger_ones_and_as_many_smaller_ones_take() -> None:
+    pace = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4).pace
+    assert pace.most_step_s(2) == pytest.approx(0.01)
+    assert pace.most_step_s(8) == pytest.approx(0.02)
+    assert pace.most_step_s(100) == pytest.approx(0.05)
+    assert pace.most_step_s(1000) == pytest.approx(0.1)
+
+
+def test_blocks_come_free_as_sequences_end_less_what_the_others_grow() -> None:
+    worker = Worker()
+    assert worker.run(0.5, step_s=0.01, tokens=1, released_per_s=20).pace.free_rate is None
+    worker.run(60.0, step_s=0.01, tokens=1, released_per_s=20)
+    assert worker.pace.free_rate == pytest.approx(20 - 100 / BLOCK_SIZE, rel=0.01)
+    worker.run(60.0, step_s=0.01, tokens=1)
+    assert worker.pace.free_rate == pytest.approx(-100 / BLOCK_SIZE, rel=0.01)
+
+
+def test_a_worker_ten_times_as_slow_as_the_others_is_slow() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3, 0.03)]
+    assert are_slow(*workers, now=5.0) == {"w1"}
+    assert are_slow(*workers[:2], now=5.0) == {"w1"}
+    assert not are_slow(workers[1], now=5.0)
+
+
+def test_twice_as_slow_is_not_slow() -> None:
+    assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.03, 0.06)), now=5.0)
+
+
+def test_a_worker_that_prefills_is_not_slow_beside_one_that_decodes() -> None:
+    prefills = Worker().run(5.0, step_s=0.25, tokens=512)
+    decodes = Worker().run(5.0, step_s=0.025, tokens=8)
+    assert not are_slow(prefills, decodes, now=5.0)
+
+
+def test_a_slow_worker_is_slow_also_with_more_to_do_than_the_others() -> None:
+    busy = Worker().run(5.0, step_s=0.3, tokens=8)
+    nearly_idle = Worker().run(5.0, step_s=0.03, tokens=8).run(2.0, step_s=0.03, tokens=1)
+    assert are_slow(busy, nearly_idle, now=5.0) == {"w0"}
+
+
+def test_the_noise_of_very_short_steps_makes_nobody_slow() -> None:
+    assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.001, 0.019)), now=5.0)
+
+
+def test_a_worker_that_does_nothing_for_a_while_is_tried_again() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
+    assert are_slow(*workers, now=14.0) == {"w1"}
+    assert not are_slow(*workers, now=16.0)
+
+
+def test_a_worker_that_has_recovered_is_not_slow_any_more() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
+    workers[1].run(5.0, step_s=0.03, tokens=8)
+    assert not are_slow(*workers, now=10.0)
+
+
+def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
+    worker = Worker().run(5.0, step_s=0.05, tokens=10)
+    assert worker.pace.full_rate is None
+    worker.run(60.0, step_s=0.05, tokens=100, is_full=True)
+    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    worker.run(60.0, step_s=0.05, tokens=10)
+    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    worker.run(60.0, step_s=0.05, tokens=50, is_full=True)
+    assert worker.pace.full_rate == pytest.approx(1000, rel=0.05)
+
+
+def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
+    """What comes and what waits is counted with whole prompts, so that a rate without them asks for
+    several times as many workers."""
+    pace = Pace()
+    for second in range(60):
+        state = pb.WorkerState(step=second, computed_tokens=20 * second, busy_s=second)
+        state.counters.prefix_hit_tokens = 200 * second
+        state.counters.draft_tokens, state.counters.accepted_tokens = 9 * second, 3 * second
+        state.counters.recomputed_tokens = 4 * second
+        pace.measure(Load.told(state).work, True, float(second))
+    assert pace.full_rate == pytest.approx(20 + 200 - 6 - 4)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_an_engine_has_done_what_its_requests_take_whatever_it_computed_of_it(
+    num_drafts: int,
+) -> None:
+    """All but the last token of each, which nobody goes on from."""
+    model = FakeModel(surprise_one_in=20)
+    bounds = limits(num_blocks=64, speculation=Speculation(num_drafts))
+    this = engine(bounds, model)
+    for epoch in range(1, 7):
+        this.add(sequence(bounds, epoch, [*prompt(96), epoch], max_tokens=90))
+        run(this)
+    load = this.load()
+    assert load.counters.prefix_hit_tokens == 5 * 96
+    assert load.computed_tokens + spared_tokens(load.counters) == 6 * (97 + 90 - 1)
+
+
+def test_a_worker_that_was_full_for_a_moment_was_not_full() -> None:
+    worker = Worker()
+    for _ in range(20):
+        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1, is_full=True)
+        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1)
+    assert worker.pace.full_rate is None

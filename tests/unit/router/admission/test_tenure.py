@@ -1,0 +1,334 @@
+"""What a leader knows and decides, from its election on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.v1 import inference_pb2
+from everlift.v1 import session_pb2 as pb
+from router.admission.handover import Telling
+from router.admission.policy import Rules, key_of, policy_of
+from router.admission.request import Key, Waiting
+from router.admission.scheduler import Placed
+from router.admission.workers import Capacity, Load
+from router.config import Order
+from tests.support.router.admission_support import CONFIG, Cluster, waiting
+
+HUGE = Capacity(max_num_seqs=100_000, num_blocks=10_000_000)
+
+
+def names(cluster: Cluster) -> list[str]:
+    return [placed.waiting.request_id for placed in cluster.place()]
+
+
+def test_a_higher_class_leaves_first_and_within_a_class_who_came_first() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name, priority, arrived in (("c", 0, 1.0), ("a", 1, 3.0), ("d", -1, 0.0), ("b", 1, 4.0)):
+        cluster.enqueue(name, priority=priority, arrived=arrived, accepted=True)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    assert names(cluster) == ["a", "b", "c", "d"]
+
+
+def test_a_full_queue_refuses_what_is_new_and_nothing_else() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    entries = [pb.Waiting(request_id=name) for name in ("a", "b", "c", "d", "a")]
+    entries.append(pb.Waiting(request_id="adopted", accepted=True))
+    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.tenure.queued == 4
+
+
+def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name in ("a", "b", "c"):
+        cluster.runs(name, "w")
+    cluster.enqueue("a")
+    cluster.hear(pb.GatewayMessage(withdraw=["b"]))
+    cluster.hear(pb.GatewayMessage(withdraw=["c"]), gateway="stranger")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 1)
+    cluster.runs("a", "w")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (2, 0)
+    cluster.tenure.disconnect("g")
+    assert cluster.tenure.running == 0
+
+
+def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.tenure.look_out(0.0, may_act=True)
+    for name in ("a", "b"):
+        cluster.enqueue(name)
+    cluster.add_worker("w", Load(1))
+    cluster.tenure.look_out(3.0, may_act=True)
+    cluster.tenure.place(3.0, 3.0, 1, lambda: 7)
+    message = pb.GatewayMessage(withdraw=["a", "b", "stranger"])
+    assert not cluster.tenure.hear("other", message, 4.0).withdrawn
+    (told,) = cluster.tenure.hear("g", message, 5.0).withdrawn
+    queue = inference_pb2.QueueStay(found=1, earlier=1, order="fifo", before=["a"])
+    stay = pb.Stay(seconds=5.0, no_worker_s=3.0, queue=queue)
+    assert told == pb.Withdrawn(request_id="b", stay=stay)
+    assert not cluster.tenure.hear("g", message, 6.0).withdrawn
+
+
+def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("r")
+    cluster.add_worker("w", Load(1))
+    (placed,) = cluster.tenure.place(0.0, 0.0, 1, lambda: 7)
+    cluster.tenure.begun(placed, "owner")
+    cluster.tenure.disconnect("g")
+    assert cluster.tenure.running == 1
+    cluster.tenure.disconnect("owner")
+    assert cluster.tenure.running == 0
+
+
+def reserve(cluster: Cluster, request_id: str = "new", **fields: object) -> Placed | None:
+    return cluster.tenure.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
+
+
+def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    assert reserve(cluster) is None
+    cluster.add_worker("w", Load(1))
+    placed = reserve(cluster)
+    assert placed is not None and (placed.worker_id, placed.epoch) == ("w", 7)
+    assert cluster.tenure.offered_tokens == placed.waiting.work_tokens
+    cluster.tenure.begun(placed, "g")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 0)
+
+
+def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.add_worker("w", Load(1))
+    epochs = iter(range(1, 100))
+    reserved = [
+        cluster.tenure.reserve(waiting(f"r{n}"), 0.0, lambda: next(epochs)) for n in range(5)
+    ]
+    assert [it is not None for it in reserved] == [True] * 4 + [False]
+    assert reserved[0] is not None
+    offered = cluster.tenure.offered_tokens
+    cluster.tenure.give_back(reserved[0])
+    assert cluster.tenure.offered_tokens == offered - reserved[0].waiting.work_tokens
+    assert cluster.tenure.reserve(waiting("again"), 0.0, lambda: 99) is not None
+
+
+def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.add_worker("w", Load(1))
+    cluster.enqueue("waits")
+    assert reserve(cluster) is None
+    assert names(cluster) == ["waits"]
+    assert reserve(cluster) is not None
+    cluster.runs("preempted", "w", preempted=True)
+    assert reserve(cluster, "other") is None
+
+
+def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1))
+    cluster.tenure.connect("g", 0.0)
+    assert reserve(cluster) is None
+    cluster.hear(pb.GatewayMessage(is_complete=True))
+    assert reserve(cluster) is not None
+
+
+def test_nothing_leaves_before_its_turn_is_known() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.enqueue("b", arrived=2.0, accepted=True)
+    cluster.connect("other")
+    cluster.enqueue("c", gateway="other", arrived=3.0)
+    assert names(cluster) == ["b"]
+    assert names(cluster) == []
+    cluster.hear(pb.GatewayMessage(is_complete=True))
+    assert names(cluster) == ["c"]
+
+
+def key(order: Order, waiting: pb.Waiting) -> Key:
+    return key_of(policy_of(order, CONFIG), Waiting.told("g", waiting))
+
+
+class Teller:
+    """A gateway with requests of its own, some of which it gets while it tells of the others."""
+
+    def __init__(
+        self, name: str, waiting: list[tuple[int, float]], late: int, order: Order
+    ) -> None:
+        self.name = name
+        self.waiting: dict[str, pb.Waiting] = {}
+        for priority, arrived in waiting:
+            request_id = f"{name}{len(self.waiting)}"
+            self.waiting[request_id] = pb.Waiting(
+                request_id=request_id,
+                arrived=arrived,
+                priority=priority,
+                accepted=True,
+                choices=1,
+                deadline=arrived * 7 % 11,
+            )
+        self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
+        early = [it for it in self.waiting.values() if it not in self.late]
+        early.sort(key=lambda it: key(order, it))
+        self.telling = Telling(name, early, (), "", policy_of(order, CONFIG))
+
+    def parts(self) -> Iterator[pb.GatewayMessage]:
+        while self.telling:
+            yield self.telling.part()
+            if self.late:
+                self.telling.enqueue(self.late.pop())
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(-1, 1), st.floats(0, 100)), max_size=40),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["fifo", "deadline"]),
+)
+def test_however_gateways_take_turns_nothing_leaves_before_what_it_knew_to_be_older(
+    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
+) -> None:
+    """What comes late may come too late; all else leaves in one order, from the first part on."""
+    with patch.multiple("router.admission.handover", _FIRST=1, _MOST=3):
+        _call_the_roll(gateways, late, dice, order)
+
+
+def _call_the_roll(
+    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
+) -> None:
+    cluster = Cluster(replace(CONFIG, order=order))
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
+    cluster.tenure.roll_call.living([teller.name for teller in tellers])
+    late_ones = {it.request_id for teller in tellers for it in teller.late}
+    speaking = {teller.name: teller.parts() for teller in tellers}
+    told: list[str] = []
+    left: list[str] = []
+    while speaking:
+        name = dice.choice(sorted(speaking))
+        part = next(speaking[name], None)
+        if part is None:
+            del speaking[name]
+        elif part.router_id:
+            cluster.tenure.connect(name, 0.0)
+        if part is not None:
+            told.extend(it.request_id for it in part.enqueue)
+            cluster.hear(part, name)
+        left.extend(names(cluster))
+    everything = {k: v for teller in tellers for k, v in teller.waiting.items()}
+    assert sorted(told) == sorted(left) == sorted(everything)
+    in_time = [name for name in left if name not in late_ones]
+    assert in_time == sorted(in_time, key=lambda name: key(order, everything[name]))
+
+
+def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
+    for _ in cluster.tenure.obey(Rules.of(replace(CONFIG, order=order, max_queued=max_queued))):
+        pass
+
+
+def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for number in range(12):
+        tenant = "a" if number < 8 else "b"
+        cluster.enqueue(f"{tenant}/{number}", arrived=float(number), accepted=True)
+    cluster.enqueue("a/low", priority=-1, accepted=True)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+
+    def leave(rules: Rules) -> list[str]:
+        for _ in cluster.tenure.obey(rules):
+            pass
+        placed = cluster.tenure.place(1.0, 20.0, 4, lambda: 7)
+        return [it.waiting.request_id for it in placed]
+
+    by_turns = Rules.of(CONFIG)
+    assert leave(replace(by_turns, fair_share=False)) == ["a/0", "a/1", "a/2", "a/3"]
+    assert leave(by_turns) == ["b/8", "b/9", "b/10", "b/11"]
+    assert leave(replace(by_turns, class_floor=0.5)) == ["a/4", "a/5", "a/low", "a/6"]
+
+
+def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    kept, given_back = reserve(cluster, "a/1"), reserve(cluster, "b/1")
+    assert kept is not None and given_back is not None
+    cluster.tenure.came(kept, "g")
+    cluster.tenure.give_back(given_back)
+    assert cluster.tenure.running == 1
+    for name in ("a/2", "b/2"):
+        cluster.enqueue(name)
+    assert cluster.tenure.service_gap == kept.waiting.prefill_tokens
+
+
+def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name, arrived, deadline in (("a", 1.0, 0.0), ("b", 2.0, 50.0), ("c", 3.0, 40.0)):
+        cluster.enqueue(name, arrived=arrived, deadline=deadline)
+    obey(cluster, "deadline")
+    cluster.enqueue("d", arrived=4.0, deadline=30.0)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    assert names(cluster) == ["d", "c", "b", "a"]
+
+
+def test_as_many_may_wait_as_was_set() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name in "abc":
+        cluster.enqueue(name)
+    obey(cluster, max_queued=2)
+    entries = [pb.Waiting(request_id="d"), pb.Waiting(request_id="a", accepted=True)]
+    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.tenure.queued == 3
+
+
+def test_who_tells_in_another_order_is_not_waited_for() -> None:
+    """Its next word may go before its last one, whatever it has said."""
+    cluster = Cluster(replace(CONFIG, order="deadline"))
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.enqueue("a", deadline=9.0, accepted=True)
+    cluster.enqueue("b", deadline=5.0, accepted=True)
+    told = pb.Waiting(request_id="c", deadline=7.0, choices=1, accepted=True)
+    cluster.tenure.connect("other", 0.0)
+    cluster.hear(pb.GatewayMessage(order="fifo", enqueue=[told]), "other")
+    assert names(cluster) == ["b", "c", "a"]
+
+
+def test_while_an_order_changes_nobody_who_still_tells_is_waited_for() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.hear(pb.GatewayMessage(order="fifo"))
+    for name, deadline in (("b", 9.0), ("a", 5.0)):
+        cluster.enqueue(name, deadline=deadline, accepted=True)
+    obey(cluster, "deadline")
+    assert names(cluster) == ["a", "b"]
+
+
+def test_what_is_due_moves_before_what_came_first() -> None:
+    cluster = Cluster(replace(CONFIG, order="deadline"))
+    cluster.connect()
+    cluster.runs("old", "home", preempted=True, arrived=1.0)
+    cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
+    moving = cluster.tenure._moving.candidates(
+        cluster.tenure._running.preempted(), None, cluster.tenure._key
+    )
+    assert [running.request_id for running, _ in moving] == ["due", "old"]

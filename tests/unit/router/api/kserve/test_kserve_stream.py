@@ -1,0 +1,100 @@
+"""Many requests on one stream: at once, each in its own order, and none left when nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.api.kserve.infer_stream import InferStream
+from router.api.kserve.v2 import open_inference_pb2 as pb
+from tests.support.router.gateway_support import until
+
+
+class Requests:
+    """Each message is a request, whose name and number of answers it says: b"a3"."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.most = 0
+        self.may_go_on = asyncio.Event()
+
+    async def answer(self, data: bytes) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        name, count = data.decode()[0], int(data.decode()[1:])
+        self.running.add(name)
+        self.most = max(self.most, len(self.running))
+        try:
+            for number in range(count):
+                yield pb.ModelStreamInferResponse(error_message=f"{name}{number}")
+                await self.may_go_on.wait()
+        finally:
+            self.running.remove(name)
+
+
+async def sent(*messages: bytes) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+
+
+async def read(stream: InferStream, messages: AsyncIterator[bytes]) -> list[str]:
+    return [answer.error_message async for answer in stream.answers(messages)]
+
+
+async def test_requests_go_on_at_once_and_each_has_its_answers_in_order() -> None:
+    requests = Requests()
+    reading = asyncio.create_task(read(InferStream(requests.answer), sent(b"a2", b"b3", b"c0")))
+    await until(lambda: requests.running == {"a", "b"})
+    requests.may_go_on.set()
+    answers = await reading
+    assert sorted(answers) == ["a0", "a1", "b0", "b1", "b2"]
+    assert [it for it in answers if it[0] == "b"] == ["b0", "b1", "b2"]
+    assert answers != sorted(answers)
+
+
+async def test_a_stream_without_requests_ends() -> None:
+    assert await read(InferStream(Requests().answer), sent()) == []
+
+
+async def test_only_so_many_go_on_at_once_and_the_others_come_after_them() -> None:
+    requests = Requests()
+    messages = [f"{name}2".encode() for name in "abcdefg"]
+    reading = asyncio.create_task(read(InferStream(requests.answer, 2), sent(*messages)))
+    await until(lambda: len(requests.running) == 2)
+    requests.may_go_on.set()
+    assert len(await reading) == 14
+    assert requests.most == 2
+
+
+async def test_when_nobody_reads_any_more_all_of_them_end() -> None:
+    requests = Requests()
+    answers = InferStream(requests.answer).answers(sent(b"a9", b"b9"))
+    await anext(answers)
+    await until(lambda: len(requests.running) == 2)
+    await answers.aclose()  # type: ignore[attr-defined]
+    assert not requests.running
+
+
+async def test_who_reads_slowly_holds_its_requests_up_and_loses_nothing() -> None:
+    requests = Requests()
+    requests.may_go_on.set()
+    answers = InferStream(requests.answer).answers(sent(b"a5", b"b5"))
+    got = []
+    async for answer in answers:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        got.append(answer.error_message)
+    assert sorted(got) == sorted(f"{name}{number}" for name in "ab" for number in range(5))
+
+
+async def test_a_stream_that_breaks_says_so_after_what_had_begun() -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"a1"
+        raise ConnectionError("gone")
+
+    requests = Requests()
+    requests.may_go_on.set()
+    answers = InferStream(requests.answer).answers(broken())
+    assert (await anext(answers)).error_message == "a0"
+    with pytest.raises(ConnectionError):
+        await anext(answers)

@@ -1,0 +1,125 @@
+"""proto/README.md says what is held."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from everlift.checks import check_range
+from everlift.errors import BY_SLUG, OutOfRange
+from everlift.messages import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_LABEL_BYTES,
+    MAX_N,
+    MAX_PRIORITY,
+    MAX_REQUESTS,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TIMEOUT_S,
+)
+from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from router.api.http2.limits import Limits
+from router.api.kserve.infer_stream import MAX_AT_ONCE
+from router.api.openai import body, connection, endpoint, fields, server, submissions
+from router.chat import messages, tools
+from router.config import RouterConfig
+from router.requests import tokenizer
+
+README = Path(__file__).resolve().parents[5] / "proto" / "README.md"
+CHARACTERS = tokenizer._MAX_CHARACTERS_PER_TOKEN
+LIMITS = Limits()
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, str]:
+    """What is at most, by what it is of."""
+    return {first: most for first, most, _ in table()}
+
+
+def table() -> list[list[str]]:
+    text = README.read_text().partition("## Limits")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("row", "most"),
+    [
+        # over gRPC
+        ("a message, uncompressed", f"{RouterConfig().max_message_bytes >> 20} MiB"),
+        (
+            "a call's metadata, 32 bytes counted beside each",
+            f"{LIMITS.max_metadata_bytes >> 10} KiB",
+        ),
+        ("requests of a `GenerateMany`", f"{MAX_REQUESTS}"),
+        ("requests of a KServe stream at a time", f"{MAX_AT_ONCE}"),
+        ("choices of an `Attach`", f"{MAX_N}"),
+        ("calls of a connection at a time", f"{LIMITS.max_streams}"),
+        ("connections of a router", f"{LIMITS.max_connections}"),
+        ("a connection without calls", f"{LIMITS.idle:.0f} s"),
+        ("a client that says nothing, not even to a ping", f"{2 * LIMITS.keepalive:.0f} s"),
+        # whatever it speaks
+        ("text of a prompt or a `Tokenize`", f"{CHARACTERS} characters"),
+        ("`n`", f"{MAX_N}"),
+        ("`stop`", f"{MAX_STOP_STRINGS} strings of {MAX_STOP_BYTES} bytes"),
+        ("`stop_token_ids`", f"{MAX_STOP_TOKEN_IDS}"),
+        ("`logit_bias`", f"{MAX_LOGIT_BIAS} tokens"),
+        (
+            "`grammar`",
+            f"{MAX_GRAMMAR_BYTES} bytes, and {MAX_CHOICES} texts",
+        ),
+        ("`logprobs`, `prompt_logprobs`", f"{MAX_LOGPROBS} alternatives"),
+        (
+            "`logprobs`, `prompt_logprobs`",
+            f"{tokenizer._MAX_LOGPROBS} values of a request's output",
+        ),
+        ("`logprobs`, `prompt_logprobs`", f"{tokenizer._MAX_PROMPT_LOGPROBS} of its prompt"),
+        ("`timeout_ms`, `ttft_target_ms`", f"{MAX_TIMEOUT_S:.0f} s"),
+        ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
+        ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),
+        ("`session_id`, `fairness_id`, `application`", f"{MAX_LABEL_BYTES} bytes"),
+        # over HTTP
+        ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
+        (
+            "requests of a connection that have no answer yet",
+            f"{connection._MAX_UNANSWERED}",
+        ),
+        ("a request line and its headers", f"{connection._MAX_HEAD_BYTES >> 10} KiB"),
+        ("headers that are not whole", f"{connection._HEAD_TIMEOUT_S:.0f} s"),
+        ("a body that is not whole", f"{endpoint._BODY_TIMEOUT_S:.0f} s"),
+        ("levels of a body", f"{body.MAX_DEPTH}"),
+        ("prompts of a body", f"{fields.MAX_PROMPTS}"),
+        (
+            "log probabilities of an answer that is not streamed",
+            f"{submissions._MAX_WHOLE_LOGPROBS} for all its prompts",
+        ),
+        ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
+        ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),
+        ("tools", f"{tools.MAX_BYTES} together"),
+        ("connections of a router", f"{connection._MAX_CONNECTIONS}"),
+        ("a connection without requests", f"{server._IDLE_S} s"),
+    ],
+)
+def test_the_table_has_the_limit(rows: dict[str, str], row: str, most: str) -> None:
+    assert most in rows[row]
+
+
+def test_what_it_is_refused_with_is_an_error() -> None:
+    named = {slug for *_, otherwise in table() for slug in re.findall(r"`(\w+)`", otherwise)}
+    assert named <= BY_SLUG.keys()
+    assert {cls.slug for cls in OutOfRange.__subclasses__()} <= named
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "told"),
+    [
+        (0, 1, 1 << 30, "it must be from 1 to 1073741824, not 0"),
+        (2.5, -2.0, 2.0, "it must be from -2 to 2, not 2.5"),
+    ],
+)
+def test_a_bound_is_told_with_every_digit(value: float, low: float, high: float, told: str) -> None:
+    with pytest.raises(OutOfRange, match=told):
+        check_range("it", value, low, high)

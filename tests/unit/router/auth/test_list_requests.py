@@ -1,0 +1,118 @@
+"""Who sees which requests in a listing, and what a client may ask of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable
+
+import pytest
+
+from everlift.errors import EverliftError, Forbidden, InvalidRequest, OutOfRange
+from everlift.transport import GRPC
+from everlift.v1 import inference_pb2 as pb
+from router.api.service import Inference
+from router.auth.caller import ANYONE, Caller, Scope
+from router.ledger.entry import State
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.ledger.ledgers import make_request
+from tests.support.router.gateway_support import Gateway
+
+INFER, ADMIN = Scope.INFER, Scope.ADMIN
+ACME = Caller("acme", frozenset({INFER}))
+OPERATOR = Caller("ops", frozenset({INFER, ADMIN}))
+
+
+@pytest.fixture
+async def ledger() -> MemoryLedger:
+    ledger = MemoryLedger(time.time)
+    for request_id in ("acme/a", "acme/b", "acme.b/a", "ops/a"):
+        await ledger.open(make_request(request_id), "gateway")
+    await ledger.end("acme/a", State.CANCELLED, "cancelled", "")
+    return ledger
+
+
+@pytest.fixture
+async def inference(ledger: MemoryLedger) -> AsyncIterator[Inference]:
+    gateway = Gateway(ledger)
+    yield Inference(gateway.requests, gateway.model, GRPC)
+    await gateway.requests.stop(0.0)
+
+
+async def ask(inference: Inference, caller: Caller, **fields: object) -> pb.ListRequestsResponse:
+    return await inference.list_requests(caller, pb.ListRequestsRequest(**fields))  # type: ignore[arg-type]
+
+
+def names(requests: Iterable[pb.RequestSummary]) -> list[str]:
+    return [each.request_id for each in requests]
+
+
+async def test_a_tenant_sees_its_own_requests_by_its_own_names(inference: Inference) -> None:
+    answer = await ask(inference, ACME)
+    assert names(answer.requests) == ["b", "a"]
+    assert answer == await ask(inference, ACME, tenant="acme")
+    assert [each.state for each in answer.requests] == [
+        pb.REQUEST_STATE_QUEUED,
+        pb.REQUEST_STATE_CANCELLED,
+    ]
+    assert answer.requests[1].error_slug == "cancelled"
+
+
+@pytest.mark.parametrize("tenant", ["", "acme.b", "nobody", "*"])
+async def test_it_does_not_see_those_of_others(inference: Inference, tenant: str) -> None:
+    with pytest.raises(Forbidden):
+        await ask(inference, ACME, tenant=tenant)
+
+
+async def test_another_tenants_token_leads_nowhere_else(inference: Inference) -> None:
+    everybodys = await ask(inference, OPERATOR, tenant="", page_size=1)
+    assert names(everybodys.requests) == ["ops/a"]
+    answer = await ask(inference, ACME, page_token=everybodys.next_page_token)
+    assert names(answer.requests) == ["b", "a"]
+
+
+async def test_who_administers_the_cluster_sees_anybodys_and_everybodys(
+    inference: Inference,
+) -> None:
+    everybodys = ["ops/a", "acme.b/a", "acme/b", "acme/a"]
+    assert names((await ask(inference, OPERATOR)).requests) == ["ops/a"]
+    assert names((await ask(inference, OPERATOR, tenant="acme")).requests) == everybodys[2:]
+    assert names((await ask(inference, OPERATOR, tenant="")).requests) == everybodys
+    assert names((await ask(inference, ANYONE)).requests) == everybodys
+
+
+async def test_whoever_has_no_tenant_and_no_right_to_it_does_not_see_everybodys(
+    inference: Inference,
+) -> None:
+    with pytest.raises(Forbidden):
+        await ask(inference, Caller("", frozenset({INFER})))
+
+
+async def test_pages_follow_each_other_to_the_end(inference: Inference) -> None:
+    found, token = [], ""
+    for _ in range(4):
+        page = await ask(inference, ANYONE, page_size=1, page_token=token)
+        found += names(page.requests)
+        token = page.next_page_token
+    assert (found, token) == (["ops/a", "acme.b/a", "acme/b", "acme/a"], "")
+
+
+async def test_only_the_states_that_are_named_are_listed(inference: Inference) -> None:
+    answer = await ask(inference, ANYONE, states=[pb.REQUEST_STATE_CANCELLED])
+    assert names(answer.requests) == ["acme/a"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        (dict(page_size=1001), OutOfRange),
+        (dict(page_token="x"), InvalidRequest),
+        (dict(states=[0]), InvalidRequest),
+        (dict(states=[99]), InvalidRequest),
+        (dict(tenant="A/b"), InvalidRequest),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(
+    inference: Inference, fields: dict[str, object], error: type[EverliftError]
+) -> None:
+    with pytest.raises(error):
+        await ask(inference, ANYONE, **fields)

@@ -1,0 +1,244 @@
+"""What becomes of an output's text: content and calls."""
+
+from collections import deque
+
+import pytest
+
+from router.chat.deltas import Arguments, CallBegins, Content, call_id
+from router.chat.formats import HERMES, LLAMA3
+from router.chat.parser import CallParser
+from router.chat.tools import ToolUse
+from tests.support.router.chat_support import TOOLS, USE, joined, plain, read
+
+CALL = '{"name": "search", "arguments": {"a": 1}}'
+OTHER = '{"name": "weather", "arguments": {}}'
+SEARCH = ("search", '{"a": 1}')
+WEATHER = ("weather", "{}")
+
+
+def marked(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain  text \n", ["plain  text \n"]),
+        ("", []),
+        (marked(CALL), [SEARCH]),
+        (f"Let me see.\n\n{marked(CALL)}\n", ["Let me see.", SEARCH]),
+        (f"{marked(CALL)}\n{marked(OTHER)}", [SEARCH, WEATHER]),
+        (f"{marked(CALL)} and <b>then \n", [SEARCH, "and <b>then \n"]),
+        # marks and brackets inside a text are the text's
+        (
+            marked('{"name": "search", "arguments": {"a": "}</tool_call>\\"{"}}'),
+            [("search", '{"a": "}</tool_call>\\"{"}')],
+        ),
+        # members in any order, and others that models write
+        (marked('{"arguments": {"a": 1}, "name": "search"}'), [SEARCH]),
+        (marked('{"id": [1, "]"], "name": "search", "arguments": {"a": 1}}'), [SEARCH]),
+        (marked('{"type": "function", "name": "search", "parameters": {"a": 1}}'), [SEARCH]),
+        (marked('{"name": "search", "arguments": {"a": 1}, "id": 3, "why": null}'), [SEARCH]),
+        # arguments as JSON's text, and none
+        (marked('{"name": "search", "arguments": "{\\"a\\": 1}"}'), [SEARCH]),
+        (marked('{"arguments": "{\\"a\\": 1}", "name": "search"}'), [SEARCH]),
+        (marked('{"name": "weather"}'), [WEATHER]),
+        (marked('{"name": "weather", "arguments": null}'), [WEATHER]),
+        # ends that are wrong
+        (f"<tool_call>{CALL}<tool_call>{OTHER}", [SEARCH, WEATHER]),
+        (marked(CALL + "}"), [SEARCH]),
+        (marked(CALL[:-1]), [SEARCH]),
+        (marked(CALL[:-1] + ",}"), [SEARCH]),
+        (marked(CALL[:-1] + ", x}"), [SEARCH, "x}\n</tool_call>"]),
+        (marked('{"name": "search", "arguments": {"a": 1}, "arguments": {}}'), [SEARCH]),
+        (
+            marked('{"name": "search", "arguments": {"a": "\\u12"}}') + "x",
+            [("search", '{"a": "\\u12"}'), "x"],
+        ),
+        # cut off
+        ('Yes. <tool_call>{"name": "sea', ['Yes. <tool_call>{"name": "sea']),
+        ("a <tool_", ["a <tool_"]),
+        ('<tool_call>{"name": "search", "arguments": {"a": "\\u00', [("search", '{"a": "\\u00')]),
+        (f"<tool_call>{CALL}\n</tool", [SEARCH]),
+        # what is no call
+        (marked('{"name": "unknown", "arguments": {}}'), ["all of it"]),
+        (marked('{"name": "search", "arguments": 3}'), ["all of it"]),
+        (marked('{"name": "search", "arguments": "[]"}'), ["all of it"]),
+        (marked('{"name": 3, "arguments": {}}'), ["all of it"]),
+        (marked('{"thought": "", "name": "search"}'), ["all of it"]),
+        (marked("{}"), ["all of it"]),
+        (marked("search(1)"), ["all of it"]),
+        (CALL, ["all of it"]),
+        # and a call in what is none
+        (f"<tool_call><tool_call>{CALL}", ["<tool_call>", SEARCH]),
+        (f"<<tool_call>{CALL}", ["<", SEARCH]),
+    ],
+)
+def test_hermes(text: str, expected: list[str | tuple[str, str]]) -> None:
+    assert read(text, HERMES) == ([text] if expected == ["all of it"] else expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain text; {", ["plain text; {"]),
+        ('{"name": "search", "parameters": {"a": 1}}', [SEARCH]),
+        ('\n<|python_tag|>{"name": "search", "parameters": {"a": 1}};', [SEARCH]),
+        (f"{CALL}; {OTHER}", [SEARCH, WEATHER]),
+        (f"{CALL}\n{OTHER}", [SEARCH, WEATHER]),
+        (f"{CALL}\nDone.", [SEARCH, "Done."]),
+        ('{"name": "Bob", "age": 3}', ['{"name": "Bob", "age": 3}']),
+        ('{"answer": 3}', ['{"answer": 3}']),
+        (f"See {CALL}", [f"See {CALL}"]),
+        (f"See <|python_tag|>{CALL}", ["See", SEARCH]),
+        ("<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
+        (f'{CALL}; {{"name": "wea', [SEARCH]),
+    ],
+)
+def test_llama3(text: str, expected: list[str | tuple[str, str]]) -> None:
+    assert read(text, LLAMA3) == expected
+
+
+def test_arguments_stream_as_they_come_and_escapes_come_whole() -> None:
+    parser = USE.parser(HERMES, "request", 0)
+    begins = CallBegins(0, call_id("request", 0, 0), "weather")
+
+    assert parser.feed('<tool_call>{"name": "weather", "arguments": ') == []
+    assert not parser.has_calls
+    assert parser.feed('{"city": "B') == [begins, Arguments(0, '{"city": "B')]
+    assert parser.has_calls
+    assert parser.feed("\\u00e") == []
+    assert parser.feed("4r") == [Arguments(0, "\\u00e4r")]
+    # both halves of one character
+    assert parser.feed("\\ud83d\\ude0") == []
+    assert parser.feed("0") == [Arguments(0, "\\ud83d\\ude00")]
+    assert parser.feed("\\") == []
+    assert parser.feed('""}') == [Arguments(0, '\\""}')]
+    assert parser.feed("}</tool_call>") == parser.finish() == []
+
+
+def test_half_a_character_without_the_other_half_is_told_with_what_follows() -> None:
+    parser = USE.parser(HERMES, "request", 0)
+    parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "')
+
+    assert parser.feed("\\ud83d") == []
+    assert parser.feed('"') == [Arguments(0, '\\ud83d"')]
+
+
+def test_content_is_told_at_once_where_it_cannot_become_a_call() -> None:
+    parser = USE.parser(HERMES, "request", 0)
+
+    assert parser.feed("Well, 1 <") == [Content("Well, 1")]
+    assert parser.feed(" 2") == [Content(" < 2")]
+
+
+def test_what_cannot_be_a_call_is_told_with_the_key_that_shows_it() -> None:
+    parser = USE.parser(HERMES, "request", 0)
+
+    assert parser.feed('<tool_call>{"thought') == []
+    assert parser.feed('"') == [Content('<tool_call>{"thought"')]
+    assert parser.feed(': "') == [Content(': "')]
+
+
+def test_a_key_may_be_all_escapes() -> None:
+    escaped = "".join(f"\\u{ord(char):04x}" for char in "parameters")
+
+    assert read(marked(f'{{"name": "search", "{escaped}": {{"a": 1}}}}'), HERMES) == [SEARCH]
+
+
+class Counted(deque[str]):
+    """Of what is read, how often."""
+
+    num_taken = 0
+
+    def popleft(self) -> str:
+        self.num_taken += 1
+        return super().popleft()
+
+
+#: Ten calls in each other, which is what fits into the text that is looked at again.
+NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
+
+
+@pytest.mark.parametrize(
+    ("text", "at_most"),
+    [
+        # an unknown key, and one that calls may have
+        ('<tool_call>{"a":[' * 1000 + "]" * 2000, 2),
+        ('<tool_call>{"id":[' * 1000 + "]" * 2000, 2),
+        ('<tool_call>{"arguments":{"' * 1000 + "}" * 2000, 2),
+        # a key that does not end, or is none
+        ('<tool_call>{"' * 1000, 3),
+        ("<tool_call>{" * 1000 + "}" * 1000, 2),
+        ("<tool_call>[" * 1000 + "]" * 1000, 2),
+        ("<tool_call>" + " " * 10_000 + '{"a"', 2),
+        (NESTED * 100, 8),
+    ],
+)
+def test_each_character_is_read_a_few_times_whatever_the_text_is(text: str, at_most: int) -> None:
+    parser = USE.parser(HERMES, "request", 0)
+    assert isinstance(parser, CallParser)
+    parser._unread = counted = Counted()
+
+    assert plain(joined([*parser.feed(text), *parser.finish()])) == [text]
+    assert counted.num_taken <= at_most * len(text)
+
+
+def test_a_call_behind_a_long_one_that_failed_is_read() -> None:
+    failed = f'<tool_call>{{"arguments": {{"a": "{"x" * 1000}"}}, "name": 3'
+
+    assert read(failed + marked(CALL), HERMES) == [failed, SEARCH]
+
+
+def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
+    use = ToolUse.of(TOOLS, "auto", False)
+
+    assert read(f"Well. {marked(CALL)} {marked(OTHER)} more", HERMES, use) == ["Well.", SEARCH]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"[{CALL}, {OTHER}]", [SEARCH, WEATHER]),
+        (f"[{CALL.replace('arguments', 'parameters')}]", [SEARCH]),
+        # cut off: nothing of it is content
+        (f'[{CALL}, {{"na', [SEARCH]),
+        ('[{"na', []),
+        ("[", []),
+    ],
+)
+def test_calls_that_had_to_be(text: str, expected: list[str | tuple[str, str]]) -> None:
+    assert read(text, None, ToolUse.of(TOOLS, "required", True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"city": "{"}', [("weather", '{"city": "{"}')]),
+        ('{"city": {"a": []}} \n', [("weather", '{"city": {"a": []}}')]),
+        ('{"city": "B', [("weather", '{"city": "B')]),
+        ("", []),
+        ("no", ["no"]),
+    ],
+)
+def test_arguments_of_the_named_function(text: str, expected: list[str | tuple[str, str]]) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+
+    assert read(text, None, ToolUse.of(TOOLS, named, True)) == expected
+
+
+@pytest.mark.parametrize("use", [ToolUse.of(TOOLS, "none", True), ToolUse.of(None, None, True)])
+def test_without_tools_everything_is_content(use: ToolUse) -> None:
+    assert read(marked(CALL), HERMES, use) == [marked(CALL)]
+
+
+def test_ids_of_calls_are_the_same_again_and_no_others() -> None:
+    ids = [
+        call_id(request, choice, index)
+        for request in ("a", "b")
+        for choice in (0, 1)
+        for index in (0, 1)
+    ]
+
+    assert len(set(ids)) == 8
+    assert call_id("a", 0, 0) == ids[0] and ids[0].isalnum() and len(ids[0]) == 9

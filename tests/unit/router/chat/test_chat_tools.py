@@ -1,0 +1,219 @@
+"""A request's tools and tool_choice: what is refused, shown, and enforced."""
+
+import json
+from typing import Any
+
+import pytest
+
+from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
+from router.chat.formats import HERMES, LLAMA3, tool_format
+from router.chat.tools import MAX_TOOLS, Choice, ToolUse
+from router.config import RouterConfig
+from tests.support.router import chat_support
+from tests.support.router.chat_support import TOOLS, USE, read
+from worker.grammar.keeper import compile_grammar
+from worker.grammar.token_trie import token_trie
+
+BYTES = token_trie([bytes([byte]) for byte in range(256)])
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+BAD = '{"a": 1}'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def allows(use: ToolUse, text: str, form: Any = HERMES) -> bool:
+    """The grammar lets a model write ``text`` and end."""
+    grammar = use.grammar(form)
+    assert grammar is not None
+    matcher = compile_grammar(grammar.kind.value, grammar.texts, BYTES)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+def test_a_template_is_shown_what_is_the_models_to_know() -> None:
+    function = {key: value for key, value in TOOLS[0]["function"].items() if key != "strict"}
+
+    assert USE.shown == [
+        {"type": "function", "function": function},
+        tool(name="search", parameters=NO_PARAMETERS),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tools", "tool_choice", "choice"),
+    [
+        (TOOLS, None, Choice.AUTO),
+        (TOOLS, "auto", Choice.AUTO),
+        (TOOLS, "required", Choice.REQUIRED),
+        (TOOLS, NAMED, Choice.NAMED),
+        (TOOLS, "none", Choice.NONE),
+        (None, None, Choice.NONE),
+    ],
+)
+def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
+    use = ToolUse.of(tools, tool_choice, True)
+
+    assert use.choice is choice
+    assert (use.shown is None) == (choice is Choice.NONE)
+    assert (use.grammar(HERMES) is None) == (choice in (Choice.NONE, Choice.AUTO))
+
+
+@pytest.mark.parametrize(
+    ("tools", "tool_choice", "words"),
+    [
+        ({}, None, "tools must be a list"),
+        (["f"], None, "tools[0] must be an object of type function"),
+        ([{"type": "custom"}], None, "tools[0] must be an object of type function"),
+        ([{"type": "function"}], None, "tools[0].function must be an object"),
+        ([tool(name=None)], None, "tools[0].function.name must be"),
+        ([tool(name="a b")], None, "tools[0].function.name must be"),
+        ([tool(name="a" * 65)], None, "tools[0].function.name must be"),
+        ([tool(parameters=[])], None, "parameters must be a JSON schema"),
+        ([tool(parameters={"type": "string"})], None, "must be the schema of an object"),
+        ([tool(description=1)], None, "description must be a text"),
+        ([tool(strict="yes")], None, "strict must be true or false"),
+        ([tool(), tool()], None, "tools[1] has the name of an earlier one"),
+        (TOOLS, "always", "tool_choice must be none, auto, required"),
+        (TOOLS, [], "tool_choice must be none, auto, required"),
+        (TOOLS, {"type": "function"}, "tool_choice.function.name"),
+        (TOOLS, {"type": "function", "function": {"name": "x"}}, "is none of the tools"),
+        (None, "required", "there are no tools"),
+        ([], None, "tools must have at least one tool"),
+        ([], NAMED, "tools must have at least one tool"),
+    ],
+)
+def test_what_is_wrong_is_refused(tools: Any, tool_choice: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ToolUse.of(tools, tool_choice, True)
+
+    assert words in str(caught.value)
+
+
+def test_unknown_members_of_tools_are_ignored() -> None:
+    extra = {"cache_control": {"type": "ephemeral"}, "strict": None, "eager": True, "x": None}
+    given = [{**TOOLS[0], **extra, "function": {**TOOLS[0]["function"], **extra}}, TOOLS[1]]
+
+    assert ToolUse.of(given, None, True) == USE
+
+
+def deep(levels: int) -> Any:
+    schema: Any = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return {"type": "object", "properties": {"a": schema}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)],
+        [tool(description="x" * 70_000)],
+        [tool(name=f"f{i}", description="x" * 60_000) for i in range(10)],
+        [tool(parameters=deep(100))],
+        [tool(parameters=deep(100_000))],
+    ],
+)
+def test_too_much_is_refused(tools: Any) -> None:
+    with pytest.raises(OutOfRange):
+        ToolUse.of(tools, None, True)
+
+
+@pytest.mark.parametrize(("form", "key"), [(HERMES, "arguments"), (LLAMA3, "parameters")])
+def test_required_calls_are_kept_to_the_tools(form: Any, key: str) -> None:
+    use = ToolUse.of(TOOLS, "required", True)
+    weather = f'{{"name": "weather", "{key}": {{"city": "Bern", "days": 2}}}}'
+    search = f'{{"name": "search", "{key}": {{}}}}'
+
+    assert allows(use, f"[{weather}]", form)
+    assert allows(use, f"[{search}, {weather}]", form)
+    assert read(f"[{search}, {weather}]", form, use) == [
+        ("search", "{}"),
+        ("weather", '{"city": "Bern", "days": 2}'),
+    ]
+    assert not allows(use, "[]", form)
+    assert not allows(use, f"[{weather.replace('weather', 'other')}]", form)
+    assert not allows(use, f"[{weather.replace('2', '2.5')}]", form)
+    assert not allows(use, f"[{search.replace('{}', BAD)}]", form)
+    assert not allows(use, f"Well: [{search}]", form)
+
+
+def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
+    search = '{"name": "search", "arguments": {}}'
+    use = ToolUse.of(TOOLS, "required", False)
+
+    assert allows(use, f"[{search}]")
+    assert not allows(use, f"[{search}, {search}]")
+
+
+def test_a_named_function_gets_its_arguments_alone() -> None:
+    use = ToolUse.of(TOOLS, NAMED, True)
+
+    assert allows(use, '{"city": "Bern"}')
+    assert read('{"city": "Bern"}', HERMES, use) == [("weather", '{"city": "Bern"}')]
+    assert not allows(use, '{"days": 3}')
+    assert not allows(use, '{"name": "weather", "arguments": {"city": "Bern"}}')
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_references_in_a_schema_lead_to_its_own_root(choice: Any) -> None:
+    node = {
+        "type": "object",
+        "properties": {"default": {"$ref": "#/$defs/n"}, "next": {"$ref": "#"}},
+        "$defs": {"n": {"type": "integer"}},
+    }
+    use = ToolUse.of([tool(parameters=node), tool(name="g")], choice, True)
+    good, bad = '{"default": 1, "next": {"default": 2}}', '{"default": "1"}'
+    written = '[{"name": "f", "arguments": %s}]' if choice == "required" else "%s"
+
+    assert allows(use, written % good)
+    assert not allows(use, written % bad)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_required_calls_allow_an_id_at_the_root_of_parameters(choice: Any) -> None:
+    own = "https://example.com/f.json"
+    node = {
+        "$id": own,
+        "type": "object",
+        "properties": {"n": {"$ref": f"{own}#/$defs/n"}, "$id": {"type": "string"}},
+        "$defs": {"n": {"type": "integer"}},
+    }
+    use = ToolUse.of([tool(parameters=node)], choice, True)
+    written = '[{"name": "f", "arguments": %s}]' if choice == "required" else "%s"
+
+    assert allows(use, written % '{"n": 1, "$id": "a"}')
+    assert not allows(use, written % '{"n": "1"}')
+
+
+def test_schemas_too_large_for_a_grammar_are_refused_where_one_is_needed() -> None:
+    tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
+
+    assert ToolUse.of(tools, "auto", True).grammar(HERMES) is None
+    with pytest.raises(OutOfRange, match="grammar is longer"):
+        ToolUse.of(tools, "required", True).grammar(HERMES)
+
+
+def test_a_model_whose_calls_nobody_can_read_has_tools_only_where_a_grammar_enforces_them() -> None:
+    with pytest.raises(ToolsUnsupported, match="chat template"):
+        USE.grammar(None)
+
+    required = ToolUse.of(TOOLS, "required", True)
+    assert allows(required, '[{"name": "search", "arguments": {}}]', None)
+    assert json.loads(required.grammar(None).texts[0])["minItems"] == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("setting", [{"template_timeout": 0.0}, {"template_processes": 0}])
+def test_settings_that_would_render_nothing_are_refused(setting: Any) -> None:
+    with pytest.raises(ValueError, match="template"):
+        RouterConfig(**setting)
+
+
+def test_formats_show_in_templates() -> None:
+    assert tool_format("auto", chat_support.HERMES) is HERMES
+    assert tool_format("auto", chat_support.LLAMA3) is LLAMA3
+    assert tool_format("auto", chat_support.MISTRAL) is None
+    # another format within the same mark
+    assert tool_format("auto", "<tool_call>\n<function=") is None
+    assert tool_format("llama3", chat_support.HERMES) is LLAMA3

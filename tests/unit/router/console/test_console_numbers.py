@@ -1,0 +1,146 @@
+"""What a console makes of counters and histograms, and which workers it shows."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from everlift.v1.session_pb2 import Counts, LatencyCounts
+from router.console.counting import Census
+from router.console.failures import Failed, Failures
+from router.console.history import History
+from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
+from router.console.slot_grid import Lanes
+from router.console.workers import MOST_CELLS, cells, names, row, summary
+from tests.support.router.console_support import link
+
+
+def test_a_quantile_is_linear_within_its_bucket() -> None:
+    bounds, cumulative = (1.0, 2.0, 4.0, inf), (0, 10, 30, 30)
+    assert [quantile(bounds, cumulative, part) for part in (0.1, 1 / 3, 2 / 3, 1.0)] == [
+        *(pytest.approx(1.3), pytest.approx(2.0), pytest.approx(3.0), pytest.approx(4.0))
+    ]
+
+
+def test_beyond_the_last_bound_nothing_is_known_but_that() -> None:
+    assert quantile((1.0, inf), (1, 10), 0.99) == 1.0
+
+
+def test_percentiles_are_of_the_last_minute() -> None:
+    bounds = (1.0, inf)
+    histogram = RecentHistogram(bounds)
+
+    def of_late() -> Percentiles:
+        return percentiles(bounds, [histogram.recent])
+
+    assert of_late() == Percentiles(0)
+    histogram.note((100, 100), 0.0)
+    assert of_late() == Percentiles(0), "nobody knows when these came"
+    histogram.note((110, 110), 10.0)
+    assert of_late() == Percentiles(10, 0.5, 0.9, 0.99)
+    for second in range(11, 72):
+        histogram.note((110, 110), float(second))
+    assert of_late() == Percentiles(0)
+    assert len(histogram._marks) <= 62
+
+
+def test_failures_are_counted_for_five_minutes_the_most_frequent_first() -> None:
+    failures = Failures()
+    failures.note({"queue_full": 1}, 0.0)
+    failures.note({"queue_full": 2, "no_worker": 3}, 100.0)
+    assert failures.recent(101.0) == [Failed("no_worker", 3, 1.0), Failed("queue_full", 2, 1.0)]
+    failures.note({"queue_full": 2, "no_worker": 3}, 300.0)
+    assert failures.recent(300.0) == [Failed("no_worker", 3, 200.0), Failed("queue_full", 1, 200.0)]
+
+
+def test_a_rate_needs_two_looks_a_second_apart() -> None:
+    rates = Rates()
+    assert [rates.of("a", tokens, now) for tokens, now in ((10, 0.0), (50, 0.5), (90, 1.0))] == [
+        *(0.0, 0.0, 80.0)
+    ]
+    assert rates.of("a", 90, 2.5) == 0.0
+    assert rates.of("other", 5, 2.5) == 0.0
+    rates.keep(["other"])
+    assert rates.of("a", 200, 5.0) == 0.0
+
+
+def test_more_workers_than_cells_share_them() -> None:
+    links = [link(f"w{number:05}") for number in range(2 * MOST_CELLS + 1)]
+    links[3].is_up = False
+    for each in links:
+        each.state.num_running = 2
+    rows = [row(each, None, 0.0) for each in links]
+    shown = cells(rows)
+    assert len(shown) == len(names(rows)["ids"]) <= MOST_CELLS
+    assert sum(names(rows)["sizes"]) == len(links)
+    assert shown[0] == ["up", 12, 6, 0, 0, 0, 0]
+    assert shown[1] == ["lost", 12, 4, 0, 0, 0, 0]
+
+
+def test_what_the_cache_saved_of_prompts_is_summed_over_those_that_are_there() -> None:
+    links = [link(f"w{number}") for number in range(3)]
+    links[2].is_up = False
+    for number, each in enumerate(links):
+        each.state.counters.prompt_tokens = 100
+        each.state.counters.prefix_hit_tokens = 10 * number
+    found = summary([row(each, None, 0.0) for each in links])
+    assert (found["prompt_tokens"], found["prefix_hit_tokens"]) == (200, 10)
+
+
+def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
+    lanes = Lanes(None)
+    lanes.look(["a", "b"], 0.0)
+    lanes.look(["b", "c"], 1.0)
+    assert lanes.worker_ids == ["a", "b", "c"]
+    lanes.look(["b", "c", "d", "e", "f", "g"], 60.9)
+    assert lanes.worker_ids == ["a", "b", "c", "d", "e", "f"]
+    lanes.look(["b", "c", "d", "e", "f", "g"], 61.0)
+    assert lanes.worker_ids == ["g", "b", "c", "d", "e", "f"]
+
+
+def test_chosen_lanes_are_those_that_were_asked_for_and_no_more() -> None:
+    lanes = Lanes(["a", "a", *map(str, range(20))])
+    lanes.look(["z"], 0.0)
+    assert lanes.worker_ids == ["a", *map(str, range(7))]
+
+
+def test_history_is_a_point_a_second_of_five_minutes() -> None:
+    history = History()
+    for number in range(1000):
+        history.note({"queued": number}, number / 2)
+    points = history.points
+    assert (len(points), points[0]["at"], points[-1]) == (300, 200.0, {"at": 499.0, "queued": 998})
+
+
+def counts(router_id: str, completed: int, ttft: tuple[int, int], **failures: int) -> Counts:
+    latencies = [LatencyCounts(name="ttft", cumulative=ttft)]
+    return Counts(router_id=router_id, completed=completed, latencies=latencies, failures=failures)
+
+
+def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
+    census = Census("a", {"ttft": (1.0, inf)})
+    census.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
+    census.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
+    assert census.totals()["completed"] == 105
+    assert census.latencies() == {"ttft": Percentiles(0)}
+    assert census.failures(1.0) == [Failed("queue_full", 1, 1.0)]
+    census.note(counts("a", 6, (13, 13), queue_full=1), 2.0)
+    census.note(counts("b", 101, (907, 907), queue_full=52, no_worker=1), 3.0)
+    assert census.latencies() == {"ttft": Percentiles(10, 0.5, 0.9, 0.99)}
+    assert census.failures(4.0) == [Failed("queue_full", 3, 1.0), Failed("no_worker", 1, 1.0)]
+    # One that is gone.
+    census.note(counts("a", 6, (13, 13)), 63.0)
+    census.forget(63.0)
+    assert census.totals()["completed"] == 6
+
+
+def test_buckets_of_another_release_say_nothing() -> None:
+    census = Census("a", {"ttft": (1.0, inf)})
+    for number in range(2):
+        other = counts("b", number, (0, 0))
+        other.latencies[0].cumulative.append(number)
+        other.latencies.add(name="more", cumulative=[number])
+        census.note(other, float(number))
+    assert census.latencies() == {"ttft": Percentiles(0)}
+    assert census.totals()["completed"] == 1

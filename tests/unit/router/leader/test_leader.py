@@ -1,0 +1,731 @@
+"""The leader over a memory ledger, with recorded gateways."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from everlift.errors import LedgerUnavailable
+from everlift.messages import OnDisconnect, Request
+from everlift.sampling import SamplingParams
+from everlift.v1 import inference_pb2, session_pb2
+from router.admission.policy import Rules, policy_of
+from router.config import RouterConfig
+from router.event_loop import now
+from router.leader.leader import Leader
+from router.ledger.base import LoadReport, Membership
+from router.ledger.entry import Entry, State
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.in_process import until
+from tests.support.ledger.ledgers import make_request
+from tests.support.router.admission_support import paced
+
+CONFIG = RouterConfig(model="fake", max_queued=2, lease=0.5, beat=0.05)
+INFO = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
+
+
+class FlakyLedger(MemoryLedger):
+    """``ahead`` is added to its time; what ``paused`` campaigns for does not come through."""
+
+    is_away = False
+    ahead = 0.0
+    paused = ""
+    loses_answers = loses_dispatches = loses_loads = 0
+    #: requests whose shard does not answer
+    hangs: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__(lambda: now() + self.ahead)
+        self.terms: list[int] = []
+
+    async def orphans(self, limit: int) -> list[str]:
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        return await super().orphans(limit)
+
+    async def load(self) -> LoadReport | None:
+        if self.loses_loads:
+            self.loses_loads -= 1
+            raise LedgerUnavailable("away")
+        return await super().load()
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        await until(lambda: request_id not in self.hangs, seconds=1000.0)
+        entry = await super().dispatch(request_id, worker, epoch, term)
+        if self.loses_dispatches:
+            self.loses_dispatches -= 1
+            raise LedgerUnavailable("the answer was lost")
+        return entry
+
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
+        self.terms.append(term)
+        await until(lambda: self.paused != router, seconds=1000.0)
+        held = await super().lead(router, address, term, lease_s, is_new=is_new)
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise LedgerUnavailable("the answer was lost")
+        return held
+
+
+@pytest.fixture
+async def ledger() -> FlakyLedger:
+    return FlakyLedger()
+
+
+@asynccontextmanager
+async def running(ledger: FlakyLedger, name: str = "router") -> AsyncIterator[Leader]:
+    leader = Leader(CONFIG, name, "here:1", ledger)
+    run = asyncio.create_task(leader.run())
+    yield leader
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+@pytest.fixture
+async def leader(ledger: FlakyLedger) -> AsyncIterator[Leader]:
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        yield leader
+
+
+class Gateway:
+    """One with nothing to tell, unless it is ``telling``."""
+
+    def __init__(
+        self, leader: Leader, name: str, *, generation: str = "", telling: bool = False
+    ) -> None:
+        self.leader = leader
+        self.name = name
+        self.heard: list[session_pb2.LeaderMessage] = []
+        self.send = self.heard.append
+        leader._lines.connect(name, self.send)
+        self.say(generation=generation, is_complete=not telling)
+
+    def say(self, **fields: object) -> None:
+        message = session_pb2.GatewayMessage(**fields)  # type: ignore[arg-type]
+        if self.leader._lines._sends.get(self.name) is self.send:
+            self.leader.receive(self.name, message)
+
+    def enqueue(self, request_id: str, *, accepted: bool = False, **fields: object) -> None:
+        waiting = session_pb2.Waiting(
+            request_id=request_id,
+            prompt_tokens=3,
+            accepted=accepted,
+            choices=1,
+            **fields,  # type: ignore[arg-type]
+        )
+        self.say(enqueue=[waiting])
+
+    def withdraw(self, request_id: str) -> None:
+        self.say(withdraw=[request_id])
+
+    def told(self, field: str) -> list[str | int]:
+        """Request ids, or epochs."""
+        told = [it for message in self.heard for it in getattr(message, field)]
+        return [getattr(it, "request_id", it) for it in told]
+
+
+def say(leader: Leader, number: int = 1, running: tuple[str, ...] = (), **fields: object) -> None:
+    """The worker says something of itself."""
+    state = session_pb2.WorkerState(
+        sequence_number=number,
+        running=[inference_pb2.RunningSequence(request_id=name) for name in running],
+        **fields,  # type: ignore[arg-type]
+    )
+    leader.worker_frame("w", session_pb2.WorkerFrame(state=state))
+
+
+def give_it_a_worker(leader: Leader) -> None:
+    leader.worker_up(INFO)
+    say(leader)
+
+
+async def opened(ledger: MemoryLedger, request_id: str, gateway: str) -> None:
+    request = Request(
+        request_id=request_id,
+        model="fake",
+        fingerprint="",
+        prompt_ids=(1,),
+        max_tokens=3,
+        sampling=SamplingParams(),
+        stop=(),
+        stop_token_ids=(),
+        on_disconnect=OnDisconnect.CONTINUE,
+        deadline=None,
+        body_hash=b"",
+    )
+    await ledger.open(request, gateway)
+
+
+async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    for request_id in ("a", "b", "c"):
+        gateway.enqueue(request_id)
+    gateway.enqueue("b")
+    gateway.enqueue("adopted", accepted=True)
+    assert gateway.told("refusals") == ["c"]
+    assert leader.queued == 3
+
+
+async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader: Leader) -> None:
+    low, high = Gateway(leader, "low"), Gateway(leader, "high")
+    for request_id in ("a", "b"):
+        low.enqueue(request_id)
+    high.enqueue("c", priority=1)
+    assert (low.told("refusals"), high.told("refusals")) == (["b"], [])
+    assert [it.slug for message in low.heard for it in message.refusals] == ["shed"]
+
+
+async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", priority=3)
+    waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
+    outlook = session_pb2.Outlook(lowest=3, waits=waits)
+    await until(lambda: outlook in [it for m in gateway.heard for it in m.outlooks])
+
+
+async def test_who_has_waited_for_too_long_leaves(ledger: FlakyLedger) -> None:
+    leader = Leader(replace(CONFIG, queue_ttl=0.3), "router", "here:1", ledger)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", arrived=now() + leader._ledger_ahead)
+    await until(lambda: gateway.told("refusals") == ["a"])
+    assert [it.slug for m in gateway.heard for it in m.refusals] == ["queue_timeout"]
+    assert leader.queued == 0
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+def arriving(arrived: float) -> session_pb2.Waiting:
+    return session_pb2.Waiting(request_id="new", arrived=arrived, prompt_tokens=3, choices=1)
+
+
+async def test_who_need_not_wait_is_opened_as_dispatched(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    leader.heard(Membership(now() + 500.0, "router", "here:1", 1, 0))
+    gateway = Gateway(leader, "g")
+    assert leader.reserve("g", arriving) is None
+    give_it_a_worker(leader)
+    assert leader.reserve("stranger", arriving) is None
+    reservation = leader.reserve("g", arriving)
+    assert reservation is not None and reservation.dispatch.worker == "w"
+    assert reservation.placed.waiting.arrived == pytest.approx(now() + 500.0, abs=10.0)
+    request = make_request("new")
+    assert (await ledger.open(request, "g", None, reservation.dispatch)).entry.worker == "w"
+    assert reservation.begun()
+    gateway.withdraw("new")
+    await ledger.open(make_request("waits"), "g")
+    gateway.enqueue("waits")
+    await until(lambda: gateway.told("dispatched") == ["waits"])
+
+
+async def test_what_was_given_back_is_the_next_one_s(leader: Leader) -> None:
+    Gateway(leader, "g")
+    leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
+    say(leader, num_running=1)
+    reserved = []
+    while (reservation := leader.reserve("g", arriving)) is not None:
+        reserved.append(reservation)
+    assert reserved
+    reserved[0].give_back()
+    assert leader.reserve("g", arriving) is not None
+
+
+async def test_a_new_tenure_knows_nothing_of_what_was_reserved(leader: Leader) -> None:
+    Gateway(leader, "g")
+    give_it_a_worker(leader)
+    reservation = leader.reserve("g", arriving)
+    assert reservation is not None
+    leader._begin()
+    assert not reservation.begun()
+
+
+async def test_while_the_ledger_is_told_again_nobody_begins(leader: Leader) -> None:
+    Gateway(leader, "g", generation="before")
+    give_it_a_worker(leader)
+    leader.heard(Membership(now(), "router", "here:1", 1, 0, generation="after"))
+    assert leader.reserve("g", arriving) is None
+
+
+async def test_the_work_there_is_lies_in_the_ledger(leader: Leader, ledger: FlakyLedger) -> None:
+    Gateway(leader, "g").enqueue("a", predicted_tokens=9)
+    async with asyncio.timeout(10.0):
+        while (report := await ledger.load()) is None or report.load.queued != 1:
+            await asyncio.sleep(0.01)
+    assert report.load.queued_tokens == 12
+    assert report.load.term == ledger.terms[-1]
+
+
+async def test_who_lost_a_request_hears_of_it_and_cannot_withdraw_it(leader: Leader) -> None:
+    old, new = Gateway(leader, "old"), Gateway(leader, "new")
+    old.enqueue("r")
+    new.enqueue("r")
+    assert old.told("stale") == ["r"]
+    old.withdraw("r")
+    assert leader.queued == 1
+
+
+async def test_who_withdraws_what_waits_is_told_of_its_stay(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("r")
+    gateway.withdraw("r")
+    gateway.withdraw("r")
+    assert gateway.told("withdrawn") == ["r"]
+
+
+async def test_a_dispatch_is_told_to_whom_the_ledger_names(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    mistaken, owner = Gateway(leader, "mistaken"), Gateway(leader, "owner")
+    await opened(ledger, "r", "owner")
+    mistaken.enqueue("r")
+    give_it_a_worker(leader)
+    await until(lambda: owner.told("dispatched") == ["r"])
+    assert mistaken.told("stale") == ["r"]
+    assert not mistaken.told("dispatched")
+
+
+async def test_a_gateway_that_hung_up_is_told_nothing_more(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("r")
+    leader._lines.disconnect("g", gateway.send)
+    assert leader.queued == 0
+    gateway.enqueue("late")
+    assert leader.queued == 0
+
+
+async def test_a_gateway_that_comes_again_is_not_disturbed_by_its_old_line(leader: Leader) -> None:
+    old = Gateway(leader, "g")
+    old.enqueue("before")
+    again = Gateway(leader, "g")
+    again.enqueue("r")
+    leader._lines.disconnect("g", old.send)
+    assert leader.queued == 1
+
+
+# who leads
+
+
+async def test_a_paused_leader_is_fenced_off_and_loses_nothing(ledger: FlakyLedger) -> None:
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        gateway = Gateway(old, "g")
+        await opened(ledger, "r", "g")
+        ledger.paused, ledger.ahead = "old", 10.0
+        async with running(ledger, "new") as new:
+            await until(lambda: new.is_leading)
+            assert old.is_leading
+            gateway.enqueue("r")
+            give_it_a_worker(old)
+            await until(lambda: not old.is_leading)
+            assert any(message.resigned for message in gateway.heard)
+            assert (await ledger.get("r")).state is State.QUEUED
+            followed = Gateway(new, "g")
+            followed.enqueue("r", accepted=True)
+            give_it_a_worker(new)
+            await until(lambda: followed.told("dispatched") == ["r"])
+        assert not gateway.told("dispatched")
+
+
+async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
+    ledger: FlakyLedger,
+) -> None:
+    await ledger.lead("old", "there:1", 1, lease_s=1000.0)
+    async with running(ledger) as leader:
+        leader._lease._config = replace(CONFIG, lease=1000.0, beat=400.0)
+        await until(lambda: len(ledger.terms) == 1)
+        await ledger.resign(1)
+        leader.heard(Membership(now=0.0, leader="", leader_address="", term=0, workers_version=0))
+        await until(lambda: leader.is_leading)
+
+
+async def test_a_leader_that_stands_back_leads_again_only_where_nobody_else_does(
+    ledger: FlakyLedger,
+) -> None:
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        term = old._lease.term
+        await old.stand_back()
+        for _ in range(4):
+            old._lease.hurry()
+            await asyncio.sleep(CONFIG.beat)
+            assert not old.is_leading
+        async with running(ledger, "new") as new:
+            # It is given back, and has not run out.
+            await until(lambda: new.is_leading, seconds=CONFIG.lease / 2)
+            await asyncio.sleep(CONFIG.lease)
+            assert new.is_leading and not old.is_leading
+        await until(lambda: old.is_leading)
+        assert old._lease.term != term
+
+
+async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
+    ledger: FlakyLedger,
+) -> None:
+    """Under another one it would be refused until its own lease is over."""
+    ledger.loses_answers = 2
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        assert len(set(ledger.terms)) == 1
+        leader._lease.lose()
+        await until(lambda: leader.is_leading)
+        assert len(set(ledger.terms)) == 2
+
+
+async def test_who_slept_through_another_term_begins_anew_though_nobody_leads(
+    ledger: FlakyLedger,
+) -> None:
+    """It would go on with the queue of before."""
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        term, tenure = old._lease.term, old._tenure
+        ledger.paused, ledger.ahead = "old", 10.0
+        assert await ledger.lead("new", "there:1", 7, lease_s=1000.0)
+        await ledger.resign(7)
+        ledger.paused = ""
+        await until(lambda: old._tenure not in (None, tenure))
+        assert old._lease.term not in (term, 7)
+        assert ledger._term == old._lease.term
+
+
+async def test_a_leader_goes_on_though_the_ledger_forgot_that_anybody_led(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    tenure, term = leader._tenure, leader._lease.term
+    ledger._leader, ledger._term = MemoryLedger(now)._leader, 0
+    await until(lambda: ledger._term == term)
+    assert leader._tenure is tenure
+
+
+# a ledger that came back without its last second
+
+
+async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateways = [Gateway(leader, "a"), Gateway(leader, "b")]
+    give_it_a_worker(leader)
+    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    await opened(ledger, "r", "a")
+    gateways[0].enqueue("r")
+    gateways[0].say(generation="two")
+    await asyncio.sleep(CONFIG.lease / 4)
+    assert not gateways[0].told("dispatched")
+    gateways[1].say(generation="two")
+    await until(lambda: gateways[0].told("dispatched") == ["r"])
+
+
+async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_else(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g", generation="two")
+    give_it_a_worker(leader)
+    await opened(ledger, "r", "g")
+    term = leader._lease.term
+    ledger._term = 1
+    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    gateway.enqueue("r")
+    await until(lambda: gateway.told("dispatched") == ["r"])
+    assert leader.is_leading and ledger._term == term
+
+
+# order and room
+
+
+async def test_a_gateway_that_the_ledger_knows_is_waited_for_but_not_for_ever(
+    ledger: FlakyLedger,
+) -> None:
+    await ledger.beat("frozen", "there:2", lease_s=1000.0)
+    await opened(ledger, "r", "g")
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        gateway = Gateway(leader, "g")
+        gateway.enqueue("r")
+        give_it_a_worker(leader)
+        await asyncio.sleep(CONFIG.beat)
+        assert not gateway.told("dispatched")
+        await until(lambda: gateway.told("dispatched") == ["r"])
+
+
+async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    ledger.hangs = frozenset({"stuck"})
+    for number, name in enumerate(("stuck", "a", "b")):
+        await opened(ledger, name, "g")
+        gateway.enqueue(name, accepted=True, arrived=float(number))
+    give_it_a_worker(leader)
+    await until(lambda: gateway.told("dispatched") == ["a", "b"])
+    await opened(ledger, "c", "g")
+    gateway.enqueue("c", accepted=True, arrived=3.0)
+    await until(lambda: gateway.told("dispatched") == ["a", "b", "c"])
+    ledger.hangs = frozenset()
+    await until(lambda: gateway.told("dispatched") == ["a", "b", "c", "stuck"])
+
+
+async def test_only_so_many_dispatches_are_under_way_at_once(
+    leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.leader.leader.DISPATCHES_AT_ONCE", 2)
+    monkeypatch.setattr("router.leader.leader._MOST_LATE", 1)
+    gateway = Gateway(leader, "g")
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        await opened(ledger, name, "g")
+        gateway.enqueue(name, accepted=True)
+    ledger.hangs = frozenset(names)
+    give_it_a_worker(leader)
+    await until(lambda: leader.queued == 2)
+    await asyncio.sleep(2 * CONFIG.beat)
+    assert leader.queued == 2
+    ledger.hangs = frozenset()
+    await until(lambda: sorted(gateway.told("dispatched")) == names)
+    assert (leader._asking, leader._late) == (0, 0)
+
+
+async def test_a_dispatch_whose_answer_was_lost_is_asked_for_again(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    await opened(ledger, "r", "g")
+    ledger.loses_dispatches = 1
+    gateway.enqueue("r")
+    give_it_a_worker(leader)
+    await until(lambda: gateway.told("dispatched") == ["r"])
+    assert (leader._asking, leader._late) == (0, 0)
+
+
+async def test_what_goes_wrong_unforeseen_in_a_dispatch_ends_the_leader(
+    ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ledger, "dispatch", fail)
+    leader = Leader(CONFIG, "router", "here:1", ledger)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    Gateway(leader, "g").enqueue("r")
+    give_it_a_worker(leader)
+    with pytest.raises(ExceptionGroup) as raised:
+        await run
+    assert raised.group_contains(ZeroDivisionError)
+
+
+async def test_what_is_dispatched_for_a_gateway_that_is_gone_is_not_kept(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    await opened(ledger, "r", "g")
+    ledger.hangs = frozenset({"r"})
+    gateway.enqueue("r")
+    give_it_a_worker(leader)
+    await until(lambda: leader.queued == 0)
+    leader._lines.disconnect("g", gateway.send)
+    ledger.hangs = frozenset()
+    await until(lambda: not leader._asking)
+    assert (await ledger.get("r")).state is State.RUNNING
+    assert leader._tenure is not None and leader._tenure.running == 0
+
+
+async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway, other = Gateway(leader, "g"), Gateway(leader, "other")
+    leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
+    say(leader, running=("low",), num_running=1, num_waiting=2, blocks_used=9)
+    low = session_pb2.Running(request_id="low", worker_id="w", epoch=5, known_tokens=9, choices=1)
+    other.say(running=[low])
+    await opened(ledger, "high", "g")
+    gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
+    leader.heard(Membership(ledger._clock(), "router", "here:1", 1, 0))
+    await until(lambda: other.told("evictions") == ["high"])
+    assert (await ledger.get("high")).state is State.RUNNING
+
+
+async def test_a_preempted_request_is_moved_where_there_is_room(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    leader.worker_up(INFO)
+    say(leader, num_running=8, blocks_used=100)
+    view = leader.view("w")
+    assert view is not None
+    view.pace = paced()
+    empty = session_pb2.WorkerInfo(worker_id="empty", max_num_seqs=8, num_blocks=100)
+    leader.worker_up(empty)
+    state = session_pb2.WorkerState(sequence_number=1)
+    leader.worker_frame("empty", session_pb2.WorkerFrame(state=state))
+    preempted = session_pb2.Running(
+        request_id="r",
+        worker_id="w",
+        epoch=5,
+        known_tokens=9,
+        moves_left=1,
+        preempted=True,
+        choices=1,
+    )
+    gateway.say(running=[preempted])
+    await until(lambda: gateway.told("move") == [5])
+
+
+# orphans
+
+
+async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_away(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway, sweep = Gateway(leader, "g"), leader._sweep
+    await ledger.beat("g", "there:1", lease_s=1000.0)
+    await opened(ledger, "r", "dead")
+    await until(lambda: gateway.told("adopt") == ["r"])
+    sweep._adopting.clear()
+    gateway.heard.clear()
+    ledger.is_away = True
+    await until(lambda: sweep._after > now())
+    ledger.is_away = False
+    held_until = sweep._after
+    await until(lambda: gateway.told("adopt"))
+    assert now() > held_until
+
+
+async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: FlakyLedger) -> None:
+    await opened(ledger, "r", "dead")
+    await until(lambda: now() > leader._sweep._after)
+    await asyncio.sleep(3 * CONFIG.beat)
+    await ledger.beat("g", "there:1", lease_s=1000.0)
+    gateway = Gateway(leader, "g")
+    await until(lambda: gateway.told("adopt") == ["r"])
+
+
+async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    """Its line is open, but its lease is over: what it has is given to others, not to itself."""
+    living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
+    await ledger.beat("living", "there:1", lease_s=1000.0)
+    for request_id in ("a", "b"):
+        await opened(ledger, request_id, "frozen")
+        frozen.enqueue(request_id)
+    await until(lambda: len(living.told("adopt")) == 2)
+    assert any(message.resigned for message in frozen.heard)
+    assert not frozen.told("adopt")
+    assert leader.queued == 0
+
+
+def rules(order: str, max_queued: int = CONFIG.max_queued) -> Rules:
+    return Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
+
+
+async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", arrived=1.0)
+    gateway.enqueue("b", arrived=2.0, deadline=9.0)
+    leader.obey(rules("deadline", 3))
+    tenure = leader._tenure
+    assert tenure is not None
+    await until(lambda: tenure._queue.peek().request_id == "b")
+    for request_id in ("c", "d"):
+        gateway.enqueue(request_id)
+    await until(lambda: gateway.told("refusals") == ["d"])
+
+
+async def test_a_target_for_output_tokens_is_the_placement_s_at_once(leader: Leader) -> None:
+    leader.obey(replace(rules("fifo"), tpot_target=0.05))
+    assert leader._placement.tpot_target == 0.05
+
+
+async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:
+    leader = Leader(CONFIG, "next", "here:1", ledger)
+    leader.obey(rules("deadline"))
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    assert leader._tenure is not None and leader._tenure._order == policy_of("deadline", CONFIG)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_of_two_changes_in_a_row_the_last_one_holds(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
+    gateway = Gateway(leader, "g")
+    leader.obey(rules("deadline", 1000))
+    await until(lambda: leader._tenure and leader._tenure._bounds.rules.max_queued == 1000)
+    leader.obey(rules("fifo", 1000))
+    for number in range(100):
+        gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
+    leader.obey(rules("deadline", 1000))
+    await asyncio.sleep(0)
+    leader.obey(rules("fifo", 999))
+    tenure = leader._tenure
+    assert tenure is not None
+    await until(lambda: tenure._bounds.rules.max_queued == 999)
+    await until(lambda: tenure._order == policy_of("fifo", CONFIG))
+    assert tenure._queue.peek().request_id == "r0"
+
+
+# turns of tenants
+
+
+@asynccontextmanager
+async def leading(ledger: FlakyLedger, name: str) -> AsyncIterator[Leader]:
+    """Where tenants are told apart."""
+    leader = Leader(CONFIG, name, "here:1", ledger, lambda tenant: 1.0)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    yield leader
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def counters(ledger: FlakyLedger) -> dict[str, float]:
+    report = await ledger.load()
+    return {it.tenant: it.counter for it in report.load.services} if report else {}
+
+
+async def test_the_next_leader_knows_what_tenants_were_served(ledger: FlakyLedger) -> None:
+    served = [session_pb2.ServedTokens(tenant="much", tokens=500)]
+    async with leading(ledger, "one") as leader:
+        gateway = Gateway(leader, "g")
+        for name in ("much/1", "little/1"):
+            gateway.enqueue(name, accepted=True)
+        gateway.say(served=served)
+        told = {"much": 1000.0}
+        async with asyncio.timeout(20.0):
+            while await counters(ledger) != told:
+                await asyncio.sleep(0.01)
+    async with leading(ledger, "two") as leader:
+        gateway = Gateway(leader, "g", telling=True)
+        for number, name in enumerate(("much/1", "much/2", "little/1", "new/1")):
+            await ledger.open(make_request(name), "g")
+            gateway.enqueue(name, accepted=True, arrived=float(number))
+        gateway.say(is_complete=True)
+        assert leader._tenure is not None
+        await until(lambda: leader._tenure.has_recalled)
+        give_it_a_worker(leader)
+        await until(lambda: len(gateway.told("dispatched")) == 4)
+        assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
+
+
+async def test_what_a_leader_reports_takes_no_unread_report_s_place(ledger: FlakyLedger) -> None:
+    async with leading(ledger, "one") as leader:
+        Gateway(leader, "g").say(
+            served=[session_pb2.ServedTokens(tenant="much", tokens=500)],
+            enqueue=[session_pb2.Waiting(request_id="little/1", choices=1)],
+        )
+        async with asyncio.timeout(20.0):
+            while await counters(ledger) != {"much": 1000.0}:
+                await asyncio.sleep(0.01)
+    ledger.loses_loads = 3
+    async with leading(ledger, "two") as leader:
+        await until(lambda: leader._tenure and leader._tenure.has_recalled)
+        assert ledger.loses_loads == 0
+        assert await counters(ledger) == {"much": 1000.0}

@@ -1,0 +1,285 @@
+"""A gateway's line to a leader in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from everlift.transport import GRPC
+from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Policy
+from router.config import RouterConfig
+from router.event_loop import now
+from router.leader.client import AdmissionLine
+from router.leader.leader import Leader
+from router.ledger.entry import Entry, State
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.in_process import until
+
+CONFIG = RouterConfig(model="fake", lease=0.5, beat=0.05)
+INFO = pb.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
+
+
+class WillingLedger(MemoryLedger):
+    """Lets everything be dispatched."""
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        return Entry(request_id, State.RUNNING, request_id.partition("-")[0], 0.0, attempts=1)
+
+
+class Gateway:
+    """Makes what it tells as it tells it."""
+
+    def __init__(self, name: str, leader: Leader, total: int) -> None:
+        self.name = name
+        self.total = total
+        self.made = 0
+        self.heard: list[str] = []
+        self.outlooks: list[pb.Outlook] = []
+        self.line = AdmissionLine(name, leader, GRPC)
+        self.line.serve(self)
+
+    def waiting(self, order: Policy) -> Iterator[pb.Waiting]:
+        for number in range(self.total):
+            self.made += 1
+            yield pb.Waiting(
+                request_id=f"{self.name}-{number}", arrived=number, choices=1, accepted=True
+            )
+
+    def running(self) -> Iterator[pb.Running]:
+        yield pb.Running(request_id=f"{self.name}-runs", worker_id="w", epoch=1)
+
+    def dispatched(self, message: pb.Dispatched) -> None:
+        self.heard.append(f"dispatched {message.request_id}")
+
+    def refused(self, refusal: pb.Refusal) -> None:
+        self.heard.append(f"refused {refusal.request_id} {refusal.slug}")
+
+    def withdrawn(self, message: pb.Withdrawn) -> None:
+        self.heard.append(f"withdrawn {message.request_id}")
+
+    def foresee(self, outlook: pb.Outlook) -> None:
+        self.outlooks.append(outlook)
+
+    def adopt_soon(self, request_id: str) -> None:
+        self.heard.append(f"adopt {request_id}")
+
+    def stale(self, request_id: str) -> None:
+        self.heard.append(f"stale {request_id}")
+
+    def move(self, epoch: int) -> None:
+        self.heard.append(f"move {epoch}")
+
+    def evict(self, eviction: pb.Eviction) -> None:
+        self.heard.append(f"evict {eviction.epoch} for {eviction.request_id}")
+
+
+@asynccontextmanager
+async def leading(name: str) -> AsyncIterator[Leader]:
+    leader = Leader(CONFIG, name, "here:1", WillingLedger(now))
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    try:
+        yield leader
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[Leader]:
+    async with leading("g") as leader:
+        yield leader
+
+
+@pytest.fixture
+async def gateway(leader: Leader) -> AsyncIterator[Gateway]:
+    gateway = Gateway("g", leader, total=3)
+    await gateway.line.follow("g", "here:1")
+    yield gateway
+    await gateway.line.close()
+
+
+def tenure(leader: Leader) -> tuple[int, int]:
+    """What waits and what runs, as the leader knows."""
+    assert leader._tenure is not None
+    return leader._tenure.queued, leader._tenure.running
+
+
+async def test_a_new_leader_is_told_all_that_waits_and_runs(
+    leader: Leader, gateway: Gateway
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: gateway.line.queued == 3)
+
+
+async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
+    gateway.line.withdraw("g-runs")
+    await until(lambda: tenure(leader) == (4, 0))
+    gateway.line.running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
+    await until(lambda: tenure(leader) == (3, 1))
+
+
+async def test_the_leader_hears_which_ledger_has_been_told(
+    leader: Leader, gateway: Gateway
+) -> None:
+    assert leader._tenure is not None
+    generations = leader._tenure.generations
+    await until(lambda: tenure(leader) == (3, 1))
+    generations.change("two", now() + 1000.0)
+    gateway.line.asserted("two")
+    await until(lambda: generations.agree(now()))
+    await gateway.line.close()
+    await gateway.line.follow("g", "here:1")
+    await until(lambda: "g" in generations._said)
+    assert generations._said["g"].generation == "two"
+
+
+async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    send = leader._lines._sends["g"]
+    full = pb.Refusal(request_id="a", slug="queue_full")
+    evictions = [pb.Eviction(epoch=5, request_id="high")]
+    send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evictions=evictions))
+    heard = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5 for high"]
+    await until(lambda: gateway.heard == heard)
+    both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
+    send(pb.LeaderMessage(refusals=both))
+    await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e shed"])
+    send(pb.LeaderMessage(outlooks=[pb.Outlook(tokens_per_s=2.0)]))
+    await until(lambda: pb.Outlook(tokens_per_s=2.0) in gateway.outlooks)
+
+
+async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    leader._lease.lose()
+    await until(lambda: not gateway.line.is_open)
+    gateway.line.enqueue(pb.Waiting(request_id="g-new"))
+    assert gateway.line._telling is None
+
+
+async def test_a_line_on_which_nobody_speaks_is_opened_again(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    assert not gateway.line.is_quiet
+    tell = leader._lines.tell
+    monkeypatch.setattr(leader._lines, "tell", lambda *_: None)
+    monkeypatch.setattr("router.leader.client._QUIET_S", 0.3)
+    monkeypatch.setattr("router.leader.client._DEAD_S", 0.5)
+    await until(lambda: gateway.line.is_quiet)
+    assert gateway.line.is_open
+    await until(lambda: not gateway.line.is_open)
+    monkeypatch.setattr(leader._lines, "tell", tell)
+    await gateway.line.follow("g", "here:1")
+    assert gateway.line.is_open
+    await until(lambda: gateway.made == 6)
+
+
+async def test_what_fails_on_a_line_is_logged(
+    leader: Leader, gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+
+    def fail(request_id: str) -> None:
+        raise ZeroDivisionError
+
+    gateway.stale = fail  # type: ignore[method-assign]
+    leader._lines._sends["g"](pb.LeaderMessage(stale=["c"]))
+    await until(lambda: not gateway.line.is_open)
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Leader) -> None:
+    """Counted in entries, not seconds: however much waits, little of it is told by then."""
+    gateways = [Gateway(f"g{number}", leader, total=20_000) for number in range(20)]
+    leader.worker_up(INFO)
+    state = pb.WorkerState(sequence_number=1)
+    leader.worker_frame("w", pb.WorkerFrame(state=state))
+    for gateway in gateways:
+        # Each has this leader's process for its own.
+        gateway.line._router_id = "g"
+        await gateway.line.follow("g", "here:1")
+        gateway.line._router_id = gateway.name
+    await until(lambda: any(gateway.heard for gateway in gateways))
+    assert sum(gateway.made for gateway in gateways) < 40_000
+    for gateway in gateways:
+        await gateway.line.close()
+
+
+async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend(message.tpot_ratios)
+        receive(name, message)
+
+    monkeypatch.setattr(leader, "receive", heard)
+    await until(lambda: tenure(leader) == (3, 1))
+    for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
+        gateway.line.finished(ratio)
+        gateway.line.withdraw(name)
+        await until(lambda: told[-1:] == [ratio])  # noqa: B023
+    assert told == [0.5, 2.0]
+
+
+async def test_each_new_leader_is_told_the_workers_of_the_cluster(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend([message.demand.workers] if message.HasField("demand") else [])
+        receive(name, message)
+
+    monkeypatch.setattr(leader, "receive", heard)
+    await until(lambda: tenure(leader) == (3, 1))
+    line, demand = gateway.line, pb.WorkerDemand(workers=2)
+    line.demand(demand)
+    line.demand(demand)
+    await until(lambda: told == [2])
+    await line.close()
+    await line.follow("g", "here:1")
+    await until(lambda: told == [2, 2])
+    demand.workers = 3
+    line.demand(demand)
+    await until(lambda: told == [2, 2, 3])
+
+
+async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
+    leader: Leader, gateway: Gateway
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend((it.tenant, it.priority, it.tokens) for it in message.served)
+        receive(name, message)
+
+    leader.receive = heard  # type: ignore[method-assign]
+    await until(lambda: tenure(leader) == (3, 1))
+    line = gateway.line
+    line.served("acme/r", 0, 3)
+    line.served("acme/s", 0, 4)
+    line.served("acme/t", 1, 5)
+    line.served("nobodys", 0, 6)
+    line.tell_served()
+    await until(lambda: sorted(told) == [("acme", 0, 7), ("acme", 1, 5)])
+    await line.close()
+    line.served("other/r", 0, 8)
+    line.tell_served()
+    await line.follow("g", "here:1")
+    await until(lambda: ("other", 0, 8) in told)
+    line.tell_served()
+    line.withdraw("g-runs")
+    await until(lambda: tenure(leader) == (3, 0))
+    assert len(told) == 3

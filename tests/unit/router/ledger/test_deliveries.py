@@ -1,0 +1,149 @@
+"""The ledger is told how an end was heard and read, where that is much of a request's time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.event_loop import now
+from router.ledger.base import Membership
+from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredChoice
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.delivery_reports import Deliveries
+from router.requests.explanation import kept
+from router.requests.recovery import begun
+from router.requests.request import LiveRequest
+from router.requests.timing import FINISHED
+from router.requests.tokenizer import ServedModel
+from tests.support.ledger.ledgers import make_request
+from tests.support.router.gateway_support import Gateway, started_gateway, until
+from tests.support.router.journal_support import WatchedJournal
+
+EOS = session_pb2.STOP_CAUSE_EOS
+MEMBERSHIP = Membership(0.0, "", "", 0, 0)
+CAME, LEDGER = 50.0, 1e9
+TOKENIZER = ServedModel.load("fake").tokenizer
+OVER = Entry(
+    "r",
+    State.FINISHED,
+    "gateway",
+    LEDGER + CAME,
+    num_tokens=(1,),
+    attempts=1,
+    finish_reasons=(FinishReason.STOP,),
+)
+
+
+class Recording(MemoryLedger):
+    def __init__(self) -> None:
+        super().__init__(lambda: LEDGER)
+        self.told: list[Explained] = []
+        self.num_calls = 0
+
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        self.told += explained
+        self.num_calls += 1
+
+
+def finished(worker_s: float) -> LiveRequest:
+    """Its last token has come, after so many seconds."""
+    journal = WatchedJournal(CAME)
+    journal.accepted(CAME)
+    journal.dispatch(CAME)
+    journal.says(CAME + worker_s, 1, waited_s=0.0)
+    return begun(make_request(), OVER, TOKENIZER, journal)
+
+
+def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
+    last = live.journal.heard
+    live.has_untold_end = True
+    live.journal.ended(FINISHED, last + storing_s)
+    live.journal.delivered(last + storing_s + delivery_s)
+
+
+async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
+    """What the ledger has in the end."""
+    ledger, live = Recording(), finished(worker_s)
+    with_its_end = live.packed_explanation(live.journal.heard)
+    settle(live, storing_s, delivery_s)
+    deliveries = Deliveries(ledger)
+    deliveries.note(live)
+    await deliveries.tell()
+    return ledger.told[0].explanation if ledger.told else with_its_end
+
+
+@given(st.floats(0.001, 10.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.floats(0, 1))
+def test_what_the_ledger_keeps_is_right_to_a_millisecond_or_a_hundredth(
+    worker_s: float, storing_s: float, delivery_s: float, when: float
+) -> None:
+    """``when`` in the time of its storing the ledger had the end."""
+    explanation = asyncio.run(told(worker_s, storing_s, delivery_s))
+    stored = Stored(OVER, make_request(), (StoredChoice(),), LEDGER, explanation=explanation)
+    end = OVER.arrived + worker_s + when * storing_s
+    answer = kept(stored, (Event(OVER.arrived, "open", "gateway"), Event(end, "finish", "")))
+    whole_s = worker_s + storing_s + delivery_s
+    # Ledger time has microseconds, at best.
+    assert answer.total_s == pytest.approx(whole_s, rel=0.01, abs=1.01e-3)
+    assert sum(span.seconds for span in answer.spans) == pytest.approx(answer.total_s)
+
+
+async def test_all_that_were_noted_are_told_in_one_call_and_each_of_them_once() -> None:
+    ledger = Recording()
+    deliveries = Deliveries(ledger)
+    slow, quick, going = finished(1.0), finished(1.0), finished(1.0)
+    settle(slow, 0.0, 0.5)
+    settle(quick, 0.004, 0.005)
+    for _ in range(2):
+        for live in (slow, quick, going, slow):
+            deliveries.note(live)
+        await deliveries.tell()
+    assert [it.request_id for it in ledger.told] == ["r"]
+    assert ledger.num_calls == 1
+
+
+async def ended(gateway: Gateway) -> LiveRequest:
+    live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
+    gateway.make(await gateway.dispatch(), 0, "abc", EOS)
+    await until(lambda: live.is_over)
+    return live
+
+
+async def test_how_long_a_client_read_is_kept_after_the_next_beat() -> None:
+    async with started_gateway() as gateway:
+        live = await ended(gateway)
+        record = gateway.ledger._records["r"]
+        before = record.explanation
+        await asyncio.sleep(0.05)
+        await gateway.read(live)
+        gateway.requests.ledger_answered(MEMBERSHIP)
+        await until(lambda: record.explanation != before)
+        answer = kept(*await gateway.requests.get("r"))
+        assert answer.spans[-1].kind == pb.SPAN_KIND_DELIVERY
+        assert answer.spans[-1].seconds >= 0.05
+        assert answer == live.explanation(now())
+
+
+async def test_a_router_that_stops_tells_what_it_has_to_tell() -> None:
+    async with started_gateway() as gateway:
+        live = await ended(gateway)
+        await asyncio.sleep(0.05)
+        await gateway.read(live)
+    answer = kept(*await gateway.requests.get("r"))
+    assert answer.spans[-1].kind == pb.SPAN_KIND_DELIVERY
+
+
+async def test_who_reads_what_ended_long_ago_changes_nothing() -> None:
+    async with started_gateway() as gateway:
+        await ended(gateway)
+        gateway.requests._recent.begin("r")
+        before = gateway.ledger._records["r"].explanation
+        await asyncio.sleep(0.05)
+        await gateway.read(await gateway.requests.attach("r"))
+    assert gateway.ledger._records["r"].explanation == before

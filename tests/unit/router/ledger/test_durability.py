@@ -1,0 +1,206 @@
+"""When a client may see a token: before the ledger has it, or not, and while the ledger is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from everlift.errors import LedgerFull, LedgerUnavailable
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.ledger.base import Membership
+from router.ledger.entry import Append, Appended
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.request import LiveRequest
+from tests.support.router.gateway_support import (
+    CONFIG,
+    Gateway,
+    gateway_ledger,
+    started_gateway,
+    until,
+)
+
+EOS = session_pb2.STOP_CAUSE_EOS
+
+
+class SlowLedger(MemoryLedger):
+    """Appends when it is let, or is away. Counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 1000.0)
+        self.let = asyncio.Event()
+        self.is_away = False
+        self.calls: list[list[Append]] = []
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        self.calls.append(list(appends))
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        await self.let.wait()
+        return await super().append(appends)
+
+
+@pytest.fixture
+async def ledger() -> SlowLedger:
+    return await gateway_ledger(SlowLedger())
+
+
+async def read_now(
+    gateway: Gateway, live: LiveRequest, stop_after: float = 0.05
+) -> list[pb.GenerateResponse]:
+    """What can be read without anything more happening."""
+    pieces: list[pb.GenerateResponse] = []
+
+    async def read() -> None:
+        async for piece in gateway.requests.stream(live):
+            pieces.append(piece)
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(read(), stop_after)
+    return [piece for piece in pieces if piece.token_ids]
+
+
+@pytest.fixture
+async def behind(ledger: SlowLedger) -> AsyncIterator[Gateway]:
+    config = replace(CONFIG, durability="behind", grace=5.0, unledgered=0.0)
+    async with started_gateway(ledger, config) as gateway:
+        yield gateway
+
+
+async def begin(gateway: Gateway, text: str) -> tuple[LiveRequest, int]:
+    live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE, max_tokens=64)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, text)
+    return live, epoch
+
+
+async def test_before_delivery_nothing_is_seen_that_the_ledger_does_not_have(
+    ledger: SlowLedger,
+) -> None:
+    async with started_gateway(ledger) as gateway:
+        live, epoch = await begin(gateway, "ab")
+        assert not await read_now(gateway, live)
+        ledger.let.set()
+        gateway.make(epoch, 2, "c", EOS)
+        pieces = await gateway.read(live)
+    assert not any(piece.unledgered for piece in pieces)
+
+
+async def test_behind_tokens_are_seen_at_once_marked_until_the_ledger_has_them(
+    ledger: SlowLedger, behind: Gateway
+) -> None:
+    live, epoch = await begin(behind, "ab")
+    assert [(p.text, p.unledgered) for p in await read_now(behind, live)] == [("ab", True)]
+    ledger.let.set()
+    await until(lambda: live.choices[0].stored == 2)
+    ledger.let.clear()
+    behind.make(epoch, 2, "c")
+    assert [p.unledgered for p in await read_now(behind, live)] == [True]
+    ledger.let.set()
+    await until(lambda: live.choices[0].stored == 3)
+    assert [(p.text, p.unledgered) for p in await read_now(behind, live)] == [("abc", False)]
+
+
+async def test_behind_the_end_is_seen_when_the_ledger_has_it(
+    ledger: SlowLedger, behind: Gateway
+) -> None:
+    live, epoch = await begin(behind, "ab")
+    behind.make(epoch, 2, "c", EOS)
+    reading = asyncio.create_task(behind.read(live))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    ledger.let.set()
+    assert (await reading)[-1].usage.output_tokens == 3
+
+
+async def test_behind_what_comes_within_some_milliseconds_is_one_append(
+    ledger: SlowLedger, behind: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.let.set()
+    behind.requests.attempts.keeping._appender._gather_s = 5.0
+    live, epoch = await begin(behind, "a")
+    for offset in range(1, 8):
+        behind.make(epoch, offset, "b")
+        await asyncio.sleep(0)
+    assert not ledger.calls
+    # An end is not kept waiting.
+    behind.make(epoch, 8, "c", EOS)
+    await until(lambda: live.is_over)
+    assert [bytes(append.tokens) for call in ledger.calls for append in call] == [b"abbbbbbbc"]
+
+
+@pytest.mark.parametrize(
+    ("durability", "on_loss", "unledgered", "seen"),
+    [
+        ("before_delivery", "available", 9.0, "ab"),
+        ("before_delivery", "available", 0.0, ""),
+        ("before_delivery", "strict", 9.0, ""),
+        ("behind", "available", 9.0, "abcd"),
+        ("behind", "available", 0.0, "ab"),
+        ("behind", "strict", 9.0, "ab"),
+    ],
+)
+async def test_while_the_ledger_is_away_streams_go_on_or_pause(
+    ledger: SlowLedger, durability: str, on_loss: str, unledgered: float, seen: str
+) -> None:
+    """What comes while nobody knows yet that it is away, and what comes then."""
+    config = replace(
+        CONFIG,
+        durability=durability,  # type: ignore[arg-type]
+        on_ledger_loss=on_loss,  # type: ignore[arg-type]
+        unledgered=unledgered,
+    )
+    ledger.is_away = True
+    async with started_gateway(ledger, config) as gateway:
+        live, epoch = await begin(gateway, "ab")
+        await until(lambda: gateway.requests.ledger_status().away)
+        if durability == "behind":
+            gateway.make(epoch, 2, "cd")
+        pieces = await read_now(gateway, live)
+        assert "".join(piece.text for piece in pieces) == seen
+        assert all(piece.unledgered for piece in pieces)
+        ledger.is_away = False
+        ledger.let.set()
+        await until(lambda: live.choices[0].stored)
+        assert not gateway.requests.ledger_status().away
+
+
+async def test_while_the_ledger_is_away_requests_are_refused_at_once(ledger: SlowLedger) -> None:
+    async with started_gateway(ledger) as gateway:
+        live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
+        gateway.requests.ledger_failed()
+        assert gateway.requests.ledger_status().away
+        with pytest.raises(LedgerUnavailable):
+            await gateway.submit(request_id="another")
+        assert await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE) is live
+        gateway.requests.ledger_answered(MEMBERSHIP)
+        await gateway.submit(request_id="another")
+
+
+MEMBERSHIP = Membership(0.0, "", "", 0, 0)
+
+
+async def test_a_ledger_that_is_nearly_full_takes_nothing_more(ledger: SlowLedger) -> None:
+    async with started_gateway(ledger) as gateway:
+        live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
+        gateway.requests.ledger_answered(replace(MEMBERSHIP, memory_used=0.81))
+        with pytest.raises(LedgerFull, match="81%") as full:
+            await gateway.submit(request_id="another")
+        assert full.value.retry_after_s
+        assert await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE) is live
+        gateway.requests.ledger_answered(replace(MEMBERSHIP, memory_used=0.8))
+        await gateway.submit(request_id="another")
+
+
+async def test_the_ledger_is_shown_as_it_is(ledger: SlowLedger) -> None:
+    async with started_gateway(ledger) as gateway:
+        gateway.requests.ledger_answered(replace(MEMBERSHIP, memory_used=0.25))
+        assert gateway.requests.ledger_status() == pb.LedgerStatus(
+            server="memory",
+            durability_class="memory",
+            durability="before_delivery",
+            memory_used=0.25,
+        )

@@ -1,0 +1,273 @@
+"""Requests that are preempted where they are, and moved to where room is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.admission.policy import Fifo
+from router.ledger.entry import State, Tally
+from tests.support.router.gateway_support import CONFIG, Gateway, started_gateway, texts, until
+
+EOS = session_pb2.STOP_CAUSE_EOS
+PREEMPTED, RESUMED = session_pb2.RESIDENCE_PREEMPTED, session_pb2.RESIDENCE_RESUMED
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with started_gateway(config=replace(CONFIG, max_moves=2)) as gateway:
+        yield gateway
+
+
+def residences(gateway: Gateway) -> list[bool]:
+    return [running.preempted for running in gateway.line.residences]
+
+
+async def test_a_moved_request_goes_on_elsewhere_with_what_it_has(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    first = await gateway.dispatch()
+    gateway.make(first, 0, "abc")
+    gateway.requests.move(first)
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert gateway.workers.aborted == [(first, ())]
+    before, again = gateway.line.enqueued
+    assert again.arrived == before.arrived
+    assert [waiting.moves_left for waiting in (before, again)] == [2, 1]
+    gateway.make(first, 3, "LATE")
+    second = await gateway.dispatch(worker_id="other")
+    assert bytes(gateway.workers.started[-1].output_ids) == b"abc"
+    gateway.make(second, 3, "d", EOS)
+    assert texts(await gateway.read(live)) == "abcd"
+    entry = await gateway.ledger.get("r")
+    assert (entry.losses, entry.attempts, entry.tally.migrations) == (0, 2, 1)
+    assert gateway.requests.counters.moved == 1
+
+
+async def test_what_no_worker_has_is_not_moved(gateway: Gateway) -> None:
+    await gateway.submit()
+    gateway.requests.move(0)
+    gateway.requests.move(1)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "a", EOS)
+    gateway.requests.move(epoch)
+    await until(lambda: not len(gateway.requests))
+    assert (await gateway.stored())[0] is State.FINISHED
+    assert gateway.requests.counters.moved == 0
+
+
+async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway: Gateway) -> None:
+    await gateway.submit()
+    first = await gateway.dispatch()
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    second = await gateway.dispatch()
+    gateway.requests.move(first)
+    gateway.requests.evict(session_pb2.Eviction(epoch=first))
+    assert not gateway.workers.aborted
+    assert [running.epoch for running in gateway.requests.running()] == [second]
+
+
+async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> None:
+    await gateway.submit()
+    for number in range(3):
+        gateway.requests.evict(session_pb2.Eviction(epoch=await gateway.dispatch()))
+        await until(lambda n=number: len(gateway.line.enqueued) == n + 2)
+    assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 2, 2, 2]
+    assert gateway.requests.counters.moved == 0
+
+
+@pytest.mark.parametrize(
+    "whom, told",
+    [("acme/high", "made room for high"), ("other/high", "made room for a higher class")],
+)
+async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
+    gateway: Gateway, whom: str, told: str
+) -> None:
+    live = await gateway.submit(request_id="acme/r")
+    epoch = await gateway.dispatch("acme/r")
+    gateway.requests.evict(session_pb2.Eviction(epoch=epoch, request_id=whom))
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    explanation = await gateway.requests.explain("acme/r")
+    assert [attempt.end for attempt in explanation.attempts] == [told]
+    assert explanation.spans[-1].kind == pb.SPAN_KIND_QUEUED
+    assert not live.is_over
+
+
+async def test_moves_are_counted_and_never_fewer_than_none_are_left(gateway: Gateway) -> None:
+    await gateway.submit()
+    for number in range(3):
+        gateway.requests.move(await gateway.dispatch())
+        await until(lambda n=number: len(gateway.line.enqueued) == n + 2)
+    assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 1, 0, 0]
+
+
+async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gateway) -> None:
+    await gateway.submit(priority=-2)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abc")
+    gateway.make(epoch, 3, "", residence=PREEMPTED, preemptions=1)
+    [running] = gateway.line.residences
+    assert running == session_pb2.Running(
+        request_id="r",
+        worker_id="w",
+        epoch=epoch,
+        priority=-2,
+        known_tokens=5,
+        moves_left=2,
+        preempted=True,
+        arrived=gateway.line.enqueued[0].arrived,
+        choices=1,
+        predicted_total=10,
+        predicted_work_rank=0.5,
+    )
+    gateway.make(epoch, 3, "", residence=RESUMED)
+    gateway.make(epoch, 3, "d")
+    gateway.make(epoch, 4, "e", residence=RESUMED)
+    assert residences(gateway) == [True, False]
+
+
+async def test_a_worker_is_told_how_long_each_output_is_predicted_to_become(
+    gateway: Gateway,
+) -> None:
+    await gateway.submit(n=3)
+    await gateway.dispatch()
+    starts, [running] = gateway.workers.started, gateway.requests.running()
+    outputs = [start.predicted_tokens for start in starts]
+    assert outputs == [outputs[0]] * 3 and outputs[0] > 0
+    assert len(starts[0].prompt_ids) + sum(outputs) == running.predicted_total
+
+
+async def test_a_new_leader_is_told_how_many_choices_are_unfinished(gateway: Gateway) -> None:
+    await gateway.submit(n=3)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "x", EOS, choice=1)
+    assert [running.choices for running in gateway.requests.running()] == [2]
+
+
+async def test_one_choice_that_still_runs_holds_the_request_where_it_is(gateway: Gateway) -> None:
+    await gateway.submit(n=2)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "", residence=PREEMPTED, choice=0)
+    assert residences(gateway) == []
+    gateway.make(epoch, 0, "x", EOS, choice=1)
+    assert residences(gateway) == [True]
+    gateway.make(epoch, 0, "", residence=RESUMED, choice=0)
+    assert residences(gateway) == [True, False]
+
+
+async def test_the_next_worker_has_preempted_nothing_yet(gateway: Gateway) -> None:
+    await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "", residence=PREEMPTED)
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    await gateway.dispatch()
+    assert [running.preempted for running in gateway.requests.running()] == [False]
+
+
+async def test_a_new_leader_is_told_what_runs_and_what_waits_in_the_queues_order(
+    gateway: Gateway,
+) -> None:
+    for request_id, priority in (("a", 0), ("b", 1), ("c", 0), ("d", -1), ("e", 1)):
+        await gateway.submit(request_id=request_id, priority=priority)
+    await gateway.dispatch("c")
+    waiting = gateway.requests.waiting(Fifo())
+    assert next(waiting).request_id == "b"
+    # It is made as it is read: what has left meanwhile is left out.
+    await gateway.dispatch("e")
+    assert [it.request_id for it in waiting] == ["a", "d"]
+    assert [it.request_id for it in gateway.requests.running()] == ["c", "e"]
+
+
+async def test_the_leader_knows_until_when_a_request_is_wanted(gateway: Gateway) -> None:
+    await gateway.submit(timeout_s=60.0, ttft_target_ms=500, priority=4)
+    [waiting] = gateway.line.enqueued
+    assert waiting.deadline == waiting.arrived + 60.0
+    assert waiting.ttft_deadline == waiting.arrived + 0.5
+    assert waiting.priority == 4
+    epoch = await gateway.dispatch()
+    assert gateway.workers.started[-1].priority == 4
+    gateway.make(epoch, 0, "a", session_pb2.STOP_CAUSE_RETURNED)
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert gateway.line.enqueued[-1].deadline == waiting.deadline
+    assert gateway.line.enqueued[-1].ttft_deadline == 0
+
+
+async def test_who_finished_needs_its_place_no_more(gateway: Gateway) -> None:
+    await gateway.submit(n=2)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "a", EOS, choice=0)
+    assert not gateway.line.withdrawn
+    gateway.make(epoch, 0, "b", EOS, choice=1)
+    assert gateway.line.withdrawn == ["r"]
+
+
+async def test_what_a_request_went_through_is_counted_over_all_attempts(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    first = await gateway.dispatch(overtaken=4)
+    gateway.make(first, 0, "a", preemptions=2, recomputed_tokens=5, num_computed=2)
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert (await gateway.ledger.get("r")).tally == Tally(2, 0, 5)
+    second = await gateway.dispatch(overtaken=1)
+    gateway.make(second, 1, "b", EOS, recomputed_tokens=3)
+    timing = (await gateway.read(live))[-1].timing
+    assert timing.overtaken == 5
+    told = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
+    assert told == (2, 1, 8)
+    assert (await gateway.ledger.get("r")).tally == Tally(*told)
+    again = await gateway.read(await gateway.requests.attach("r"))
+    timing = again[-1].timing
+    assert (timing.preemptions, timing.migrations, timing.recomputed_tokens) == told
+    counters = gateway.requests.counters
+    assert (counters.preempted, counters.recomputed_tokens) == (2, 8)
+
+
+async def test_a_dispatch_that_is_declined_takes_back_nothing(gateway: Gateway) -> None:
+    """It comes for a request that is let go of: its client has just attached elsewhere."""
+    live = await gateway.submit()
+    gateway.make(await gateway.dispatch(), 0, "a", preemptions=2)
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    gateway.requests._custody.let_go(live)
+    before = await gateway.ledger.get("r")
+    await gateway.dispatch()
+    await until(lambda: len(gateway.line.enqueued) == 3)
+    entry = await gateway.ledger.get("r")
+    assert (entry.state, entry.tally, entry.losses) == (State.QUEUED, before.tally, before.losses)
+    await gateway.requests.cancel("r")
+
+
+@pytest.mark.parametrize(
+    ("output", "num_computed", "expected"), [("", 0, 0), ("", 2, 2), ("abc", 0, 4), ("abc", 5, 5)]
+)
+async def test_the_next_worker_is_told_what_was_computed_before(
+    gateway: Gateway, output: str, num_computed: int, expected: int
+) -> None:
+    """A prompt of two tokens; to draw the last of three, the two before it were computed."""
+    await gateway.submit()
+    epoch = await gateway.dispatch()
+    assert gateway.workers.started[-1].num_computed == 0
+    gateway.make(epoch, 0, output, num_computed=num_computed)
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    await gateway.dispatch()
+    assert gateway.workers.started[-1].num_computed == expected
+
+
+async def test_what_an_engine_could_not_go_on_with_is_tried_on_another_worker(
+    gateway: Gateway,
+) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "", session_pb2.STOP_CAUSE_FAILED, error="no room for a grammar")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert gateway.line.enqueued[-1].avoid == "w"
+    epoch = await gateway.dispatch(worker_id="other")
+    gateway.make(epoch, 0, "a", EOS)
+    assert (await gateway.read(live))[-1].finish_reason == pb.FINISH_REASON_STOP
+    assert (await gateway.ledger.get("r")).losses == 1

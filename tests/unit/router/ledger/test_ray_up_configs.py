@@ -1,0 +1,217 @@
+"""The files of deploy/ray-up: Ray takes the clusters, Everlift the settings, bash the scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import Config, load
+from everlift import settings
+from everlift.model_name import is_hub_id
+from router.ledger.config import LedgerConfig
+
+FILES = Path(__file__).parents[4] / "deploy" / "ray-up"
+CLUSTERS = sorted(path for path in FILES.glob("*.yaml") if path.name != "settings.yaml")
+
+
+def prepared(path: Path) -> dict[str, Any]:
+    """As `ray up` does before it starts anything. Raises for what Ray's schema does not allow."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load(path.read_text()))
+    validate_config(config)
+    return dict(config)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_ray_takes_every_cluster(path: Path) -> None:
+    config = prepared(path)
+    nodes = config["available_node_types"]
+    # Machines that are there are all of one type.
+    assert sum(node["max_workers"] for node in nodes.values()) >= config["max_workers"] > 0
+    for role in ("head", "worker"):
+        [command] = config[f"{role}_start_ray_commands"]
+        assert command.endswith(f"node.sh {role}")
+
+
+def test_containers_are_of_the_image_that_the_dockerfile_makes() -> None:
+    project = tomllib.loads((FILES.parents[1] / "pyproject.toml").read_text())["project"]
+    # As tools/build_image.sh tags it.
+    tag = f"everlift:{project['version']}"
+    clusters = [yaml.safe_load(path.read_text()) for path in CLUSTERS]
+    images = {cluster["docker"]["image"] for cluster in clusters if "docker" in cluster}
+    assert images == {f"registry.example/{tag}"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_ray_does_not_know_is_refused(tmp_path: Path) -> None:
+    wrong = yaml.safe_load((FILES / "aws.yaml").read_text()) | {"idle_timeout": 5}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    with pytest.raises(Exception, match="idle_timeout"):
+        prepared(tmp_path / "wrong.yaml")
+
+
+def test_the_settings_are_settings_and_fit_the_clusters() -> None:
+    config = load(FILES / "settings.yaml", {})
+    assert is_hub_id(config.model)
+    assert config.autoscale.is_on
+    for path in CLUSTERS:
+        assert yaml.safe_load(path.read_text())["max_workers"] <= config.most_workers
+
+
+def test_who_comes_from_outside_needs_a_key_and_what_tls_needs_is_there() -> None:
+    text = (FILES / "settings.yaml").read_text()
+    assert load(FILES / "settings.yaml", {}).router.access == "ledger"
+    uncommented = re.sub(r"^#(?=\w+:|  \w+:)", "", text, flags=re.MULTILINE)
+    with_tls = settings.load(Config, yaml.safe_load(uncommented))
+    assert with_tls.router.tls is not None and with_tls.internal_tls.is_on
+    home = str(Path.home() / "everlift-secrets")
+    paths = [with_tls.router.tls_cert, with_tls.router.tls_client_ca, with_tls.internal_tls.ca]
+    assert all(path.startswith(home) for path in paths)
+
+
+@pytest.mark.parametrize("script", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_can_be_read(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_ray_starts_with_its_token_and_its_dashboard_on_loopback() -> None:
+    script = (FILES / "node.sh").read_text()
+    _, _, environment = script.partition("environment() {")
+    told = environment.partition("}")[0]
+    assert 'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"' in told
+    for role in ("head", "worker"):
+        steps = script.partition(f"\n{role})\n")[2].partition(";;")[0].replace("\\\n", "")
+        before, _, start = steps.partition("start_ray ")
+        assert "\n    environment " in before and "start_ray " not in start
+        if role == "head":
+            assert " --dashboard-host=127.0.0.1 " in start
+
+
+def node(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """node.sh on a node of this home directory."""
+    command, environment = ["bash", FILES / "node.sh", *arguments], os.environ | {"HOME": str(home)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose number stands where that of the ledger is looked up."""
+    program = home / "everlift"
+    program.write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
+    command = [sys.executable, program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        state = home / ".local" / "state" / "everlift"
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "ledger.pid").write_text(f"{process.pid}\n")
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_who_logs_in_finds_the_ledger_that_secrets_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ray exec` does, whose `everlift key create` is for the cluster's ledger."""
+    home, url = tmp_path / "a home", "rediss://u:p$w@redis.example:6379"
+    programs, given = home / "everlift" / ".venv" / "bin", home / "everlift-secrets"
+    programs.mkdir(parents=True)
+    given.mkdir()
+    (programs / "ray").symlink_to("/bin/true")
+    (given / "ledger.url").write_text(url)
+    monkeypatch.setenv("RAY_HEAD_IP", "10.0.0.10")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.11 22")
+    assert node(home, "worker").returncode == 0
+
+    def told() -> list[str]:
+        asked = '. ~/.bashrc; echo "${EVERLIFT_LEDGER__URL-none}"; command -v ray'
+        environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
+        shell = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True)
+        return shell.stdout.decode().splitlines()
+
+    assert told() == [url, str(programs / "ray")]
+    (given / "ledger.url").unlink()
+    assert told() == ["none", str(programs / "ray")]
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 1)])
+def test_a_node_whose_ray_does_not_start_in_time_tries_again(
+    failures: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, secrets = tmp_path / "everlift" / ".venv" / "bin", tmp_path / "everlift-secrets"
+    programs.mkdir(parents=True)
+    secrets.mkdir()
+    (secrets / "ledger.url").write_text("redis://redis.example:6379")
+    calls = tmp_path / "calls"
+    ray = programs / "ray"
+    ray.write_text(
+        f'#!/bin/sh\necho "$1" >>{calls}\n'
+        f'[ "$1" = stop ] || [ "$(grep -c start {calls})" -gt {failures} ]\n'
+    )
+    ray.chmod(0o755)
+    monkeypatch.setenv("RAY_HEAD_IP", "10.0.0.10")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.11 22")
+    assert node(tmp_path, "worker").returncode == status
+    attempts = min(failures + 1, 3)
+    assert calls.read_text().split() == ["stop", "start"] * attempts
+
+
+def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> None:
+    assert node(tmp_path, "stop-ledger").returncode == 0
+    here = f"{tmp_path}/everlift/deploy/ray-up/settings.yaml"
+    for arguments in (
+        ["serve"],
+        ["ledger", "--listen", "h:1", "--config", "/elsewhere/deploy/ray-up/settings.yaml"],
+    ):
+        with running(tmp_path, *arguments) as other:
+            assert node(tmp_path, "stop-ledger").returncode == 0
+            assert other.poll() is None
+    # Nobody has asked for its status: it is still there in a way, which is not waited for.
+    with running(tmp_path, "ledger", "--listen", "h:1", "--config", here) as ledger:
+        assert node(tmp_path, "stop-ledger").returncode == 0
+        assert ledger.wait() == -signal.SIGTERM
+
+
+def test_who_does_not_know_what_to_say_is_told(tmp_path: Path) -> None:
+    told = node(tmp_path)
+    assert told.returncode == 2
+    first, *_, last = told.stderr.splitlines()
+    assert first.startswith("What `ray up` runs on a node:  node.sh setup | head | worker;")
+    assert last.split() == "ledger.url of a Redis or Valkey server that is there already".split()
+
+
+def secrets(directory: Path, *arguments: str) -> dict[str, str]:
+    """What secrets.sh makes in a copy of the folder."""
+    shutil.copy(FILES / "secrets.sh", directory)
+    subprocess.run(["bash", directory / "secrets.sh", *arguments], check=True)
+    made = directory / "secrets"
+    assert made.stat().st_mode & 0o077 == 0
+    return {path.name: path.read_text().strip() for path in made.iterdir()}
+
+
+def test_secrets_are_made_once_and_are_nobody_elses(tmp_path: Path) -> None:
+    made = secrets(tmp_path)
+    assert set(made) == {"auth_token", "ledger.password"}
+    assert len(set(made.values())) == 2
+    assert secrets(tmp_path) == made
+
+
+def test_a_ledger_that_is_there_needs_its_url_alone(tmp_path: Path) -> None:
+    made = secrets(tmp_path, "rediss://user:p%40ss@redis.example:6379")
+    assert set(made) == {"auth_token", "ledger.url"}
+    LedgerConfig(url=made["ledger.url"])

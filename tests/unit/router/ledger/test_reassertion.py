@@ -1,0 +1,598 @@
+"""A ledger that came back with less is told again what it had: no stream is lost, none repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from everlift.errors import (
+    Cancelled,
+    DataLoss,
+    LedgerUnavailable,
+    Moved,
+    QueueFull,
+    RequestConflict,
+    UnknownRequest,
+)
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.admission.dispatch_message import dispatched
+from router.ledger.base import Membership, NotQueued
+from router.ledger.entry import Append, Appended, Entry, Reasserted, State, Stored
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.request import LiveRequest
+from tests.support.router.gateway_support import (
+    CONFIG,
+    TERM,
+    Gateway,
+    gateway_ledger,
+    roll_back,
+    saved,
+    started_gateway,
+    texts,
+    until,
+)
+
+EOS, LENGTH = session_pb2.STOP_CAUSE_EOS, session_pb2.STOP_CAUSE_LENGTH
+
+
+class ForgetfulLedger(MemoryLedger):
+    """Its server comes back as it was at some moment. Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.told: list[str] = []
+        self.telling = self.most_at_once = 0
+        self.is_away = False
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        self.telling += 1
+        self.most_at_once = max(self.most_at_once, self.telling)
+        await asyncio.sleep(0)
+        self.telling -= 1
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        self.told.append(stored.entry.request_id)
+        return await super().reassert(stored)
+
+
+@pytest.fixture
+async def ledger() -> ForgetfulLedger:
+    return await gateway_ledger(ForgetfulLedger())
+
+
+@pytest.fixture
+async def nothing(ledger: ForgetfulLedger) -> dict[str, object]:
+    return saved(ledger)
+
+
+@pytest.fixture
+async def gateway(ledger: ForgetfulLedger) -> AsyncIterator[Gateway]:
+    async with started_gateway(ledger) as gateway:
+        await gateway.requests.generation_changed("first")
+        yield gateway
+
+
+class History:
+    """One request of two choices, from its submission to its end, with a lost worker in between. A
+    leader that is not let dispatch tells the gateway so."""
+
+    def __init__(self, gateway: Gateway, ledger: ForgetfulLedger) -> None:
+        self.gateway = gateway
+        self.ledger = ledger
+        self.live: LiveRequest
+        self.steps: list[Callable[[], Awaitable[None]]] = [
+            self.submit,
+            self.dispatch,
+            self.begin,
+            self.end_a_choice,
+            self.lose,
+            self.dispatch,
+            self.go_on,
+            self.finish,
+        ]
+        self.saved = [saved(ledger)]
+
+    async def run(self, steps: slice) -> None:
+        for step in self.steps[steps]:
+            await step()
+            self.saved.append(saved(self.ledger))
+
+    async def submit(self) -> None:
+        self.live = await self.gateway.submit(n=2)
+
+    async def dispatch(self) -> None:
+        for _ in range(3):
+            num_enqueued = len(self.gateway.line.enqueued)
+            try:
+                self.epoch = await self.gateway.dispatch()
+                return
+            except NotQueued:
+                self.gateway.requests.stale("r")
+                await until(lambda n=num_enqueued: len(self.gateway.line.enqueued) > n)
+        raise AssertionError("never dispatched")
+
+    async def begin(self) -> None:
+        self.gateway.make(self.epoch, 0, "ab")
+        await until(lambda: self.live.choices[0].stored == 2)
+
+    async def end_a_choice(self) -> None:
+        self.gateway.make(self.epoch, 0, "xyz", EOS, choice=1)
+        await until(lambda: self.live.choices[1].is_complete)
+
+    async def lose(self) -> None:
+        num_enqueued = len(self.gateway.line.enqueued)
+        self.gateway.requests.attempts.worker_lost("w")
+        await until(lambda: len(self.gateway.line.enqueued) > num_enqueued)
+
+    async def go_on(self) -> None:
+        self.gateway.make(self.epoch, 2, "cd")
+        await until(lambda: self.live.choices[0].stored == 4)
+
+    async def finish(self) -> None:
+        self.gateway.make(self.epoch, 4, "e", LENGTH)
+        await until(lambda: self.live.is_over)
+
+
+NUM_STEPS = 8
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+@pytest.mark.parametrize("kept", range(NUM_STEPS))
+async def test_whatever_the_ledger_forgets_the_stream_is_whole(
+    ledger: ForgetfulLedger, gateway: Gateway, kept: int, is_noticed: bool
+) -> None:
+    """Rolled back to after its first ``kept`` steps, from after any later one."""
+    for done in range(kept + 1, NUM_STEPS + is_noticed):
+        history = History(gateway, ledger)
+        await history.run(slice(done))
+        roll_back(ledger, history.saved[kept])
+        if is_noticed:
+            await gateway.requests.generation_changed(f"{kept} {done}")
+        await history.run(slice(done, None))
+        pieces = await gateway.read(history.live)
+        by_choice = [texts([piece for piece in pieces if piece.choice == c]) for c in range(2)]
+        assert by_choice == ["abcde", "xyz"]
+        offsets = [(piece.choice, piece.offset) for piece in pieces if piece.token_ids]
+        assert len(set(offsets)) == len(offsets)
+        stored = await ledger.read("r")
+        assert stored.entry.state is State.FINISHED
+        assert [bytes(choice.tokens) for choice in stored.choices] == [b"abcde", b"xyz"]
+        assert not ledger._owned
+        await gateway.requests.forget("r")
+        assert gateway.requests.counters.failed == 0
+
+
+async def test_a_ledger_that_lost_nothing_is_told_nothing(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    await gateway.submit(request_id="waits")
+    await gateway.requests.generation_changed("second")
+    assert gateway.line.generations == ["first", "second"]
+    assert not ledger.told
+    assert len(gateway.line.enqueued) == 2
+    assert gateway.requests.ledger_status().rollbacks == 0
+
+
+async def test_what_the_leader_is_told_comes_after_what_the_ledger_is_told(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    for number in range(20):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    ledger.is_away = True
+    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
+    await until(lambda: ledger.telling == 0 and ledger.most_at_once > 1)
+    assert gateway.line.generations == ["first"]
+    ledger.is_away = False
+    await telling
+    assert gateway.line.generations == ["first", "second"]
+    assert sorted(ledger.told) == sorted(f"r{number}" for number in range(20))
+    assert ledger.most_at_once < 20
+    arrivals = [waiting.arrived for waiting in gateway.line.enqueued]
+    assert [(await ledger.get(f"r{n}")).arrived for n in range(20)] == arrivals
+
+
+async def test_what_clients_read_is_told_before_what_waits(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    await gateway.submit(request_id="waits")
+    await gateway.submit(request_id="runs")
+    await gateway.dispatch("runs")
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    assert ledger.told == ["runs", "waits"]
+
+
+async def test_a_rollback_is_counted_once_a_generation(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    membership = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(membership)
+    for number in range(3):
+        await gateway.submit(request_id=f"r{number}")
+    for generation in ("second", "third"):
+        roll_back(ledger, nothing)
+        gateway.requests.ledger_answered(replace(membership, generation=generation))
+        await gateway.requests.generation_changed(generation)
+        gateway.requests.ledger_answered(replace(membership, generation=generation))
+    assert gateway.requests.ledger_status().rollbacks == 2
+
+
+async def test_a_rollback_that_is_noticed_before_the_next_beat_is_counted_once(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    first = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(first)
+    for number in range(2):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    await gateway.requests.cancel("r0")
+    gateway.requests.ledger_answered(replace(first, generation="second"))
+    await gateway.requests.generation_changed("second")
+    assert gateway.requests.ledger_status().rollbacks == 1
+
+
+async def test_a_loss_before_a_restart_and_one_by_it_are_two(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    """The first one without another generation: FLUSHALL."""
+    first = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(first)
+    for number in range(2):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    await gateway.requests.cancel("r0")
+    gateway.requests.ledger_answered(first)
+    roll_back(ledger, nothing)
+    gateway.requests.ledger_answered(replace(first, generation="second"))
+    await gateway.requests.generation_changed("second")
+    assert gateway.requests.ledger_status().rollbacks == 2
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "refused"])
+async def test_ends_of_a_moment_ago_are_told_again(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object], ending: str
+) -> None:
+    await gateway.submit()
+    epoch = await gateway.dispatch()
+    if ending == "cancelled":
+        await gateway.requests.cancel("r")
+    else:
+        gateway.make(epoch, 0, "", session_pb2.STOP_CAUSE_REFUSED, error="no")
+        await until(lambda: not len(gateway.requests))
+    entry = await ledger.get("r")
+    assert entry.state.is_final
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    assert not ledger._owned
+
+
+async def test_what_ended_long_ago_is_not_kept(
+    ledger: ForgetfulLedger, nothing: dict[str, object]
+) -> None:
+    gateway = Gateway(ledger, config=replace(CONFIG, reassert=0.0))
+    await gateway.requests.generation_changed("first")
+    await gateway.submit()
+    await gateway.requests.cancel("r")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(UnknownRequest):
+        await ledger.get("r")
+
+
+@pytest.mark.parametrize("phase", ["running", "finishing", "over"])
+async def test_an_end_that_contradicts_ours_stays(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Somebody found it without a living gateway, as far as the ledger knew it, and ended it."""
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS if phase == "over" else NUM_STEPS - 1))
+    roll_back(ledger, history.saved[3])
+    await ledger.end("r", State.CANCELLED, Cancelled.slug, "gone")
+    if phase == "finishing":
+        monkeypatch.setattr(ledger, "append", never)
+        gateway.make(history.epoch, 4, "e", LENGTH)
+    async with asyncio.timeout(1):
+        await gateway.requests.generation_changed("second")
+        if phase != "over":
+            with pytest.raises(Cancelled, match="gone"):
+                await gateway.read(history.live)
+    assert (await ledger.get("r")).state is State.CANCELLED
+    assert ledger.told == ["r"]
+
+
+async def never(appends: object) -> list[Appended]:
+    raise LedgerUnavailable("away")
+
+
+async def test_what_ended_here_cannot_be_cancelled_where_the_ledger_forgot_its_end(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    roll_back(ledger, history.saved[3])
+    assert (await gateway.requests.cancel("r")).state is State.FINISHED
+    await gateway.requests.generation_changed("second")
+    assert (await ledger.get("r")).state is State.FINISHED
+    roll_back(ledger, history.saved[3])
+    await gateway.requests.forget("r")
+    assert not ledger._records
+
+
+async def test_what_ended_here_is_not_run_again_for_its_key(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    roll_back(ledger, nothing)
+    assert await gateway.submit(n=2) is history.live
+    with pytest.raises(RequestConflict):
+        await gateway.submit(n=3)
+
+
+async def test_an_id_that_another_gateways_request_has_by_now_is_not_forgotten_again(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    await gateway.requests.forget("r")
+    other = Gateway(ledger, "other")
+    await other.submit()
+    entry = await other.requests.cancel("r")
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    # Who asks to forget the id means what has it now.
+    await gateway.requests.forget("r")
+    assert not ledger._records
+
+
+async def test_what_waits_with_tokens_that_the_ledger_lacks_keeps_them_until_it_runs(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queued request takes no tokens: to offer them would be refused for ever."""
+    history = History(gateway, ledger)
+    await history.run(slice(2))
+    await ledger.take_over("r", "gateway", "gateway")
+    gateway.make(history.epoch, 0, "ab")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    offered: list[Append] = []
+    append = ledger.append
+
+    async def noted(appends: Sequence[Append]) -> list[Appended]:
+        offered.extend(appends)
+        return await append(appends)
+
+    monkeypatch.setattr(ledger, "append", noted)
+    await gateway.requests.generation_changed("second")
+    await asyncio.sleep(0.02)
+    assert not offered
+    third = await gateway.dispatch()
+    gateway.make(third, 2, "c", EOS)
+    gateway.make(third, 0, "x", EOS, choice=1)
+    pieces = await gateway.read(history.live)
+    assert texts([piece for piece in pieces if piece.choice == 0]) == "abc"
+
+
+async def test_what_was_refused_in_the_queue_stays_so(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    """Else it would wait for days in the hands of a gateway that knows nothing of it."""
+    live = await gateway.submit()
+    before = saved(ledger)
+    gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
+    await until(lambda: live.is_over)
+    for generation in ("second", "third"):
+        roll_back(ledger, before)
+        await gateway.requests.generation_changed(generation)
+        assert not ledger._records
+    # A request that comes under its id is another one.
+    again = await gateway.submit()
+    await gateway.requests.generation_changed("fourth")
+    assert (await ledger.get("r")).arrived == again.arrived
+
+
+async def test_what_was_refused_and_came_again_elsewhere_is_not_discarded(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    live = await gateway.submit()
+    gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
+    await until(lambda: live.is_over)
+    await Gateway(ledger, "other").submit()
+    await gateway.requests.generation_changed("second")
+    assert (await ledger.get("r")).gateway == "other"
+
+
+async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gateway) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    before = saved(ledger)
+    await gateway.requests.forget("r")
+    for generation in ("second", "third"):
+        await gateway.requests.generation_changed(generation)
+        with pytest.raises(UnknownRequest):
+            await ledger.get("r")
+        roll_back(ledger, before)
+    await gateway.requests.generation_changed("fourth")
+    assert not ledger._records
+    # A request that comes under its id is another one.
+    again = await gateway.submit()
+    assert not again.is_over
+
+
+async def test_other_tokens_than_were_streamed_are_data_loss(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    ledger._records["r"].choices[0].tokens[:] = b"a?"
+    ledger._records["r"].entry = replace(ledger._records["r"].entry, moves=1)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(DataLoss, match="other tokens"):
+        await gateway.read(history.live)
+    assert gateway.workers.aborted == [(history.epoch, ())]
+    entry = await ledger.get("r")
+    assert (entry.state, entry.error_slug) == (State.FAILED, DataLoss.slug)
+    assert gateway.requests.counters.failed == 1
+
+
+async def test_the_same_of_what_was_forgotten_meanwhile(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    reassert = ledger.reassert
+
+    async def diverged(stored: Stored) -> tuple[Reasserted, Entry]:
+        answer = await reassert(stored)
+        await ledger.end("r", State.CANCELLED, Cancelled.slug, "by its owner of that day")
+        await ledger.forget("r")
+        return answer
+
+    monkeypatch.setattr(ledger, "reassert", diverged)
+    ledger._records["r"].choices[0].tokens[:] = b"a?"
+    ledger._records["r"].entry = replace(ledger._records["r"].entry, moves=1)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(DataLoss, match="other tokens"):
+        async with asyncio.timeout(1):
+            await gateway.read(history.live)
+    assert gateway.workers.aborted == [(history.epoch, ())]
+    assert not ledger._records
+
+
+async def test_what_another_gateway_has_by_now_is_its_own(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    await ledger.take_over("r", "other", "gateway")
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(Moved):
+        await gateway.read(history.live)
+    assert (await ledger.get("r")).gateway == "other"
+    assert gateway.workers.aborted == [(history.epoch, ())]
+
+
+async def test_a_dispatch_that_is_on_its_way_is_waited_for(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    live = await gateway.submit()
+    entry = await ledger.dispatch("r", "w", 7, TERM)
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    gateway.requests.dispatched(
+        session_pb2.Dispatched(request_id="r", worker_id="w", epoch=7, attempt=1, moves=entry.moves)
+    )
+    gateway.make(7, 0, "a", EOS)
+    assert texts(await gateway.read(live)) == "a"
+
+
+async def test_a_dispatch_that_is_heard_of_while_it_is_taken_back_leaves_nothing(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader has asked again for an answer that was late; another one was told stale before."""
+    live = await gateway.submit()
+    entry = await ledger.dispatch("r", "w", 7, TERM)
+    take_over, is_asked, is_answered = ledger.take_over, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: str) -> Stored:
+        is_asked.set()
+        await is_answered.wait()
+        return await take_over(*arguments)
+
+    monkeypatch.setattr(ledger, "take_over", slow)
+    gateway.requests.stale("r")
+    await is_asked.wait()
+    gateway.requests.dispatched(dispatched(entry))
+    assert [start.epoch for start in gateway.workers.started] == [7]
+    is_answered.set()
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert gateway.workers.aborted == [(7, ())]
+    assert gateway.requests.running() == []
+    gateway.requests.attempts.worker_lost("w")
+    gateway.make(await gateway.dispatch(), 0, "a", EOS)
+    assert texts(await gateway.read(live)) == "a"
+    assert gateway.requests.running() == []
+    assert (await ledger.get("r")).losses == 0
+
+
+async def test_a_dispatch_that_the_ledger_made_twice_runs_once(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    """It forgot the first one, and a leader that did not know yet was quick."""
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    roll_back(ledger, history.saved[1])
+    second = await gateway.dispatch()
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    third = await gateway.dispatch()
+    assert len({history.epoch, second, third}) == 3
+    gateway.make(history.epoch, 2, "LATE")
+    assert (await ledger.get("r")).epoch == third
+    started = [(start.epoch, bytes(start.output_ids)) for start in gateway.workers.started]
+    assert started[2:] == [(third, b"ab"), (third, b"")]
+    gateway.make(third, 2, "c", EOS)
+    gateway.make(third, 0, "x", EOS, choice=1)
+    pieces = await gateway.read(history.live)
+    assert [texts([p for p in pieces if p.choice == c]) for c in range(2)] == ["abc", "x"]
+
+
+async def test_what_is_cancelled_while_the_ledger_has_forgotten_it_is_cancelled(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    roll_back(ledger, nothing)
+    assert (await gateway.requests.cancel("r")).state is State.CANCELLED
+    stored = await ledger.read("r")
+    assert stored.entry.state is State.CANCELLED
+    assert bytes(stored.choices[0].tokens) == b"ab"
+    assert not ledger._owned
+
+
+async def test_deadline_class_and_logprobs_are_told_again_too(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    scores = [pb.TokenLogprobs(logprob=-1.0)]
+    live = await gateway.submit(
+        timeout_s=60.0,
+        priority=3,
+        ttft_target_ms=500,
+        sampling=pb.Sampling(logprobs=0, prompt_logprobs=0),
+    )
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "a", logprobs=scores, prompt_offset=1, prompt_logprobs=scores)
+    await until(lambda: live.choices[0].stored == 1)
+    before = await ledger.read("r")
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    after = await ledger.read("r")
+    assert after.explanation and not before.explanation
+    assert replace(after, now=before.now, explanation=b"") == before
+
+
+async def test_what_comes_while_it_is_told_is_not_left_out(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    live = await gateway.submit(max_tokens=64)
+    epoch = await gateway.dispatch()
+    roll_back(ledger, nothing)
+    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
+    for offset in count():
+        gateway.make(epoch, offset, "x")
+        await asyncio.sleep(0)
+        if telling.done():
+            break
+    gateway.make(epoch, offset + 1, "y", EOS)
+    assert texts(await gateway.read(live)) == "x" * (offset + 1) + "y"
+    assert await gateway.stored() == (State.FINISHED, b"x" * (offset + 1) + b"y")

@@ -1,0 +1,147 @@
+"""Requests that find a worker before they are in the ledger, at their gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from everlift.errors import LedgerFull, LedgerUnavailable, RequestConflict
+from everlift.messages import Request
+from everlift.v1 import session_pb2
+from router.ledger.base import Opened
+from router.ledger.entry import Dispatch, State
+from router.ledger.memory.memory import MemoryLedger
+from router.requests.registry import Elsewhere
+from router.requests.request import Phase
+from tests.support.router.gateway_support import (
+    TERM,
+    Gateway,
+    RecordedReservation,
+    gateway_ledger,
+    until,
+)
+
+EPOCH = 2**64 - 5
+
+
+class Failing(MemoryLedger):
+    error: Exception | None = None
+
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
+        if self.error is not None:
+            raise self.error
+        return await super().open(request, gateway, timeout_s, dispatch)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    gateway = Gateway(await gateway_ledger(Failing(time.monotonic)))
+    run = asyncio.create_task(gateway.requests.attempts.run())
+    yield gateway
+    await gateway.requests.stop(0.0)
+    run.cancel()
+
+
+def reserve(gateway: Gateway, term: int = TERM, **fields: bool) -> RecordedReservation:
+    reservation = RecordedReservation(Dispatch("w", EPOCH, term), **fields)
+    gateway.line.reservation = reservation
+    return reservation
+
+
+async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gateway) -> None:
+    reservation = reserve(gateway)
+    live = await gateway.submit(timeout_s=9.0, max_tokens=8, priority=2)
+    assert reservation.came == "begun"
+    assert (live.phase, live.epoch, live.worker_id) == (Phase.RUNNING, EPOCH, "w")
+    [start] = gateway.workers.started
+    assert (start.epoch, bytes(start.prompt_ids)) == (EPOCH, b"hi")
+    assert gateway.line.enqueued == []
+    assert gateway.line.residences == []
+    assert live.entry == await gateway.ledger.get("r")
+    [told] = gateway.line.arriving
+    assert told == session_pb2.Waiting(
+        request_id="r",
+        arrived=1000.0,
+        prompt_tokens=2,
+        max_tokens=8,
+        choices=1,
+        priority=2,
+        deadline=1009.0,
+        moves_left=3,
+        predicted_tokens=8,
+        predicted_total=10,
+        predicted_work_rank=0.5,
+        least_tokens=8,
+    )
+
+
+async def test_it_is_told_as_it_would_be_if_it_waited(gateway: Gateway) -> None:
+    await gateway.submit(n=3, max_tokens=200, ttft_target_ms=500)
+    [arriving], [waiting] = gateway.line.arriving, gateway.line.enqueued
+    waiting.arrived, waiting.ttft_deadline = 1000.0, 1000.5
+    assert arriving == waiting
+
+
+async def test_it_goes_on_to_its_end(gateway: Gateway) -> None:
+    reserve(gateway)
+    live = await gateway.submit()
+    gateway.make(EPOCH, 0, "yes", session_pb2.STOP_CAUSE_EOS)
+    pieces = await gateway.read(live)
+    assert "".join(piece.text for piece in pieces) == "yes"
+    assert await gateway.stored() == (State.FINISHED, b"yes")
+
+
+async def test_who_leads_by_now_is_told_of_what_runs(gateway: Gateway) -> None:
+    reserve(gateway, leader_knows=False)
+    await gateway.submit()
+    [running] = gateway.line.residences
+    assert (running.request_id, running.worker_id, running.epoch) == ("r", "w", EPOCH)
+
+
+async def test_the_dispatch_of_who_leads_no_more_is_given_back(gateway: Gateway) -> None:
+    reservation = reserve(gateway, term=TERM + 1)
+    live = await gateway.submit()
+    assert reservation.came == "given back"
+    assert live.phase is Phase.WAITING
+    assert [waiting.request_id for waiting in gateway.line.enqueued] == ["r"]
+
+
+async def test_what_is_known_already_needs_no_worker(gateway: Gateway) -> None:
+    await gateway.submit()
+    other = Gateway(gateway.ledger, "other")
+    reservation = reserve(other)
+    with pytest.raises(Elsewhere):
+        await other.submit()
+    assert reservation.came == "given back"
+    with pytest.raises(RequestConflict):
+        await other.submit(text="another")
+    assert reservation.came == "given back" * 2
+
+
+@pytest.mark.parametrize("error", [LedgerFull("full"), LedgerUnavailable("away")])
+async def test_what_the_ledger_does_not_take_gives_its_worker_back(
+    gateway: Gateway, error: Exception
+) -> None:
+    reservation = reserve(gateway)
+    assert isinstance(gateway.ledger, Failing)
+    gateway.ledger.error = error
+    with pytest.raises(type(error)):
+        await gateway.submit()
+    assert reservation.came == "given back"
+
+
+async def test_a_worker_that_cannot_be_reached_is_not_the_end_of_it(gateway: Gateway) -> None:
+    reserve(gateway)
+    gateway.workers.reachable = False
+    await gateway.submit()
+    await until(lambda: bool(gateway.line.enqueued))
+    assert gateway.line.enqueued[0].avoid == "w"

@@ -1,0 +1,80 @@
+"""What of a request its outputs' lengths are predicted by."""
+
+from __future__ import annotations
+
+from router.prediction.asked import STATIC, WORDS, Asked, asked_of, narrowest
+from tests.support.router.prediction_support import served
+
+SYSTEM = (
+    "You are the assistant of a shop that sells tea, and you answer what its customers ask. " * 2
+)
+
+
+def asked(prompt: str, tenant: str = "", **changes: object) -> Asked:
+    facts = {
+        "max_tokens": 100,
+        "choices": 1,
+        "temperature": 1.0,
+        "stops": 0,
+        "has_grammar": False,
+        "min_tokens": 0,
+        "application": "",
+        "moment": 3 * 86400 + 6 * 3600.0,
+    }
+    model = served()
+    return asked_of(model.encode(prompt), model.tokenizer, tenant=tenant, **facts | changes)  # type: ignore[arg-type]
+
+
+def features(prompt: str, **changes: object) -> dict[str, float]:
+    return dict(zip(STATIC, asked(prompt, **changes).static, strict=True))
+
+
+def test_words_are_found_at_the_beginning_and_at_the_end() -> None:
+    assert features("Summarise this.")["summarise"] == 1
+    long = "tea " * 4000
+    assert features(f"Translate this: {long}")["translate"] == 1
+    assert features(f"{long}\nExplain why, step by step?")["reason"] == 2
+    assert features(f"{long} explain {long}")["reason"] == 0
+    assert features(f"{long}\nIs it?")["ends_in_question"] == 1
+
+
+def test_what_is_asked_beside_the_prompt() -> None:
+    told = features("a", choices=3, temperature=0.5, stops=2, has_grammar=True)
+    expected = {"choices": 3, "temperature": 0.5, "stops": 2, "grammar": 1, "hour": 6}
+    assert expected.items() <= told.items()
+
+
+def test_a_prompt_of_any_length_is_read_as_far_as_another() -> None:
+    """Of the text nothing counts but its ends."""
+    a, b = (features(f"{SYSTEM} {middle} {SYSTEM}") for middle in ("tea " * 2000, "cup " * 3000))
+    assert {**a, "log_prompt_tokens": 0} == {**b, "log_prompt_tokens": 0}
+
+
+def test_groups_are_of_equal_names_and_beginnings() -> None:
+    one, other = (
+        asked(f"{SYSTEM} {it}", "acme", application="chat") for it in ("Tea?", "And milk?")
+    )
+    assert one.groups == other.groups and all(one.groups)
+    assert narrowest(one.groups) == one.groups[3]
+    elsewhere = asked(f"{SYSTEM} Tea?", "shop", application="chat")
+    assert elsewhere.groups[0] != one.groups[0] and elsewhere.groups[1:] == one.groups[1:]
+
+
+def test_a_tenant_and_an_application_of_the_same_name_are_two_groups() -> None:
+    tenant, application, *_ = asked("Hi", "acme", application="acme").groups
+    assert tenant != application
+
+
+def test_a_short_prompt_is_its_tenants_alone() -> None:
+    short = asked("Hi")
+    assert short.groups[1:] == ("", "", "") and narrowest(short.groups) == short.groups[0]
+
+
+def test_no_word_is_in_two_lines() -> None:
+    words = [word for line in WORDS.values() for word in line]
+    assert len(set(words)) == len(words)
+
+
+def test_nothing_of_prompt_or_tenant_is_kept() -> None:
+    kept = repr(asked(f"{SYSTEM} pepper", "acme"))
+    assert not any(word in kept for word in ("assistant", "tea", "pepper", "acme"))

@@ -1,0 +1,266 @@
+"""A router's predictor: what it says of a request, and what it learns when its outputs end."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from router.admission.policy import policy_of
+from router.admission.queue import AdmissionQueue
+from router.admission.request import Waiting
+from router.config import Order, RouterConfig
+from router.prediction.model import Model
+from router.prediction.predictor import Prediction, Predictor
+from router.prediction.rank_correlation import kendall_tau
+from router.requests.messages import arriving
+from tests.support.router import mixes
+from tests.support.router.mixes import Drawn
+from tests.support.router.prediction_support import learnt, mixed, predictor, request, served
+
+
+def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> list[int]:
+    """What is predicted of each, all before it having ended, ``factor`` times as long."""
+    tokens = []
+    for it in requests:
+        prediction = predictor.predict(request(it), it.arrived)
+        tokens.append(prediction.output_tokens(request(it)))
+        predictor.note(prediction, max(1, round(factor * it.output_tokens)))
+    return tokens
+
+
+def by_chance(predictor: Predictor, requests: list[Drawn], seed: int = 0) -> None:
+    """Outputs end that are as long as those of other requests."""
+    dice = random.Random(seed)
+    for it in requests:
+        predictor.note(
+            predictor.predict(request(it), it.arrived), dice.choice(requests).output_tokens
+        )
+
+
+def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
+    bare = predictor(is_loaded=False)
+    long, short = mixed(3, 2)
+    for tokens in (10, 20, 60):
+        bare.note(bare.predict(request(long), 0.0), tokens)
+    predictions = [bare.predict(request(it), 0.0) for it in (long, short)]
+    assert [it.output_tokens(request(long)) for it in predictions] == [30, 30]
+    assert [it.rank for it in predictions] == [0.0, 0.0]
+    assert bare.trust is None
+
+
+def test_of_all_choices_and_the_prompt() -> None:
+    bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
+    three = request(it, n=3, max_tokens=7)
+    prediction = bare.predict(three, 0.0)
+    assert prediction.output_tokens(three) == 21
+    assert prediction.total_tokens(three) == 21 + len(three.prompt_ids)
+
+
+def test_what_nothing_but_its_max_tokens_ends_is_certain_and_teaches_nothing() -> None:
+    bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
+    endless = request(it, stop_token_ids=(), max_tokens=5000)
+    prediction = bare.predict(endless, 0.0)
+    assert prediction.output_tokens(endless) == 5000
+    bare.note(prediction, 5000)
+    assert bare.predict(request(it), 0.0).output_tokens(request(it)) == 128
+
+
+def test_a_model_predicts_in_an_order_like_that_of_what_comes() -> None:
+    requests = mixed(5, 600)
+    tau = kendall_tau([*zip(told(predictor(), requests), lengths(requests), strict=True)])
+    oracle = kendall_tau([(it.mean_tokens, it.output_tokens) for it in requests])
+    assert tau >= 0.85 * oracle > 0.6
+
+
+def lengths(requests: list[Drawn]) -> list[int]:
+    return [it.output_tokens for it in requests]
+
+
+def test_a_rank_is_of_all_outputs_together() -> None:
+    made, requests = predictor(), mixed(6, 300)
+    told(made, requests)
+    proofs = next(it for it in requests if it.application == "proofs")
+    sentiment = next(it for it in requests if it.application == "sentiment")
+    assert made.predict(request(sentiment), 0.0).rank < 0.3
+    assert made.predict(request(proofs), 0.0).rank > 0.8
+    assert made.predict(request(sentiment, n=128), 0.0).rank > 0.5
+
+
+def test_when_all_outputs_get_longer_predictions_do() -> None:
+    made, requests = predictor(), mixed(7, 900)
+    tokens = told(made, requests, factor=3.0)
+    late = slice(600, None)
+    assert sum(tokens[late]) == pytest.approx(3 * sum(lengths(requests)[late]), rel=0.35)
+    assert made.trust is not None
+    assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
+
+
+def test_however_many_are_under_way_a_correction_goes_no_further_than_it_has_to() -> None:
+    """Of one template, of which five hundred come between a prediction and what came of it."""
+    made, requests = predictor(), mixed(2, 3000, [mixes.DIGEST])
+    under_way, tokens = deque[Prediction](), list[int]()
+    for place, it in enumerate(requests):
+        prediction = made.predict(request(it), it.arrived)
+        assert prediction.guess is not None
+        under_way.append(prediction)
+        tokens.append(prediction.guess.tokens)
+        if place >= 500:
+            made.note(under_way.popleft(), requests[place - 500].output_tokens)
+    late = slice(1000, None)
+    assert max(tokens[late]) < 2 * min(tokens[late])
+    assert sum(tokens[late]) == pytest.approx(sum(lengths(requests)[late]), rel=0.15)
+    assert made.trust is not None
+    assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
+
+
+def test_a_template_that_no_training_saw_is_known_soon() -> None:
+    new = mixes.Application("new", "acme", "Be terse. " * 20, (mixes.Kind(("{text}",), 700, 0.2),))
+    drawn = mixes.drawn(random.Random(1), [new])
+    made, requests = predictor(), [*islice(drawn, 60)]
+    tokens = told(made, requests)
+    assert tokens[-1] == pytest.approx(700, rel=0.5)
+
+
+def test_what_is_either_short_or_long_is_not_expected_to_be_longer_than_long() -> None:
+    made, (it,) = predictor(), mixed(9, 1)
+    for number in range(400):
+        made.note(made.predict(request(it), 0.0), 900 if number % 5 == 0 else 2)
+    guess = made.predict(request(it), 0.0).guess
+    assert guess is not None and 2 <= guess.tokens <= 1000
+
+
+def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    by_chance(made, requests)
+    assert made.trust is not None and not made.trust.is_trusted
+    assert abs(made.trust.tau) < 0.1
+    predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
+    assert len({it.length for it in predictions}) == 1
+    assert {it.rank for it in predictions} == {0.0}
+    told(made, requests)
+    assert made.trust.is_trusted and made.trust.tau > 0.5
+
+
+def left(order: Order, predictor: Predictor, requests: list[Drawn]) -> list[int]:
+    """Requests that come a second after each other, and leave when all of them have waited for
+    long."""
+    queue = AdmissionQueue(policy_of(order, RouterConfig()), class_floor=0.0)
+    for number, it in enumerate(requests):
+        made = request(it, request_id=str(number))
+        prediction = replace(predictor.predict(made, it.arrived), foreseen_wait_s=50.0)
+        queue.push(Waiting.told("g", arriving(made, float(number), None, prediction, 0)))
+    return [int(queue.pop(1000.0).request_id) for _ in requests]
+
+
+@pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
+def test_while_predictions_are_worth_nothing_requests_leave_by_arrival(order: Order) -> None:
+    made, requests = predictor(), mixed(8, 700)
+    some, by_arrival = requests[:30], [*range(30)]
+    assert left(order, made, some) != by_arrival
+    by_chance(made, requests)
+    assert left(order, made, some) == by_arrival
+    told(made, requests)
+    assert left(order, made, some) != by_arrival
+
+
+def test_what_is_certain_leaves_by_arrival_too_then_and_counts_as_what_it_is() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    by_chance(made, requests)
+    endless = request(requests[0], stop_token_ids=(), max_tokens=5000)
+    prediction = made.predict(endless, 0.0)
+    assert (prediction.ordered_tokens(endless), prediction.work_rank, prediction.rank) == (0, 0, 0)
+    assert prediction.total_tokens(endless) == 5000 + len(endless.prompt_ids)
+
+
+def test_that_trust_changed_is_said_once() -> None:
+    made, changes = predictor(), 0
+    dice, requests = random.Random(0), mixed(8, 700)
+    for it in requests:
+        prediction = made.predict(request(it), it.arrived)
+        changes += made.note(prediction, dice.choice(requests).output_tokens)
+    assert changes == 1
+
+
+def test_all_but_a_few_outputs_get_what_is_predicted_as_the_least() -> None:
+    made, requests = predictor(), mixed(7, 900)
+    shorter, least = 0, []
+    for number, it in enumerate(requests):
+        asked = request(it, request_id=f"r{number}")
+        prediction = made.predict(asked, it.arrived)
+        least.append(prediction.least_tokens(asked))
+        shorter += it.output_tokens < least[-1]
+        made.note(prediction, it.output_tokens)
+    assert shorter < 0.07 * len(requests)
+    assert sum(least) > 0.2 * sum(lengths(requests))
+
+
+def test_one_of_twenty_is_let_in_whatever_it_gets_at_the_least() -> None:
+    made, requests = predictor(), mixed(6, 300)
+    told(made, requests)
+    proof = next(it for it in requests if it.application == "proofs")
+    prediction = made.predict(request(proof), 0.0)
+    asked = (request(proof, request_id=f"r{number}") for number in range(2000))
+    least = [prediction.least_tokens(each) for each in asked]
+    assert len(set(least)) == 2 and min(least) == 1
+    assert 50 < least.count(1) < 200
+
+
+def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
+    made, (it,) = predictor(is_loaded=False), mixed(3, 1)
+
+    def least(**changes: Any) -> int:
+        asked = request(it, **changes)
+        return made.predict(asked, 0.0).least_tokens(asked)
+
+    assert least() == 1, "it may end with its first token"
+    assert least(sampling=SamplingParams(min_tokens=9)) == 9
+    assert least(stop_token_ids=(), max_tokens=5000) == 5000
+    grammar = Grammar(GrammarKind.REGEX, ("a+",))
+    assert least(stop_token_ids=(), sampling=SamplingParams(grammar=grammar)) == 1
+
+
+def test_while_a_model_is_not_trusted_nobody_is_refused_for_what_it_says() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    asked = [request(it, request_id=str(number)) for number, it in enumerate(requests[:50])]
+    assert max(made.predict(each, 0.0).least_tokens(each) for each in asked) > 1
+    by_chance(made, requests)
+    assert {made.predict(each, 0.0).least_tokens(each) for each in asked} == {1}
+
+
+def test_an_output_that_its_deadline_cut_off_is_known_to_be_longer() -> None:
+    made, (it,) = predictor(), mixed(9, 1)
+    before = made.predict(request(it), 0.0)
+    for _ in range(300):
+        made.note_cut_off(made.predict(request(it), 0.0), 2000)
+    after = made.predict(request(it), 0.0)
+    assert after.length.median > 1000 > before.length.median
+    assert made.trust is not None and made.trust.coverage == []
+    made.note_cut_off(made.predict(request(it, stop_token_ids=()), 0.0), 5)
+    made.note_cut_off(after, 1)
+    assert made.predict(request(it), 0.0).length == after.length, (
+        "it says nothing that it was short"
+    )
+
+
+def test_a_new_model_begins_with_what_its_training_found() -> None:
+    made, requests = predictor(), mixed(8, 600)
+    by_chance(made, requests)
+    old = made.predict(request(requests[0]), 0.0)
+    model = Model.parse(learnt()[0])
+    made.load(model)
+    assert made.trust is not None and made.trust.is_trusted and made.trust.tau == model.tau
+    made.note(old, 10)
+    assert made.trust.coverage == []
+
+
+def test_a_model_of_other_outputs_is_refused() -> None:
+    made = Predictor(served().tokenizer, "another", 0.1)
+    with pytest.raises(ValueError, match=r"is of '.+', and 'another' is served"):
+        made.load(Model.parse(learnt()[0]))
+    assert made.trust is None

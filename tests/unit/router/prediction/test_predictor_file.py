@@ -1,0 +1,115 @@
+"""A predictor's file is followed, and what is wrong with it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.prediction.file import PredictorFile
+from router.prediction.model import Model
+from tests.support.router.prediction_support import learnt
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
+    """What is logged."""
+    lines: list[tuple[str, dict[str, object]]] = []
+
+    def teller(level: str) -> Callable[..., None]:
+        return lambda event, **fields: lines.append((f"{level}: {event}", fields))
+
+    for level in ("info", "error"):
+        monkeypatch.setattr(f"router.prediction.file.log.{level}", teller(level))
+    return lines
+
+
+def write(path: Path, text: str) -> None:
+    """In place of what is there."""
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
+
+
+async def test_a_new_file_is_loaded_once(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+) -> None:
+    path, loaded = tmp_path / "lengths.json", list[Model]()
+    file = PredictorFile(path, loaded.append)
+    await file.look()
+    assert [fields["cause"] for _, fields in told] == ["No such file or directory"]
+    write(path, learnt()[0])
+    for _ in range(3):
+        await file.look()
+    assert len(loaded) == 1
+    write(path, learnt()[0])
+    await file.look()
+    assert len(loaded) == 2
+    assert [line for line, _ in told[1:]] == ["info: predictor loaded"] * 2
+
+
+async def test_what_is_there_is_in_use_from_the_beginning(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who came in the first second was predicted without it."""
+    monkeypatch.setattr("router.prediction.file._LOOK_S", 3600.0)
+    write(tmp_path / "lengths.json", learnt()[0])
+    loaded = asyncio.Event()
+    file = PredictorFile(tmp_path / "lengths.json", lambda _: loaded.set())
+    following = asyncio.create_task(file.run())
+    async with asyncio.timeout(60.0):
+        await loaded.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+
+async def test_a_broken_file_is_told_once_and_the_old_one_stays(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+) -> None:
+    path, loaded = tmp_path / "lengths.json", list[Model]()
+    file = PredictorFile(path, loaded.append)
+    for text in (learnt()[0], '{"kind": "else"}', learnt()[0][:-90]):
+        write(path, text)
+        for _ in range(3):
+            await file.look()
+    assert len(loaded) == 1
+    assert [fields.get("cause") for _, fields in told] == [
+        None,
+        "is no predictor of output lengths",
+        "is not JSON",
+    ]
+    write(path, learnt()[0])
+    await file.look()
+    assert len(loaded) == 2
+
+
+async def test_a_file_that_does_not_fit_is_told_once(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+) -> None:
+    def refuse(model: Model) -> None:
+        raise ValueError("is of 'a', and 'b' is served")
+
+    path = tmp_path / "lengths.json"
+    file = PredictorFile(path, refuse)
+    write(path, learnt()[0])
+    for _ in range(3):
+        await file.look()
+    assert told == [
+        (
+            "error: predictor not loaded",
+            {"path": str(path), "cause": "is of 'a', and 'b' is served"},
+        )
+    ]
+
+
+async def test_too_large_a_file_is_not_read(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+) -> None:
+    path = tmp_path / "lengths.json"
+    path.touch()
+    os.truncate(path, 1 << 34)
+    await PredictorFile(path, lambda _: None).look()
+    assert [fields["cause"] for _, fields in told] == [f"has more than {16 << 20} bytes"]

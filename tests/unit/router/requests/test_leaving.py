@@ -1,0 +1,64 @@
+"""Who ends in the queue asks the leader what it waited for, and is not held up by that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.router.gateway_support import Gateway, gateway_ledger
+
+
+async def kinds(gateway: Gateway) -> set[pb.SpanKind.ValueType]:
+    """By the ledger, which was told with the end."""
+    explanation = (await gateway.ledger.read("r")).explanation
+    return {span.kind for span in pb.Explanation.FromString(explanation).spans}
+
+
+async def waiting() -> Gateway:
+    gateway = Gateway(await gateway_ledger(MemoryLedger(time.monotonic)))
+    gateway.line.is_quiet = False
+    await gateway.submit()
+    return gateway
+
+
+async def test_the_leaders_answer_goes_into_the_ledger_with_the_end() -> None:
+    gateway = await waiting()
+    cancelling = asyncio.create_task(gateway.requests.cancel("r"))
+    while not gateway.line.withdrawn:
+        await asyncio.sleep(0)
+    message = session_pb2.Withdrawn(request_id="r", stay=session_pb2.Stay(no_worker_s=1e-6))
+    gateway.requests.withdrawn(message)
+    gateway.requests.withdrawn(message)
+    await cancelling
+    gateway.requests.withdrawn(message)
+    assert pb.SPAN_KIND_NO_WORKER in await kinds(gateway)
+    assert pb.SPAN_KIND_QUEUED not in await kinds(gateway)
+
+
+async def test_where_there_is_no_answer_its_time_is_told_as_one() -> None:
+    gateway = await waiting()
+    await gateway.requests.cancel("r")
+    assert pb.SPAN_KIND_QUEUED in await kinds(gateway)
+
+
+async def test_nobody_is_waited_for_where_nobody_leads_or_a_worker_has_it() -> None:
+    for is_running in (False, True):
+        gateway = await waiting()
+        gateway.line.is_quiet = not is_running
+        if is_running:
+            await gateway.dispatch()
+        assert not await asked(gateway)
+    assert await asked(await waiting())
+
+
+async def asked(gateway: Gateway) -> bool:
+    """Whether an end waits for the leader."""
+    cancelling = asyncio.create_task(gateway.requests.cancel("r"))
+    while not gateway.line.withdrawn:
+        await asyncio.sleep(0)
+    waits = bool(gateway.requests.attempts._leaving._asked)
+    await cancelling
+    return waits

@@ -1,0 +1,165 @@
+"""Attention's kernels, in Triton's interpreter where there is no GPU. All that holds of every
+backend is asked of them in test_attention.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everlift.blockhash import BLOCK_SIZE
+from tests.support.worker.attention_support import (
+    FORMS,
+    KERNELS_ON,
+    Batch,
+    assert_formula,
+    every_form,
+    kernel,
+)
+from worker.attention.backend import AttentionForm
+from worker.attention.tiles import FEW, MAX_SPLITS, num_splits, tiles_of
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import Row, Rows
+from worker.model.rope import RotaryTable, rotate
+from worker.model.spec import Rope
+
+#: Decodes at a block's edges, one row as with drafts, and chunks of prompts.
+FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
+
+
+@every_form
+def test_tokens_attend_to_what_they_see(form: AttentionForm) -> None:
+    batch = Batch(kernel, FEW_ROWS)
+    for i, out in enumerate(batch.attend(list(range(len(FEW_ROWS))), form)):
+        assert_formula(batch, i, out, form)
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 14), (96, 2), (128, 8)])
+def test_in_half_precision(head_dim: int, heads: int) -> None:
+    batch = Batch(kernel, FEW_ROWS, torch.float16, head_dim, heads)
+    form = AttentionForm(head_dim**-0.5, window=50)
+    for i, out in enumerate(batch.attend([0, 1, 2], form)):
+        assert_formula(batch, i, out, form)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 16])
+def test_however_many_splits_there_are(multiprocessors: int) -> None:
+    batch = Batch(partial(kernel, multiprocessors=multiprocessors), [(70, 1), (5, 1)])
+    for form in (FORMS["everything"], FORMS["plain"]):
+        for i, out in enumerate(batch.attend([0, 1], form)):
+            assert_formula(batch, i, out, form)
+
+
+def test_what_is_launched_does_not_depend_on_lengths_or_on_rows_that_pad() -> None:
+    """As a graph has it: the same tensors, whose numbers change."""
+    batch = Batch(kernel, [(70, 1), (33, 1)])
+    expected = batch.attend([0, 1])
+    tables = torch.zeros(4 * 3, dtype=torch.int32, device=batch.device)
+    positions, counts = (
+        torch.tensor(values, dtype=torch.int32, device=batch.device)
+        for values in ((70, 33, -1, -1), (1, 1, 0, 0))
+    )
+    width = torch.tensor([3], dtype=torch.int32, device=batch.device)
+    step = batch.backend.decoding(positions, counts, tables, width)
+    for i, each in enumerate(batch.rows):
+        tables[3 * i : 3 * i + len(each.block_table)] = torch.tensor(each.block_table)
+    pads = torch.full_like(batch.queries[0], torch.nan)
+    before = batch.cache.tensor.clone()
+    kv = torch.full_like(batch.keys[0][:2], torch.nan)
+    keys, values = (torch.cat((own[0][70:], own[1][33:], kv)) for own in (batch.keys, batch.values))
+    step.write(1, keys, values)
+    out = step.attend(1, torch.cat((*batch.queries, pads, pads)), FORMS["plain"])
+    assert torch.equal(before.nan_to_num(), batch.cache.tensor.nan_to_num()), "written already"
+    for i in (0, 1):
+        torch.testing.assert_close(out[i : i + 1], expected[i], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_with_heads_as_large_as_they_may_be(dtype: torch.dtype) -> None:
+    """As Gemma 2 9B has them, which half precision and fp32 go through in other pieces."""
+    batch = Batch(kernel, [(40, 1), (5, 20)], dtype, head_dim=256, heads=16, kv_heads=8)
+    form = AttentionForm(256**-0.5, window=24, softcap=2.0)
+    for i, out in enumerate(batch.attend([0, 1], form)):
+        assert_formula(batch, i, out, form)
+
+
+def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(kernel, FEW_ROWS)
+    everyone = list(range(len(FEW_ROWS)))
+    expected = batch.attend(everyone)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    assert all(map(torch.equal, batch.attend(everyone), expected))
+
+
+def test_a_cache_may_have_more_numbers_than_int32_counts() -> None:
+    """As those of large GPUs have. It is a prompt's last block and what is decoded that lie behind
+    the 2**31st; of nothing else memory is taken."""
+    numbers = 2 * 2 * 8 * BLOCK_SIZE * 128
+    last = (1 << 31) // numbers + 5
+    far, near = (written_and_attended(blocks, blocks - 1) for blocks in (last + 1, 4))
+    assert all(map(torch.equal, far, near)) and far[-1].isfinite().all()
+
+
+def written_and_attended(num_blocks: int, block: int) -> list[Tensor]:
+    """What a prompt makes whose second block is ``block``, and a token behind it."""
+    random = torch.Generator().manual_seed(3)
+    cache = KVCache(num_blocks, 2, 8, 128, torch.float16, KERNELS_ON)
+    backend, outs = kernel(cache, multiprocessors=1), []
+    for start, count in ((0, BLOCK_SIZE + 4), (BLOCK_SIZE + 4, 1)):
+        rows = Rows.of([Row(0, (0,) * count, start, (1, block), True)])
+        heads = torch.randn(count, 16 + 2 * 8, 128, generator=random).to(KERNELS_ON).half()
+        query, key, value = heads.split([16, 8, 8], dim=1)
+        step = backend.prepare(rows)
+        step.write(1, key, value)
+        outs.append(step.attend(1, query, AttentionForm(0.1)))
+    return outs
+
+
+@pytest.mark.parametrize("dim", [64, 24])
+def test_queries_are_turned_in_place_and_keys_in_the_cache(dim: int) -> None:
+    batch = Batch(kernel, [(30, 5), (7, 1)], torch.float16, head_dim=64, heads=4)
+    rows = Rows.of(batch.rows)
+    angle = RotaryTable(Rope(dim=dim, theta=10_000.0), 64, batch.device).at(
+        torch.from_numpy(rows.positions).to(batch.device)
+    )
+    heads = torch.randn(6, 4 + 2 + 2, 64, device=batch.device).half()
+    turned, value = heads[:, :6], heads[:, 6:]
+    expected = rotate(turned, angle)
+    batch.backend.prepare(rows).write(1, expected[:, 4:], value)
+    by_parts = batch.cache.tensor.clone()
+    batch.cache.tensor[[*batch.rows[0].block_table, *batch.rows[1].block_table]] = torch.nan
+    query = batch.backend.prepare(rows).turn_and_write(1, turned, 4, value, angle)
+    torch.testing.assert_close(query, expected[:, :4], rtol=2e-3, atol=1e-3)
+    for block, offset in zip(
+        rows.blocks.tolist(), (rows.positions % BLOCK_SIZE).tolist(), strict=True
+    ):
+        got, right = (each[block, 1, :, :, offset] for each in (batch.cache.tensor, by_parts))
+        torch.testing.assert_close(got, right, rtol=2e-3, atol=1e-3)
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 16))
+def test_tiles_have_each_token_once(counts: list[int], tokens: int) -> None:
+    columns = np.array(counts)
+    tiles = tiles_of(columns, np.arange(len(counts)), tokens)
+    covered = [
+        (row, offset + i)
+        for row, offset in zip(tiles.rows.tolist(), tiles.offsets.tolist(), strict=True)
+        for i in range(min(tokens, counts[row] - offset))
+    ]
+    assert covered == [(row, i) for row, count in enumerate(counts) for i in range(count)]
+
+
+@given(st.integers(1, 4096), st.integers(1, 16), st.integers(1, 200))
+def test_splits_fill_a_gpu_and_no_more(tiles: int, kv_heads: int, multiprocessors: int) -> None:
+    splits = num_splits(tiles, kv_heads, multiprocessors)
+    programs = tiles * kv_heads
+    assert splits.bit_count() == 1 and splits <= MAX_SPLITS
+    assert splits in (1, MAX_SPLITS) or programs * splits >= 2 * multiprocessors
+    assert splits == 1 or programs * splits < 4 * multiprocessors
+    assert FEW >= 1

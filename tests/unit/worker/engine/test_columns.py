@@ -1,0 +1,76 @@
+"""What a step is planned from agrees with the sequences, or somebody notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.worker.scheduler_bench import Bench
+from tests.support.worker.worker_support import limits
+from worker.engine.outcome import Stop
+from worker.engine.plan import RowResult
+from worker.engine.sequence import Sequence
+from worker.engine.slot_table import Columns
+
+
+def bench() -> Bench:
+    return Bench(limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64))
+
+
+def test_decodes_come_by_arrival_whatever_their_slots() -> None:
+    this = bench()
+    first, second = this.add(1, 5), this.add(2, 6)
+    this.step()
+    this.scheduler.remove(first)
+    third = this.add(3, 7)
+    this.step()
+    assert (third.slot, second.slot) == (0, 1)
+    assert [row.slot for row in this.plan().rows] == [1, 0]
+
+
+def test_a_token_that_stops_and_one_that_is_the_last_end_their_sequences() -> None:
+    this = bench()
+    this.add(1, 5, stop_token_ids=[9])
+    this.add(2, 5, max_tokens=2)
+    this.add(3, 5)
+    this.step()
+    plan = this.plan()
+    outcomes = this.scheduler.commit(plan, [RowResult((9,))] * 3)
+    this.scheduler.check_integrity()
+    stops = {outcome.key.epoch: outcome.stop for outcome in outcomes}
+    assert stops == {1: Stop.EOS, 2: Stop.LENGTH, 3: None}
+    assert [row.tokens for row in this.plan().rows] == [(9,)]
+
+
+def test_rows_of_a_plan_have_the_blocks_of_their_sequences() -> None:
+    this = bench()
+    sequences = [this.add(1, 31), this.add(2, 30)]
+    for _ in range(4):
+        for row, sequence in zip(this.plan().rows, sequences, strict=True):
+            assert row.block_table == sequence.block_table
+        this.commit(this.scheduler.schedule())
+
+
+Damage = Callable[[Columns, Sequence], object]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda columns, this: columns.clear(this.slot),
+        lambda columns, this: columns.cut(this.slot, 1),
+        lambda columns, this: columns.extend(this.slot, (3,)),
+        lambda columns, this: this.tokens.append(1),
+        lambda columns, this: setattr(this, "block_table", this.block_table[::-1]),
+    ],
+)
+def test_columns_that_are_not_the_sequences_are_noticed(damage: Damage) -> None:
+    this = bench()
+    sequence = this.add(1, 40)
+    this.step()
+    columns = this.scheduler._batch.columns
+    columns.check_integrity([sequence])
+    damage(columns, sequence)
+    with pytest.raises(AssertionError):
+        columns.check_integrity([sequence])

@@ -1,0 +1,192 @@
+"""A start with a grammar is a sequence of the engine's only when its grammar is compiled."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from everlift.engine_policy import EnginePolicy
+from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from everlift.v1 import chaos_pb2, session_pb2
+from tests.support.worker.worker_support import limits, prompt, start
+from worker.engine.counters import Counters
+from worker.engine.load import Load
+from worker.engine.outcome import Abort
+from worker.engine.sequence import Sequence
+from worker.grammar.absent import NoGrammars
+from worker.serving.sessions import Compiled, Grammars, Session, Sessions
+
+DIGITS = Grammar(GrammarKind.REGEX, ("[0-9]+",))
+EMPTY = Load(0, 0, 0, 16, 0, 0, 0, 0, 0, Counters())
+
+
+@dataclass(frozen=True)
+class Toy:
+    eos_token_ids: tuple[int, ...] = (7,)
+
+
+class ToyCompiler:
+    """Compiles when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Grammar, Callable[[Compiled | EverliftError], None]]] = []
+
+    def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
+        self.asked.append((grammar, done))
+
+    def finish(self, result: Compiled | EverliftError) -> None:
+        for _, done in self.asked:
+            done(result)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.started: list[Sequence] = []
+        self.orders: list[str] = []
+
+    def start(self, sequence: Sequence) -> None:
+        self.started.append(sequence)
+
+    def abort(self, abort: Abort) -> None:
+        self.orders.append(f"abort {abort.epoch}")
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        raise AssertionError("nobody sets it")
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        self.orders.append("inject")
+
+    def drain(self) -> None:
+        self.orders.append("drain")
+
+
+class Desk:
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self.engine, self.compiler = Engine(), ToyCompiler()
+        self.sessions = Sessions(limits(), EMPTY, self.engine, grammars or self.compiler)
+        self.router = self.sessions.join("a", lambda: None)
+        self.cut()
+
+    def send(self, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()) -> None:
+        messages = [session_pb2.Abort(epoch=epoch) for epoch in aborts]
+        frame = session_pb2.RouterFrame(starts=starts, aborts=messages)
+        self.sessions.receive(self.router, frame, now=0.0)
+
+    def cut(self, session: Session | None = None) -> session_pb2.WorkerFrame:
+        return self.sessions.cut(session or self.router)
+
+
+def constrained(epoch: int, **fields: object) -> session_pb2.Start:
+    sampling = SamplingParams(temperature=0.0, grammar=DIGITS)
+    return start(epoch, prompt(3), sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def test_it_is_acknowledged_and_counted_at_once_and_started_when_compiled() -> None:
+    desk = Desk()
+    desk.send(constrained(1, stop_token_ids=[5]), start(2, prompt(3)))
+    assert [sequence.key.epoch for sequence in desk.engine.started] == [2]
+    frame = desk.cut()
+    assert frame.accepted_epochs == [1, 2]
+    assert (frame.state.num_waiting, frame.state.pending_prefill_tokens) == (2, 6)
+    assert [grammar for grammar, _ in desk.compiler.asked] == [DIGITS]
+    desk.compiler.finish(toy := Toy())
+    started = desk.engine.started[-1]
+    assert (started.key.epoch, started.grammar) == (1, toy)
+    assert started.stop_token_ids == {5}
+    assert desk.cut().state.num_waiting == 2
+
+
+def test_without_stop_tokens_the_models_own_end_the_output() -> None:
+    desk = Desk()
+    desk.send(constrained(1))
+    desk.compiler.finish(Toy(eos_token_ids=(7, 9)))
+    assert desk.engine.started[0].stop_token_ids == {7, 9}
+
+
+def test_what_had_ended_so_is_not_continued() -> None:
+    desk = Desk()
+    desk.send(constrained(1, output=[4, 7]))
+    desk.compiler.finish(Toy(eos_token_ids=(7,)))
+    assert not desk.engine.started
+    progress = desk.cut().progress[0]
+    assert (progress.stop, progress.offset) == (session_pb2.STOP_CAUSE_EOS, 2)
+
+
+def test_a_grammar_that_cannot_be_compiled_refuses_its_start() -> None:
+    desk = Desk()
+    desk.send(constrained(1))
+    desk.compiler.finish(InvalidGrammar("parenthesis"))
+    frame = desk.cut()
+    progress = frame.progress[0]
+    assert progress.stop == session_pb2.STOP_CAUSE_REFUSED
+    assert (progress.error_slug, progress.error) == ("invalid_grammar", "parenthesis")
+    assert frame.state.num_waiting == 0
+    assert desk.sessions.is_idle and not desk.engine.started
+
+
+@pytest.mark.parametrize("error", [QueueFull("too many"), EngineFailed("no nursery")])
+def test_a_grammar_that_this_worker_cannot_compile_now_may_go_better_elsewhere(
+    error: EverliftError,
+) -> None:
+    desk = Desk()
+    desk.send(constrained(1, output=[4]))
+    desk.compiler.finish(error)
+    progress = desk.cut().progress[0]
+    assert (progress.stop, progress.offset) == (session_pb2.STOP_CAUSE_FAILED, 1)
+    assert (progress.error_slug, progress.error) == (error.slug, str(error))
+
+
+def test_the_fake_model_says_that_it_follows_none() -> None:
+    desk = Desk(NoGrammars())
+    desk.send(constrained(1))
+    progress = desk.cut().progress[0]
+    assert progress.stop == session_pb2.STOP_CAUSE_REFUSED
+    assert (progress.error_slug, progress.error) == (
+        "invalid_request",
+        "the fake model follows no grammar",
+    )
+
+
+def test_an_abort_while_it_compiles_is_its_end() -> None:
+    desk = Desk()
+    desk.send(constrained(1), constrained(1, choice=1))
+    desk.send(aborts=(1,))
+    desk.compiler.finish(Toy())
+    frame = desk.cut()
+    assert not desk.engine.started and not frame.progress
+    assert frame.state.num_waiting == 0
+    assert desk.sessions.is_idle
+
+
+def test_a_router_that_leaves_while_it_compiles_gets_nothing_started() -> None:
+    desk = Desk()
+    desk.send(constrained(1))
+    desk.sessions.leave(desk.router)
+    desk.compiler.finish(Toy())
+    assert not desk.engine.started and desk.sessions.is_idle
+
+
+def test_started_again_after_an_abort_it_waits_for_its_own_compilation() -> None:
+    desk = Desk()
+    desk.send(constrained(1))
+    desk.send(aborts=(1,))
+    desk.send(constrained(1, output=[4]))
+    _, first_done = desk.compiler.asked.pop(0)
+    first_done(Toy())
+    assert not desk.engine.started
+    desk.compiler.finish(Toy())
+    assert [sequence.num_output for sequence in desk.engine.started] == [1]
+
+
+def test_a_drain_while_it_compiles_returns_it_at_once() -> None:
+    desk = Desk()
+    desk.send(constrained(1, output=[4, 5]))
+    desk.sessions.drain()
+    frame = desk.cut()
+    assert [(p.epoch, p.offset, p.stop) for p in frame.progress] == [
+        (1, 2, session_pb2.STOP_CAUSE_RETURNED)
+    ]
+    assert frame.state.num_waiting == 0 and desk.sessions.is_idle
+    desk.compiler.finish(Toy())
+    assert not desk.engine.started

@@ -1,0 +1,76 @@
+"""What steps spend their time on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import count
+
+from tests.support.worker.worker_support import limits, prompt, sequence
+from worker.config import FakeModel
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan, RowResult
+from worker.engine.step_times import NO_TIME, Part, StepTimes, Stopwatch
+from worker.runner.fake_runner import FakeRunner
+
+BOUNDS = limits()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def read(self) -> float:
+        return self.now
+
+
+class Runner(FakeRunner):
+    """The model takes two seconds, drawing one."""
+
+    def __init__(self, clock: Clock, stopwatch: Stopwatch) -> None:
+        super().__init__(BOUNDS.num_blocks, FakeModel())
+        self._clock, self._stopwatch = clock, stopwatch
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        self._clock.now += 2.0
+        self._stopwatch.end(Part.MODEL)
+        results = super().execute(plan)
+        self._clock.now += 1.0
+        self._stopwatch.end(Part.SAMPLE)
+        return results
+
+
+def test_each_part_has_its_time() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock.read)
+    engine = Engine(Runner(clock, stopwatch), BOUNDS, stopwatch=stopwatch)
+    engine.add(sequence(BOUNDS, 1, prompt(3), max_tokens=2))
+    engine.step()
+    assert engine.step_times() == StepTimes(0.0, 2.0, 1.0, 0.0)
+    clock.now += 100.0
+    engine.step()
+    assert engine.step_times() == StepTimes(0.0, 4.0, 2.0, 0.0)
+
+
+def test_all_of_a_step_is_in_one_of_them() -> None:
+    """A clock that goes on at every look: three boundaries a step."""
+    ticks: Iterator[int] = count()
+    stopwatch = Stopwatch(lambda: float(next(ticks)))
+    engine = Engine(FakeRunner(BOUNDS.num_blocks, FakeModel()), BOUNDS, stopwatch=stopwatch)
+    engine.add(sequence(BOUNDS, 1, prompt(3), max_tokens=4))
+    for _ in range(4):
+        engine.step()
+    assert engine.step_times() == StepTimes(4.0, 4.0, 0.0, 4.0)
+
+
+def test_an_engine_without_a_clock_takes_no_time() -> None:
+    engine = Engine(FakeRunner(BOUNDS.num_blocks, FakeModel()), BOUNDS)
+    engine.add(sequence(BOUNDS, 1, prompt(3), max_tokens=1))
+    engine.step()
+    assert engine.step_times() == NO_TIME
+
+
+def test_the_message_has_every_part() -> None:
+    times = StepTimes(1.0, 2.0, 3.0, 4.0).to_proto()
+    fields: Collection[str] = [field.name for field in times.DESCRIPTOR.fields]
+    assert [getattr(times, name) for name in fields] == [1.0, 2.0, 3.0, 4.0]
+    assert len(fields) == len(Part)

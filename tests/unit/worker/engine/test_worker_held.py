@@ -1,0 +1,103 @@
+"""Sequences whose grammars are not ready sit steps out, and slow nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everlift.sampling import Grammar, GrammarKind
+from tests.support.worker.scheduler_bench import Bench
+from tests.support.worker.worker_support import GREEDY, limits, under_each_policy
+from worker.config import Scheduling
+from worker.engine.plan import Row
+
+CONSTRAINED = replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, ("a*",)))
+
+
+def bench(scheduling: Scheduling | None = None) -> Bench:
+    bounds = limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, scheduling=scheduling)
+    return Bench(bounds)
+
+
+def rows(this: Bench, *held: int) -> tuple[Row, ...]:
+    """Of the next step, in which these slots are held."""
+    plan = this.scheduler.schedule(frozenset(held))
+    this.commit(plan)
+    return plan.rows
+
+
+def slots(this: Bench, *held: int) -> list[int]:
+    return [row.slot for row in rows(this, *held)]
+
+
+@under_each_policy
+def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was(
+    scheduling: Scheduling,
+) -> None:
+    this = bench(scheduling)
+    first, second = this.add(1, 5), this.add(2, 5)
+    this.step()
+    assert slots(this, first.slot) == [second.slot]
+    assert (first.num_output, second.num_output) == (1, 2)
+    assert slots(this) == [first.slot, second.slot]
+
+
+@under_each_policy
+def test_where_everybody_is_held_the_step_waits_for_one_of_them_each_time_another(
+    scheduling: Scheduling,
+) -> None:
+    this = bench(scheduling)
+    everybody = [this.add(epoch, 5) for epoch in (1, 2, 3)]
+    this.step()
+    taken = [slots(this, 0, 1, 2) for _ in range(6)]
+    assert sorted(taken[:3]) == [[0], [1], [2]] and taken[3:] == taken[:3]
+    assert [sequence.num_output for sequence in everybody] == [3, 3, 3]
+
+
+def test_who_sat_out_longest_is_waited_for() -> None:
+    this = bench()
+    for epoch in (1, 2, 3):
+        this.add(epoch, 5)
+    this.step()
+    assert slots(this, 2) == [0, 1]
+    assert slots(this, 1, 2) == [0]
+    assert [slots(this, 0, 1, 2) for _ in range(4)] == [[2], [1], [0], [2]]
+
+
+def test_a_last_chunk_is_waited_for_as_well() -> None:
+    this = bench()
+    this.add(1, 100)
+    this.step()
+    assert [(len(row.tokens), row.samples) for row in rows(this, 0)] == [(36, True)]
+
+
+def test_a_newcomer_comes_in_while_all_others_are_held() -> None:
+    this = bench()
+    first = this.add(1, 5)
+    this.step()
+    newcomer = this.add(2, 5)
+    assert slots(this, first.slot) == [newcomer.slot]
+
+
+def test_a_long_prompt_goes_on_up_to_its_last_chunk() -> None:
+    this = bench()
+    this.add(1, 5)
+    this.step()
+    long = this.add(2, 150)
+    this.step()
+    assert long.slot == 1
+    counts = [[len(row.tokens) for row in rows(this, long.slot)] for _ in range(3)]
+    assert counts == [[1, 63], [1], [1]]
+    assert [row.samples for row in rows(this)] == [True, True]
+
+
+def test_one_with_a_grammar_draws_first_in_the_step_after_it_came_in() -> None:
+    this = bench()
+    this.add(1, 5, sampling=CONSTRAINED)
+    steps = [[(len(row.tokens), row.samples) for row in rows(this)] for _ in range(2)]
+    assert steps == [[(4, False)], [(1, True)]]
+
+
+def test_a_prompt_of_one_token_draws_at_once() -> None:
+    this = bench()
+    this.add(1, 1, sampling=CONSTRAINED)
+    assert [row.samples for row in rows(this)] == [True]

@@ -1,0 +1,112 @@
+"""What a worker tells of a sequence beside its tokens: preemption, and what is computed again."""
+
+from __future__ import annotations
+
+from tests.support.worker.scheduler_bench import TOKEN, Bench
+from tests.support.worker.worker_support import limits
+from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey
+from worker.engine.sequence import NO_SLOT, Sequence
+
+
+def preempted() -> tuple[Bench, Sequence, Sequence, list[Outcome]]:
+    """A sequence that goes on, one that had to give way, and what the step that took its blocks
+    said."""
+    bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
+    long, short = bench.add(1, 60, first=100), bench.add(2, 40, first=500)
+    bench.step()
+    while short.slot != NO_SLOT:
+        outcomes = bench.commit(bench.plan())
+    return bench, long, short, outcomes
+
+
+def test_who_decodes_has_no_news_but_what_is_computed() -> None:
+    bench = Bench(limits(max_num_batched_tokens=40))
+    bench.add(1, 70)
+    assert bench.commit(bench.plan()) == [], "a chunk is nothing to tell"
+    bench.commit(bench.plan())
+    for computed in (71, 72):
+        (outcome,) = bench.commit(bench.plan())
+        assert (outcome.num_computed, outcome.news) == (computed, NO_NEWS)
+
+
+def test_with_its_first_token_it_is_told_how_long_it_waited_and_what_was_found() -> None:
+    bench = Bench(limits(max_num_batched_tokens=40, max_num_seqs=1))
+    bench.add(1, 70, max_tokens=1)
+    this = bench.add(2, 70)
+    this.came = 10.0
+    for now in (11.0, 12.0):
+        bench.commit(bench.scheduler.schedule(now=now))
+    (outcome,) = bench.commit(bench.scheduler.schedule(now=12.5))
+    assert outcome.news == News(waited_s=2.5, cached_tokens=64)
+    (outcome,) = bench.commit(bench.scheduler.schedule(now=13.0))
+    assert outcome.news == NO_NEWS, "it is told once"
+
+
+def test_a_preemption_is_told_in_the_step_that_needs_the_blocks() -> None:
+    _, _, short, outcomes = preempted()
+    told = Outcome(
+        SequenceKey(2, 0),
+        short.num_output,
+        num_computed=short.num_known - 1,
+        news=News(Residence.PREEMPTED, preemptions=1),
+    )
+    assert outcomes[0] == told
+    assert outcomes[1].tokens == (TOKEN,), "the other one's"
+
+
+def test_who_comes_back_says_so_with_what_it_computed_again() -> None:
+    bench, long, short, _ = preempted()
+    bench.scheduler.remove(long)
+    known = short.num_known
+    (outcome,) = bench.commit(bench.plan())
+    # Its first block of 32 was found in the cache.
+    again = known - 1 - 32
+    assert outcome.news == News(Residence.RESUMED, preemptions=0, recomputed_tokens=again)
+    assert (outcome.tokens, outcome.num_computed) == ((TOKEN,), known)
+    assert bench.scheduler.load().counters.recomputed_tokens == again
+    assert bench.commit(bench.plan())[0].news == NO_NEWS
+
+
+def test_what_is_computed_again_chunk_by_chunk_is_told_with_the_next_token() -> None:
+    bench = Bench(limits(max_num_batched_tokens=30))
+    this = bench.add(1, 100, num_computed=80)
+    for _ in range(3):
+        assert bench.commit(bench.plan()) == []
+    (outcome,) = bench.commit(bench.plan())
+    assert outcome.news == News(None, 0, recomputed_tokens=80, waited_s=0.0)
+    assert (outcome.num_computed, this.num_computed) == (100, 100)
+
+
+def test_what_an_earlier_attempt_had_computed_and_is_found_here_is_not_computed_again() -> None:
+    bench = Bench(limits(max_num_batched_tokens=200))
+    bench.add(1, 100)
+    bench.step()
+    bench.add(2, 100, num_computed=90)
+    outcomes = bench.commit(bench.plan())
+    assert outcomes[1].news.recomputed_tokens == 0, "of 96 tokens"
+
+
+def test_who_returns_says_what_is_known_so_far() -> None:
+    _, _, short, _ = preempted()
+    assert short.outcome().num_computed == short.num_known - 1
+    assert short.to_start().num_computed == short.num_known - 1
+
+
+def test_of_a_lower_class_the_blocks_are_taken_first() -> None:
+    bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
+    long = bench.add(1, 60, first=100, priority=-1)
+    short = bench.add(2, 40, first=500)
+    while not bench.scheduler.load().preemptions:
+        bench.step()
+    assert long.slot == NO_SLOT != short.slot
+    assert long.num_computed_before > short.num_computed
+
+
+def test_a_higher_class_comes_into_the_batch_first() -> None:
+    bench = Bench(limits(max_num_seqs=1))
+    for epoch, priority in ((1, 0), (2, -1), (3, 5), (4, 0)):
+        bench.add(epoch, 3, max_tokens=1, priority=priority)
+    order = []
+    while len(bench.scheduler):
+        order += [outcome.key.epoch for outcome in bench.commit(bench.plan())]
+    assert order == [3, 1, 4, 2]

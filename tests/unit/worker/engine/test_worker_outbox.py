@@ -1,0 +1,126 @@
+"""What a router is still to be told."""
+
+from everlift.errors import EngineFailed
+from everlift.v1 import session_pb2
+from tests.support.worker.worker_support import prompt
+from worker.engine.account import Account
+from worker.engine.accounts import Told
+from worker.engine.load import Occupant
+from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.serving.outbox import _MAX_ACCEPTED, Outbox
+
+A, B = SequenceKey(1, 0), SequenceKey(1, 1)
+
+
+def outbox() -> Outbox:
+    return Outbox(lambda: None)
+
+
+def cut(this: Outbox) -> session_pb2.WorkerFrame:
+    return this.cut(session_pb2.WorkerState(step=9))
+
+
+def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
+    this = outbox()
+    this.push(Outcome(A, 5, (10,)))
+    this.push(Outcome(B, 0, (20,)))
+    this.push(Outcome(A, 6, (11, 12)))
+    this.push(Outcome(A, 8, (13,), Stop.EOS))
+    this.push(Outcome(B, 1, (), Stop.FAILED, EngineFailed("why")))
+    assert list(cut(this).progress) == [
+        session_pb2.Progress(
+            epoch=1, offset=5, token_ids=[10, 11, 12, 13], stop=session_pb2.STOP_CAUSE_EOS
+        ),
+        session_pb2.Progress(
+            epoch=1,
+            choice=1,
+            token_ids=[20],
+            stop=session_pb2.STOP_CAUSE_FAILED,
+            error="why",
+            error_slug="engine_failed",
+        ),
+    ]
+    assert not this
+    this.push(Outcome(A, 9, (14,)))
+    assert cut(this).progress[0].offset == 9
+
+
+def test_where_a_sequence_stands_merges_too() -> None:
+    """The last residence counts, and all that happened since the frame before."""
+    this = outbox()
+    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.PREEMPTED, preemptions=1)))
+    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.RESUMED, 0, 40)))
+    this.push(Outcome(A, 5, (7,), num_computed=91, news=News(None, 0, 3)))
+    this.push(Outcome(B, 0, news=News(Residence.RESUMED)))
+    this.push(Outcome(B, 0, news=News(Residence.PREEMPTED, preemptions=1)))
+    assert list(cut(this).progress) == [
+        session_pb2.Progress(
+            epoch=1,
+            offset=5,
+            token_ids=[7],
+            residence=session_pb2.RESIDENCE_RESUMED,
+            preemptions=1,
+            recomputed_tokens=43,
+            num_computed=91,
+        ),
+        session_pb2.Progress(
+            epoch=1, choice=1, residence=session_pb2.RESIDENCE_PREEMPTED, preemptions=1
+        ),
+    ]
+
+
+def test_the_last_account_goes_with_the_next_frame_and_is_no_reason_for_one() -> None:
+    calls: list[int] = []
+    this = Outbox(lambda: calls.append(1))
+    this.account(Told(A, Account(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
+    this.account(Told(A, Account(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
+    this.account(Told(B, Account(3.0, waiting_s=3.0)))
+    assert not calls and not this
+    assert list(cut(this).accounts) == [
+        session_pb2.Account(epoch=1, prefill_s=1.5, decode_s=1.5, steps=3),
+        session_pb2.Account(epoch=1, choice=1, waiting_s=3.0),
+    ]
+    assert not cut(this).accounts
+
+
+def test_every_frame_has_the_state() -> None:
+    assert cut(outbox()) == session_pb2.WorkerFrame(state=session_pb2.WorkerState(step=9))
+
+
+def test_what_was_dropped_is_not_told() -> None:
+    this = outbox()
+    this.push(Outcome(A, 0, (1,)))
+    this.push(Outcome(B, 0, (2,)))
+    this.account(Told(A, Account(2.0)))
+    this.account(Told(B, Account(2.0)))
+    this.drop(A)
+    this.drop(SequenceKey(9, 0))
+    frame = cut(this)
+    assert [it.choice for it in frame.progress] == [it.choice for it in frame.accounts] == [1]
+
+
+def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:
+    this = outbox()
+    for epoch in range(1, _MAX_ACCEPTED + 3):
+        this.accept(epoch)
+    accepted = cut(this).accepted_epochs
+    assert (accepted[0], len(accepted)) == (3, _MAX_ACCEPTED)
+    assert not cut(this).accepted_epochs
+
+
+def test_occupants_wait_for_a_frame_and_are_no_reason_for_one() -> None:
+    this = outbox()
+    this.show((Occupant(2, "old"),))
+    this.show((Occupant(3, "new", prefilling=True),))
+    assert not this
+    [told] = cut(this).state.running
+    assert (told.slot, told.request_id, told.prefilling) == (3, "new", True)
+    assert not cut(this).state.running
+
+
+def test_whatever_is_worth_a_frame_is_notified() -> None:
+    calls: list[int] = []
+    this = Outbox(lambda: calls.append(1))
+    this.push(Outcome(A, 0, tuple(prompt(3))))
+    this.accept(1)
+    assert len(calls) == 2

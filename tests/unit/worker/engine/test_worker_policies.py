@@ -1,0 +1,480 @@
+"""What each policy makes of the same sequences: who comes in, and whose token a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everlift.engine_policy import EnginePolicy
+from tests.support.worker.scheduler_bench import Bench, result
+from tests.support.worker.worker_support import limits, prompt, sequence, under_each_policy
+from worker.config import Scheduling
+from worker.engine.limits import Limits
+from worker.engine.policies.serving_time import BatchSize, ServingTime
+from worker.engine.policies.similar_batches import band_begins
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.engine.waiting import WaitingLine
+
+STATIC = Scheduling("static")
+MAGNUS = Scheduling("magnus")
+#: Without ageing to speak of: by length alone.
+SLAI = Scheduling("slai", tbt_target=4.0, ageing_tokens=1)
+
+
+def present(bench: Bench) -> set[int]:
+    """Epochs of those in the batch."""
+    return {s.key.epoch for s in bench.scheduler if s.slot != NO_SLOT}
+
+
+def step_at(bench: Bench, now: float) -> list[tuple[int, int, int]]:
+    """(slot, start, tokens) of each row of a step that begins ``now``."""
+    plan = bench.plan(now)
+    bench.commit(plan)
+    return [(row.slot, row.start, len(row.tokens)) for row in plan.rows]
+
+
+# static
+
+
+def test_a_static_batch_is_closed_until_all_of_it_are_done() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_seqs=2, scheduling=STATIC))
+    for epoch, max_tokens in ((1, 2), (2, 5), (3, 2), (4, 2)):
+        bench.add(epoch, 3, max_tokens)
+    batches = []
+    while len(bench.scheduler):
+        bench.step()
+        batches.append(present(bench))
+    assert batches == [{1, 2}, {2}, {2}, {2}, set(), {3, 4}, set()]
+
+
+def test_who_comes_while_a_batch_runs_waits_though_slots_are_free() -> None:
+    bench = Bench(limits(scheduling=STATIC))
+    bench.add(1, 3, max_tokens=3)
+    bench.step()
+    bench.add(2, 3)
+    bench.steps(2)
+    assert present(bench) == set()
+    bench.step()
+    assert present(bench) == {2}
+
+
+def test_a_static_batch_comes_in_over_several_steps_where_the_budget_is_small() -> None:
+    bench = Bench(limits(max_num_batched_tokens=4, scheduling=STATIC))
+    for epoch in (1, 2, 3):
+        bench.add(epoch, 3, max_tokens=20, first=100 * epoch)
+    bench.step()
+    bench.add(4, 3)
+    bench.steps(10)
+    assert present(bench) == {1, 2, 3}
+
+
+def test_a_member_that_was_preempted_comes_back_before_the_next_batch() -> None:
+    bench = Bench(limits(scheduling=STATIC))
+    first, second = bench.add(1, 40, first=100), bench.add(2, 3)
+    bench.step()
+    bench.add(3, 3)
+    bench.scheduler.preempt(first)
+    bench.step()
+    assert present(bench) == {1, 2}
+    for member in (first, second):
+        bench.scheduler.remove(member)
+    bench.step()
+    assert present(bench) == {3}
+
+
+# magnus
+
+
+def predicted(bench: Bench, epoch: int, tokens: int, length: int = 3) -> Sequence:
+    """It comes, and gets as many tokens as are predicted."""
+    return bench.add(epoch, length, max_tokens=tokens, first=100 * epoch, predicted_tokens=tokens)
+
+
+def batches(bench: Bench, seconds: float = 1.0) -> list[set[int]]:
+    """Epochs of those that run together, until all are done; each step takes so long."""
+    found: list[set[int]] = []
+    now = 0.0
+    while len(bench.scheduler):
+        plan = bench.plan(now)
+        now += seconds
+        there = present(bench)
+        bench.commit(plan)
+        if not found or not there <= found[-1]:
+            found.append(there)
+    return found
+
+
+@pytest.mark.parametrize("waste", [0.0, 0.1, 0.25, 0.7])
+def test_the_shortest_of_a_band_is_not_much_shorter_than_the_longest(waste: float) -> None:
+    begins = band_begins(waste, 1000)
+    assert begins[0] == 1 and begins[-1] > 1000
+    for begin, after in pairwise(begins):
+        assert begin < after
+        assert begin >= (1 - waste) * (after - 1)
+        assert begin < (1 - waste) * after, "no more bands than it takes"
+
+
+def test_those_run_together_whose_outputs_are_predicted_to_be_similarly_long() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_seqs=3, scheduling=MAGNUS))
+    for epoch, tokens in enumerate((8, 30, 9, 31, 32, 8, 9), 1):
+        predicted(bench, epoch, tokens)
+    assert batches(bench) == [{1, 3, 6}, {7}, {2, 4, 5}]
+
+
+def test_a_batch_is_no_larger_than_the_cache_that_it_is_predicted_to_fill() -> None:
+    bench = Bench(limits(num_blocks=7, max_num_seqs=4, watermark_blocks=1, scheduling=MAGNUS))
+    for epoch in (1, 2, 3, 4):
+        predicted(bench, epoch, 50, length=10)
+    assert batches(bench) == [{1, 2, 3}, {4}]
+    assert bench.scheduler.load().preemptions == 0
+
+
+def test_nobody_is_left_out_for_being_predicted_to_take_more_than_there_is() -> None:
+    bench = Bench(limits(num_blocks=2, scheduling=MAGNUS))
+    bench.add(1, 3, max_tokens=9, predicted_tokens=90)
+    assert batches(bench) == [{1}]
+
+
+def test_a_long_batch_runs_once_it_has_waited_longer_for_what_it_takes() -> None:
+    """A step takes a second, and so does a token: the long one takes 40 s."""
+    bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 40)
+    for epoch in range(2, 12):
+        predicted(bench, epoch, 4)
+    served = batches(bench)
+    assert served[0] == {2}, "all came at once, and the shorter one does not wait for the longer"
+    assert served == [*({epoch} for epoch in range(2, 12)), {1}]
+
+    waiting = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(waiting, 1, 10)
+    waiting.commit(waiting.plan(0.0))
+    predicted(waiting, 2, 40)
+    waiting.commit(waiting.plan(1.0))
+    now = 1000.0
+    predicted(waiting, 3, 4)
+    while waiting.scheduler.load().num_waiting == 2:
+        waiting.commit(waiting.plan(now))
+        now += 1.0
+    assert present(waiting) == {2}, "1,000 s for 40 s are more than 10 s for 4 s"
+
+
+def test_who_comes_after_its_band_has_left_has_not_waited_with_it() -> None:
+    """A step takes a second, and a short one comes as soon as none waits any more."""
+    bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 4)
+    bench.commit(bench.plan(0.0))
+    long = predicted(bench, 2, 40)
+    step = 0
+    while long.slot == NO_SLOT and step < 1000:
+        if bench.scheduler.load().num_waiting == 1:
+            predicted(bench, 3 + step, 4)
+        step += 1
+        bench.commit(bench.plan(float(step)))
+    assert step < 100
+
+
+def test_a_higher_class_goes_before_all_others() -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 2)
+    bench.add(2, 3, max_tokens=40, priority=1)
+    assert batches(bench) == [{2}, {1}]
+
+
+def test_serving_times_are_those_of_the_batches_that_are_most_alike() -> None:
+    estimator = ServingTime()
+    assert estimator.estimate(BatchSize(8, 100, 50)) == 50.0, "nothing is known"
+    for size, token_s in ((8, 0.01), (9, 0.02), (7, 0.03), (64, 0.5), (60, 0.5), (70, 0.5)):
+        estimator.learn(BatchSize(size, 100, 200), 200 * token_s)
+    assert estimator.estimate(BatchSize(8, 100, 50)) == pytest.approx(50 * 0.02)
+    assert estimator.estimate(BatchSize(66, 100, 50)) == pytest.approx(50 * 0.5)
+
+
+# slai
+
+
+def test_of_two_prompts_the_shorter_one_comes_first() -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=SLAI))
+    for epoch, length in ((1, 40), (2, 20), (3, 30)):
+        bench.add(epoch, length, max_tokens=1, first=100 * epoch)
+    came = []
+    while len(bench.scheduler):
+        plan = bench.plan()
+        came += [bench.scheduler._batch[row.slot].key.epoch for row in plan.rows]
+        bench.commit(plan)
+    assert came == [2, 3, 1]
+
+
+def test_a_short_prompt_does_not_wait_for_the_chunks_of_a_long_one() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40, scheduling=SLAI))
+    bench.add(1, 200)
+    bench.step()
+    bench.add(2, 20, first=500)
+    assert bench.step() == [(0, 40, 20), (1, 0, 20)]
+
+
+def test_who_waits_grows_shorter_with_each_that_comes_after_it() -> None:
+    ageing = Scheduling("slai", ageing_tokens=10)
+    bench = Bench(limits(max_num_seqs=1, scheduling=ageing))
+    long = bench.add(1, 60)
+    for epoch in range(2, 9):
+        bench.add(epoch, 10, max_tokens=1, first=100 * epoch)
+    bench.steps(4)
+    assert long.slot == NO_SLOT
+    bench.step()
+    assert long.slot == 0, "by the fifth that came after it, it counts as no longer than that"
+
+
+def test_a_decode_with_slack_gives_up_its_place_to_a_prefill_until_its_deadline_is_near() -> None:
+    """Steps take a second, and a token is due four seconds after the one before."""
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
+    bench.add(1, 5)
+    step_at(bench, 0.0)
+    bench.add(2, 90, first=500)
+    assert [step_at(bench, float(now)) for now in range(1, 8)] == [
+        [(1, 0, 20)],
+        [(1, 20, 20)],
+        [(0, 5, 1), (1, 40, 19)],  # due at 5, and the step after this one ends at 5
+        [(1, 59, 20)],
+        [(0, 6, 1), (1, 79, 11)],  # there is room for all
+        [(0, 7, 1), (1, 90, 1)],
+        [(0, 8, 1), (1, 91, 1)],
+    ]
+
+
+def test_steps_that_grow_longer_bring_deadlines_nearer() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
+    bench.add(1, 5)
+    step_at(bench, 0.0)
+    bench.add(2, 90, first=500)
+    assert step_at(bench, 2.0) == [(0, 5, 1), (1, 0, 19)], "two more steps of 2 s end at 6"
+
+
+def test_the_time_without_work_is_no_step() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
+    bench.add(1, 5, max_tokens=1)
+    step_at(bench, 0.0)
+    bench.add(2, 5)
+    step_at(bench, 100.0)
+    bench.add(3, 90, first=500)
+    assert step_at(bench, 101.0) == [(1, 0, 20)]
+
+
+def test_of_too_many_decodes_those_go_that_have_waited_longest() -> None:
+    """After a step that was too much, the budget is less than the batch."""
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=8, scheduling=SLAI))
+    for epoch in (1, 2, 3, 4):
+        bench.add(epoch, 2, first=100 * epoch)
+    step_at(bench, 0.0)
+    bench.scheduler._budget.shrink(4)
+    assert [[row[0] for row in step_at(bench, now)] for now in (10.0, 20.0)] == [[0, 1], [2, 3, 0]]
+
+
+# bounds of slai
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A sequence that comes before the step in which it is listed."""
+
+    length: int
+    max_tokens: int
+    priority: int
+
+
+comings = st.builds(Coming, st.integers(1, 60), st.integers(1, 12), st.sampled_from([0, 0, 0, 1]))
+#: By step: who comes, and how long the step takes.
+steps = st.lists(
+    st.tuples(st.lists(comings, max_size=3), st.floats(0.2, 3.0)), min_size=1, max_size=25
+)
+configs = st.builds(
+    Scheduling, st.just("slai"), tbt_target=st.floats(0.5, 12.0), ageing_tokens=st.integers(1, 20)
+)
+
+
+class Clocked:
+    """A scheduler under slai, on a clock: who came when, who was admitted when, who drew when."""
+
+    def __init__(self, config: Scheduling) -> None:
+        self.limits = _roomy(config)
+        self.bench = Bench(self.limits)
+        self.config = config
+        self.now = 0.0
+        self.admitted: list[Sequence] = []
+        #: when each one's newest token came
+        self.drawn: dict[Sequence, float] = {}
+        self.lateness: list[float] = []
+
+    def take_in(self, arrivals: Iterable[Coming]) -> None:
+        for each in arrivals:
+            epoch = self.bench.scheduler._arrivals + 1
+            tokens = prompt(each.length, first=epoch * 61)
+            fields = {"max_tokens": each.max_tokens, "priority": each.priority}
+            self.bench.scheduler.add(sequence(self.limits, epoch, tokens, **fields))
+
+    def step(self, seconds: float) -> None:
+        """Nobody whose deadline has come sits it out."""
+        scheduler = self.bench.scheduler
+        plan = self.bench.plan(self.now)
+        self.admitted += [scheduler._batch[admission.slot] for admission in plan.admissions]
+        served = {row.slot for row in plan.rows}
+        for this, drawn in self.drawn.items():
+            assert this.slot in served or drawn + self.config.tbt_target > self.now, "it waits"
+        rows = [(scheduler._batch[row.slot], row.samples) for row in plan.rows]
+        self.now += seconds
+        self.bench.commit(plan)
+        for this, samples in rows:
+            if samples and this in self.drawn:
+                due = self.drawn[this] + self.config.tbt_target
+                self.lateness.append(self.now - due)
+            if samples:
+                self.drawn[this] = self.now
+        self.drawn = {s: at for s, at in self.drawn.items() if s.slot != NO_SLOT}
+
+
+def _roomy(config: Scheduling) -> Limits:
+    """Blocks and budget for all decodes, though not for all prompts at once."""
+    return limits(
+        num_blocks=200,
+        max_num_seqs=16,
+        max_num_batched_tokens=24,
+        watermark_blocks=0,
+        scheduling=config,
+    )
+
+
+@settings(max_examples=100)
+@given(configs, steps)
+def test_no_decode_waits_beyond_its_deadline_by_more_than_the_step_in_progress(
+    config: Scheduling, steps: list[tuple[list[Coming], float]]
+) -> None:
+    clocked = Clocked(config)
+    for arrivals, seconds in steps:
+        clocked.take_in(arrivals)
+        clocked.step(seconds)
+    while len(clocked.bench.scheduler):
+        clocked.step(1.0)
+    longest = max(1.0, *(seconds for _, seconds in steps))
+    assert all(late < 2 * longest for late in clocked.lateness)
+
+
+@settings(max_examples=50)
+@given(configs, steps, st.floats(0.1, 0.25))
+def test_where_steps_take_equally_long_and_two_fit_into_the_target_no_token_is_late(
+    config: Scheduling, steps: list[tuple[list[Coming], float]], seconds: float
+) -> None:
+    clocked = Clocked(config)
+    for arrivals, _ in steps:
+        clocked.take_in(arrivals)
+        clocked.step(seconds)
+    assert all(late < 1e-6 for late in clocked.lateness)
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 20), st.lists(st.lists(comings, max_size=4), min_size=1, max_size=20))
+def test_few_later_ones_overtake_a_prompt_and_all_are_served(
+    ageing_tokens: int, arrivals: list[list[Coming]]
+) -> None:
+    clocked = Clocked(Scheduling("slai", tbt_target=2.0, ageing_tokens=ageing_tokens))
+    for each in arrivals:
+        clocked.take_in(each)
+        clocked.step(1.0)
+    while len(clocked.bench.scheduler):
+        clocked.step(1.0)
+    assert len(clocked.admitted) == clocked.bench.scheduler._arrivals
+    for place, this in enumerate(clocked.admitted):
+        overtook = [
+            other
+            for other in clocked.admitted[:place]
+            if other.priority == this.priority and other.order > this.order
+        ]
+        assert len(overtook) * ageing_tokens < this.num_prompt
+
+
+# another one while the engine runs
+
+
+def presence(bench: Bench, steps: int) -> list[set[int]]:
+    """Who is in the batch after each of them."""
+    found = []
+    for _ in range(steps):
+        bench.step()
+        found.append(present(bench))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["static", "magnus"])
+def test_where_batches_begin_to_be_closed_those_that_run_or_were_preempted_are_the_first_one(
+    policy: EnginePolicy,
+) -> None:
+    bench = Bench(limits(max_num_seqs=4))
+    for epoch, max_tokens in ((1, 2), (2, 5), (3, 4)):
+        bench.add(epoch, 3, max_tokens, first=100 * epoch)
+    bench.step()
+    bench.scheduler.preempt(bench.scheduler.of_epoch(3)[0])
+    bench.add(4, 3)
+    bench.scheduler.set_policy(policy)
+    assert presence(bench, 5) == [{2, 3}, {2, 3}, {2}, set(), {4}]
+
+
+@pytest.mark.parametrize("before", [STATIC, MAGNUS], ids=["static", "magnus"])
+def test_where_batches_are_closed_no_more_all_that_wait_come_in(before: Scheduling) -> None:
+    bench = Bench(limits(scheduling=before))
+    bench.add(1, 3)
+    bench.step()
+    bench.add(2, 3)
+    bench.add(3, 3)
+    assert presence(bench, 1) == [{1}]
+    bench.scheduler.set_policy("continuous")
+    assert presence(bench, 1) == [{1, 2, 3}]
+
+
+def test_members_of_a_closed_batch_that_have_not_come_in_wait_as_all_others() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=STATIC))
+    for epoch, length in ((1, 5), (2, 30), (3, 10)):
+        bench.add(epoch, length, first=100 * epoch)
+    assert presence(bench, 1) == [{1}]
+    bench.scheduler.set_policy("slai")
+    assert presence(bench, 1) == [{1, 3}], "the shorter prompt"
+
+
+def test_deadlines_begin_with_the_policy_that_has_them() -> None:
+    bench = Bench(replace(limits(num_blocks=16, max_num_batched_tokens=20), scheduling=SLAI))
+    bench.scheduler.set_policy("continuous")
+    bench.add(1, 5)
+    step_at(bench, -9.0)
+    bench.scheduler.set_policy("slai")
+    bench.add(2, 90, first=500)
+    assert [step_at(bench, float(now)) for now in range(1, 4)] == [
+        [(1, 0, 20)],
+        [(1, 20, 20)],
+        [(0, 5, 1), (1, 40, 19)],  # due at 5, as if its last token had come at 1
+    ]
+
+
+def test_what_comes_to_another_policy_keeps_its_order_of_arrival() -> None:
+    bench = Bench(limits(num_blocks=64, max_num_seqs=1, scheduling=MAGNUS))
+    for epoch, tokens in ((1, 9), (2, 40), (3, 8), (4, 41), (5, 9)):
+        predicted(bench, epoch, tokens)
+    bench.scheduler.set_policy("static")
+    assert batches(bench) == [{1}, {2}, {3}, {4}, {5}]
+
+
+@under_each_policy
+def test_a_step_does_not_look_at_those_that_wait(
+    scheduling: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(limits(max_num_seqs=2, scheduling=scheduling))
+    for epoch in range(1, 200):
+        bench.add(epoch, 3, max_tokens=1 + epoch % 3)
+    bench.step()
+    monkeypatch.setattr(WaitingLine, "__iter__", None)
+    for _ in range(20):
+        plan = bench.plan()
+        bench.scheduler.commit(plan, [result(row) for row in plan.rows])
+        bench.scheduler.load()
+    assert 100 < bench.scheduler.load().num_waiting < 190

@@ -1,0 +1,247 @@
+"""Captured decoding, on a device without graphs: what is replayed is called again, and sees nothing
+but its tensors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.worker.attention_support import KERNELS_ON
+from worker.attention.backend import AttentionForm, StepAttention
+from worker.attention.gpu import GpuAttention
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.plan import UNKNOWN, Row, Rows
+from worker.runner import decode_graphs
+from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, Work
+from worker.runner.last_tokens import LastTokens
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+VOCAB = 50
+#: Of each slot.
+CONTEXTS = [70, 0, 31, 5, 33]
+
+
+class Trunk:
+    """One layer that attends."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self._table = torch.randn(VOCAB, (HEADS + 2 * KV_HEADS) * DIM, device=KERNELS_ON)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        heads = self._table[tokens] * (1 + positions.unsqueeze(1) / 100)
+        heads = heads.view(len(tokens), -1, DIM)
+        query, key, value = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        attention.write(0, key, value)
+        return attention.attend(0, query, AttentionForm(0.2)).flatten(1)
+
+
+class Repeating:
+    """A Capture that notes what each work made, largest first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, work: Work) -> Work:
+        self.sizes.append(len(work()))
+        return work
+
+
+class Bench:
+    """A cache in which all slots have their contexts, and NaN everywhere else."""
+
+    def __init__(self) -> None:
+        self.trunk, self.capture = Trunk(), Repeating()
+        cache = KVCache(12, 1, KV_HEADS, DIM, torch.float32, KERNELS_ON)
+        cache.tensor.fill_(torch.nan)
+        self.attention = GpuAttention(cache, 4)
+        self.tables = np.array([[5, 0, 9], [1, 0, 0], [7, 11, 0], [2, 0, 0], [10, 3, 0]], np.int32)
+        self.last_tokens = LastTokens(len(CONTEXTS), KERNELS_ON)
+        self.graphs = DecodeGraphs(
+            self.trunk, self.attention, self.last_tokens, [1, 2, 4], 3, KERNELS_ON, self.capture
+        )
+        prompts = [
+            Row(slot, tuple(range(count)) if count < VOCAB else (3,) * count, 0, (), False)
+            for slot, count in enumerate(CONTEXTS)
+            if count
+        ]
+        with torch.inference_mode():
+            self.eagerly(Rows.of(prompts, self.tables))
+
+    def decoding(self, slots: list[int], tokens: list[int]) -> Rows:
+        starts = np.array([CONTEXTS[slot] for slot in slots])
+        return Rows.decoding(np.array(slots), starts, np.array(tokens), self.tables)
+
+    def eagerly(self, rows: Rows) -> Tensor:
+        tokens, positions = (
+            torch.from_numpy(column).to(KERNELS_ON) for column in (rows.tokens, rows.positions)
+        )
+        return self.trunk.forward(tokens, positions, self.attention.prepare(rows))
+
+
+def nothing() -> Parcel:
+    return Parcel(KERNELS_ON)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def test_the_largest_bucket_is_captured_first(bench: Bench) -> None:
+    assert bench.capture.sizes == [4, 2, 1]
+
+
+def test_what_a_replay_reads_stays_where_it_is(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph holds addresses, and none of the tensors that lie there."""
+    steps: list[weakref.ref[StepAttention]] = []
+    decoding = bench.attention.decoding
+
+    def noted(*tensors: Tensor) -> StepAttention:
+        step = decoding(*tensors)
+        steps.append(weakref.ref(step))
+        return step
+
+    def capture(work: Work) -> Work:
+        result = work()
+        return lambda: result
+
+    monkeypatch.setattr(bench.attention, "decoding", noted)
+    graphs = DecodeGraphs(
+        bench.trunk, bench.attention, bench.last_tokens, [1, 2], 3, KERNELS_ON, capture
+    )
+    gc.collect()
+    assert graphs and len(steps) == 2 and all(step() is not None for step in steps)
+
+
+class Graph:
+    """It lives as long as somebody has it."""
+
+
+def test_what_was_captured_is_gone_at_once_when_it_is_closed(bench: Bench) -> None:
+    """NCCL waits for the graphs that make its collectives before it ends, collected or not."""
+    captured: list[weakref.ref[Graph]] = []
+
+    def capture(work: Work) -> Work:
+        result, graph = work(), Graph()
+        captured.append(weakref.ref(graph))
+
+        def replay() -> Tensor:
+            assert graph is not None
+            return result
+
+        return replay
+
+    graphs = DecodeGraphs(
+        bench.trunk, bench.attention, bench.last_tokens, [1, 2], 3, KERNELS_ON, capture
+    )
+    assert [graph() is None for graph in captured] == [False, False]
+    gc.disable()
+    try:
+        graphs.close()
+        assert [graph() is None for graph in captured] == [True, True]
+    finally:
+        gc.enable()
+
+
+@torch.inference_mode()
+def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
+    for slots in ([0, 1, 2, 4], [2, 3, 0], [4], [1, 3], [3, 2, 1]):
+        rows = bench.decoding(slots, [slot + 5 for slot in slots])
+        assert bench.graphs.bucket(rows)
+        replayed = bench.graphs.run(rows, nothing())
+        torch.testing.assert_close(replayed, bench.eagerly(rows), atol=2e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench) -> None:
+    slots, drawn = (torch.tensor(it, device=KERNELS_ON) for it in ([4, 2], [33, 11]))
+    bench.last_tokens.put(slots, drawn)
+    known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33]), nothing()).clone()
+    told = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]), nothing())
+    assert torch.equal(known, told)
+
+
+@torch.inference_mode()
+def test_a_mark_in_the_place_of_a_token_is_looked_up_as_some_token(bench: Bench) -> None:
+    slots, marks = (torch.tensor(it, device=KERNELS_ON) for it in ([0, 1], [-1, -2]))
+    bench.last_tokens.put(slots, marks)
+    rows = bench.decoding([0, 1], [UNKNOWN, UNKNOWN])
+    assert bench.graphs.run(rows, nothing()).isfinite().all()
+
+
+class Stream:
+    """Of a GPU that is not there."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How a graph was captured."""
+
+    pool: object
+    stream: Stream
+    capture_error_mode: str
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Captured]]:
+    """Of each graph, in their order."""
+    decode_graphs._capture_stream.cache_clear()
+    graphs: list[Captured] = []
+
+    def graph(_: object, **how: Any) -> AbstractContextManager[None]:
+        graphs.append(Captured(**how))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "pool"))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    yield graphs
+    decode_graphs._capture_stream.cache_clear()
+
+
+def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captured]) -> None:
+    capture = CudaGraphs()
+    for _ in range(3):
+        capture(lambda: torch.zeros(1))
+    assert [each.pool for each in captured] == [None, "pool", "pool"]
+    assert {each.capture_error_mode for each in captured} == {"thread_local"}
+
+
+def test_what_the_memory_profile_captures_is_captured_where_decoding_will_be(
+    captured: list[Captured],
+) -> None:
+    for capture in (CudaGraphs(), CudaGraphs()):
+        capture(lambda: torch.zeros(1))
+        capture(lambda: torch.zeros(1))
+    assert [each.pool for each in captured] == [None, "pool"] * 2
+    assert len({each.stream for each in captured}) == 1
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4], []])
+def test_more_rows_than_the_largest_bucket_do_not_fit(bench: Bench, slots: list[int]) -> None:
+    assert bench.graphs.bucket(Rows.of([Row(slot, (1,), 3, (0,), True) for slot in slots])) is None

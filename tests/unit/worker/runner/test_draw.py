@@ -1,0 +1,145 @@
+"""Drawing tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from tests.support.worker.draw_support import FILTERS, GREEDY, WIDE, Row, draws, logits
+from tests.support.worker.llama_support import warped
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_largest
+from worker.runner import draw as draw_module
+from worker.runner import draws as draws_module
+from worker.runner.draw import least_kept
+
+
+def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    return draw_module.draw(scores, draws(rows), choose_largest(scores.device))
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
+    assert draw(scores, [Row(GREEDY)] * 2).tolist() == [1, 0]
+    wide = torch.zeros(1, WIDE)
+    wide[0, [700, 701, 1100]] = 2.0
+    assert draw(wide, [Row(GREEDY)]) == 700
+
+
+def test_a_temperature_that_would_only_magnify_rounding_is_greedy() -> None:
+    scores = logits(1, WIDE)
+    assert draw(scores, [Row(SamplingParams(temperature=1e-30))]) == scores.argmax()
+
+
+def test_a_low_temperature_does_not_overflow() -> None:
+    scores = logits(1, WIDE) * 1e30
+    assert draw(scores, [Row(SamplingParams(temperature=1e-5))]) == scores.argmax()
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [40, WIDE])
+def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int) -> None:
+    scores = logits(20, vocab)
+    scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
+    kept = scaled.exp() >= least_kept(scaled.exp(), draws([Row(params)] * 20).filters)
+    assert torch.equal(kept, warped(scores, params).isfinite())
+
+
+@pytest.mark.parametrize("top_k", [251, 255, 256, 257])
+def test_all_tokens_tied_with_the_last_of_top_k_count_for_top_p(top_k: int) -> None:
+    """Of the 100 that are, six are among the 256 that are looked at first."""
+    weights = torch.cat(
+        [torch.linspace(1, 0.6, 250), torch.full((100,), 0.5), torch.linspace(0.3, 0.1, 650)]
+    )[None]
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.75)
+    kept = weights >= least_kept(weights, draws([Row(params)]).filters)
+    assert torch.equal(kept, warped(weights.log(), params).isfinite())
+    assert kept.sum() == 230
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
+    scores = logits(1, 40)
+    probabilities = warped(scores, params)[0].double().softmax(-1)
+    count = 20_000
+    rows = [Row(params, position) for position in range(count)]
+    counts = draw(scores.expand(count, -1).contiguous(), rows).bincount(minlength=40)
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = probabilities[possible] * count
+    chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+    params = [GREEDY, *FILTERS] * 3
+    scores = logits(len(params), WIDE)
+    rows = [Row(p, position, choice=position % 2) for position, p in enumerate(params)]
+    together = draw(scores, rows).tolist()
+    backwards = draw(scores.flip(0), rows[::-1]).tolist()[::-1]
+    alone = [int(draw(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    assert together == backwards == alone
+
+
+def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
+    scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
+    rows = {
+        "seed": [Row(SamplingParams(seed=i)) for i in range(64)],
+        "choice": [Row(SamplingParams(), choice=i) for i in range(64)],
+        "position": [Row(SamplingParams(), position=i) for i in range(64)],
+    }
+    for name, varied in rows.items():
+        assert len(set(draw(scores, varied).tolist())) > 32, name
+
+
+@pytest.mark.parametrize(
+    ("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)], ids=["least", "greatest"]
+)
+def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws_module, "uniform", lambda *_: np.array([number]))
+    scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
+    assert draw(scores, [Row(SamplingParams(top_k=3))]) == token
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
+def test_logits_that_are_no_numbers_cost_only_their_own_row(
+    broken: float, params: SamplingParams
+) -> None:
+    scores = logits(3, 40)
+    whole = draw(scores, [Row(params)] * 3).tolist()
+    scores[1, 7] = broken
+    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, *FILTERS], ids=str)
+def test_a_row_in_which_everything_is_ruled_out_says_so(params: SamplingParams) -> None:
+    scores = logits(3, 400)
+    whole = draw(scores, [Row(params)] * 3).tolist()
+    scores[1] = -math.inf
+    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_what_was_ruled_out_is_never_drawn(params: SamplingParams) -> None:
+    scores = logits(1, WIDE).expand(300, -1).contiguous()
+    allowed = [3, 500, 1100]
+    scores[:, [i for i in range(WIDE) if i not in allowed]] = -math.inf
+    assert {*draw(scores, [Row(params, i) for i in range(300)]).tolist()} <= {*allowed}
+
+
+def test_few_allowed_tokens_need_no_sorting_of_the_whole_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scores = logits(1, WIDE)
+    scores[:, 3:] = -math.inf
+    monkeypatch.setattr(Tensor, "sort", None)
+    assert draw(scores, [Row(SamplingParams(top_k=50))]) < 3

@@ -1,0 +1,77 @@
+"""Drawing by a kernel, in Triton's interpreter where there is no GPU: torch's tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from tests.support.worker.attention_support import KERNELS_ON
+from tests.support.worker.draw_support import FILTERS, GREEDY, Row, draws, logits
+from worker.device.upload import Parcel
+from worker.kernels.drawing import uniform as uniform_of
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, largest_by_torch
+from worker.runner.draw import draw
+from worker.runner.draw_by_kernel import draw_by_kernel
+from worker.runner.uniform import uniform
+
+
+def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
+    """What the kernel draws, and what torch does."""
+    columns = draws(rows)
+    by_kernel = draw_by_kernel(columns, Parcel(KERNELS_ON))(scores.to(KERNELS_ON))
+    return by_kernel.tolist(), draw(scores, columns, largest_by_torch).tolist()
+
+
+@pytest.mark.parametrize("vocab", [40, 9000])
+def test_it_draws_what_torch_draws(vocab: int) -> None:
+    params = [GREEDY, *FILTERS]
+    scores = logits(len(params), vocab)
+    got, expected = both(scores, [Row(p, i, i % 2) for i, p in enumerate(params)])
+    assert got == expected
+
+
+def test_ties_at_the_edge_of_a_filter_are_kept() -> None:
+    scores = torch.tensor([[0.0, 1.0, 1.0, 1.0, -1.0, 1.0]]).repeat(8, 1)
+    params = [SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(min_p=1.0)]
+    for sampling in params:
+        got, expected = both(scores, [Row(sampling, i) for i in range(8)])
+        assert got == expected and {*got} <= {1, 2, 3, 5} and len({*got}) > 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
+def test_rows_from_which_nothing_can_be_drawn_are_marked(sampling: SamplingParams) -> None:
+    scores = logits(5, 40)
+    whole, _ = both(scores, [Row(sampling)] * 5)
+    scores[1, 7], scores[2, 0], scores[3] = math.nan, math.inf, -math.inf
+    got, expected = both(scores, [Row(sampling)] * 5)
+    assert got == expected == [whole[0], NOT_FINITE, NOT_FINITE, NOTHING_LEFT, whole[4]]
+
+
+def test_what_was_ruled_out_is_never_drawn() -> None:
+    scores = logits(1, 60).repeat(len(FILTERS), 1)
+    scores[:, 3:50] = -math.inf
+    got, expected = both(scores, [Row(params, i) for i, params in enumerate(FILTERS)])
+    assert got == expected and not {*got} & {*range(3, 50)}
+
+
+@triton.jit
+def fill(out, seeds, choices, positions):
+    i = tl.program_id(0)
+    number = uniform_of(tl.load(seeds + i), tl.load(choices + i), tl.load(positions + i))
+    tl.store(out + i, number)
+
+
+def test_the_uniform_numbers_are_those_of_the_host() -> None:
+    rng = np.random.default_rng(5)
+    columns = [rng.integers(0, 2**64, 30, np.uint64) for _ in range(3)]
+    columns[0][:3] = 0, 1, 2**64 - 1
+    out = torch.zeros(30, dtype=torch.float64, device=KERNELS_ON)
+    fill[(30,)](out, *(torch.from_numpy(c.view(np.int64)).to(KERNELS_ON) for c in columns))
+    assert out.tolist() == uniform(*columns).tolist()

@@ -1,0 +1,201 @@
+"""Copies of KV blocks in the host's memory: one contract, for copies that are done at once, and for
+those beside a device's computation, on streams that put off what they may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Protocol
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.router.lazy_streams import LazyDevice
+from worker.device.kv_cache import KVCache
+from worker.device.streams import cuda_streams
+from worker.engine.plan import BlockCopy
+from worker.runner.host_cache import HostCache, PlainHostCache, StreamedHostCache
+
+CPU = torch.device("cpu")
+BLOCKS, PLACES, STAGED = 5, 4, 2
+
+
+class Bench(Protocol):
+    """A HostCache with PLACES places over ``cache``, beside which something is computed."""
+
+    cache: KVCache
+    host: HostCache
+
+    def compute(self, work: Callable[[], object]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Plain:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache, self.host = cache, PlainHostCache(cache, PLACES)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        work()
+
+    def finish(self) -> None:
+        pass
+
+
+class Lazy:
+    def __init__(
+        self, cache: KVCache, seed: int = 0, deaf: frozenset[tuple[str, str]] = frozenset()
+    ) -> None:
+        self._device = LazyDevice(Random(seed), deaf)
+        self.cache = cache
+        self.host = StreamedHostCache(cache, PLACES, STAGED, self._device.streams)
+        self.compute, self.finish = self._device.compute.run, self._device.finish
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """After the first block that comes back."""
+        into = self._device.streams.into
+        copy = into.copy
+
+        def copy_and_break_off(target: Tensor, source: Tensor) -> None:
+            copy(target, source)
+            raise RuntimeError("it broke off")
+
+        with patch.object(into, "copy", copy_and_break_off):
+            yield
+
+
+class OnGpu:
+    def __init__(self, cache: KVCache) -> None:
+        device = cache.tensor.device
+        self.cache = cache
+        self.host = StreamedHostCache(cache, PLACES, STAGED, cuda_streams(device))
+
+    def compute(self, work: Callable[[], object]) -> None:
+        work()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CONTRACT = [
+    pytest.param(Plain, CPU, id="at once"),
+    pytest.param(Lazy, CPU, id="put off"),
+    pytest.param(OnGpu, torch.device("cuda"), id="cuda", marks=needs_gpu),
+]
+
+
+def small_cache(device: torch.device, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache(BLOCKS, 3, 2, 8, dtype, device)
+    cache.tensor.normal_()
+    return cache
+
+
+@pytest.mark.parametrize(("bench", "device"), CONTRACT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_block_comes_back_bit_for_bit_wherever_it_goes(
+    bench: Callable[[KVCache], Bench], device: torch.device, dtype: torch.dtype
+) -> None:
+    cache = small_cache(device, dtype)
+    cache.tensor[1, 0, 0, 0, 0, :2] = torch.tensor([torch.nan, -0.0])
+    bits = cache.tensor.view(torch.int16).clone()
+    this = bench(cache)
+    assert this.host.num_blocks == PLACES
+
+    this.host.save([BlockCopy(1, 2), BlockCopy(3, 0)])
+    this.compute(lambda: cache.tensor.index_fill_(0, torch.tensor([1, 3], device=device), 7.0))
+    this.host.load([BlockCopy(3, 2), BlockCopy(0, 0)])
+    this.finish()
+
+    now = cache.tensor.view(torch.int16)
+    assert torch.equal(now[3], bits[1]) and torch.equal(now[0], bits[3])
+    assert torch.equal(now[2], bits[2]) and (cache.tensor[1] == 7.0).all()
+
+
+@pytest.mark.parametrize(("bench", "device"), CONTRACT)
+def test_what_is_computed_before_a_save_is_saved_and_after_a_load_is_read(
+    bench: Callable[[KVCache], Bench], device: torch.device
+) -> None:
+    this = bench(small_cache(device))
+    tensor, read = this.cache.tensor, list[Tensor]()
+    this.compute(lambda: tensor[0].fill_(1.0))
+    this.host.save([BlockCopy(0, 3)])
+    this.compute(lambda: tensor[0].fill_(2.0))
+    this.host.load([BlockCopy(4, 3)])
+    this.compute(lambda: read.append(tensor[4].clone()))
+    this.compute(lambda: tensor[4].fill_(3.0))
+    this.finish()
+    assert (read[0] == 1.0).all() and (tensor[0] == 2.0).all() and (tensor[4] == 3.0).all()
+
+
+def history(this: Bench, seed: int) -> tuple[list[float], list[float]]:
+    """Steps that save, load, read and write blocks, up to three at once: what was read, and what
+    the cache holds at the end."""
+    rng, read, kept = Random(seed), list[float](), set[int]()
+    tensor, fresh = this.cache.tensor, float(BLOCKS)
+    for _ in range(8):
+        places = rng.sample(range(PLACES), rng.randint(0, 3))
+        saves = [*map(BlockCopy, rng.sample(range(BLOCKS), len(places)), places)]
+        kept.update(places)
+        this.host.save(saves)
+        places = rng.sample(sorted(kept), rng.randint(0, min(3, len(kept))))
+        this.host.load([*map(BlockCopy, rng.sample(range(BLOCKS), len(places)), places)])
+        for block in rng.sample(range(BLOCKS), 3):
+            this.compute(lambda block=block: read.append(float(tensor[block].flatten()[0])))
+        for block in rng.sample(range(BLOCKS), 2):
+            fresh += 1
+            this.compute(lambda block=block, value=fresh: tensor[block].fill_(value))
+    this.finish()
+    return read, tensor.flatten(1)[:, 0].tolist()
+
+
+def counted_cache() -> KVCache:
+    """Each block holds its number."""
+    cache = KVCache(BLOCKS, 1, 1, 1, torch.float32, CPU)
+    for block, tensor in enumerate(cache.tensor):
+        tensor.fill_(block)
+    return cache
+
+
+SEEDS = range(60)
+
+
+def test_copies_beside_computation_come_to_the_same_as_copies_at_once() -> None:
+    for seed in SEEDS:
+        expected = history(Plain(counted_cache()), seed)
+        assert history(Lazy(counted_cache(), seed), seed) == expected, seed
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(("compute", "out"), id="staged blocks are overwritten"),
+        pytest.param(("out", "compute"), id="blocks are sent before they are staged"),
+        pytest.param(("into", "compute"), id="blocks are overwritten that are read still"),
+        pytest.param(("into", "out"), id="places are read before they are written"),
+        pytest.param(("compute", "into"), id="blocks are read before they are loaded"),
+    ],
+)
+def test_no_wait_can_be_left_out(pair: tuple[str, str]) -> None:
+    assert any(
+        history(Lazy(counted_cache(), seed, frozenset({pair})), seed)
+        != history(Plain(counted_cache()), seed)
+        for seed in SEEDS
+    )
+
+
+def test_what_a_load_had_begun_when_it_broke_off_is_waited_for_all_the_same() -> None:
+    """Its block is another's by the next step."""
+    for seed in SEEDS:
+        this = Lazy(counted_cache(), seed)
+        this.host.save([BlockCopy(0, 0)])
+        with this.breaking_off(), pytest.raises(RuntimeError):
+            this.host.load([BlockCopy(2, 0), BlockCopy(3, 0)])
+        this.compute(partial(this.cache.tensor[2].fill_, 9.0))
+        this.finish()
+        assert (this.cache.tensor[2] == 9.0).all(), seed

@@ -1,0 +1,212 @@
+"""How much memory a worker takes beside its KV cache, on a device that only counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.config import Speculation, WorkerConfig
+from worker.device.device_memory import CudaMemory
+from worker.engine.plan import Plan, RowResult
+from worker.model.layers import Placement
+from worker.parallel.group import Group
+from worker.runner.assembly import Loaded
+from worker.runner.build import _load, _room_for
+from worker.runner.fake_runner import FakeRunner
+from worker.runner.memory.kv_blocks import kv_blocks, profile
+from worker.runner.memory.largest_steps import largest_steps
+from worker.runner.memory.memory_use import MemoryUse
+from worker.runner.memory.profile_run import profile_run, scarcest
+
+DEMO_MODEL = Path(__file__).parents[4] / "cluster" / "demo_model"
+CPU = torch.device("cpu")
+WEIGHTS, SCRATCH, CODE = 5_000, 300, 70
+#: What a token of a step takes for a while, and captured decoding for good, outside of tensors too.
+TOKEN, POOL, GRAPHS = 10, 400, 33
+
+
+class CountedMemory:
+    """A DeviceMemory. What tensors gave back is kept for others, as torch does."""
+
+    def __init__(self, total: int = 100_000, outside: int = 1_000) -> None:
+        self.total = total
+        self.outside = outside
+        self.tensors = WEIGHTS + SCRATCH
+        self.kept = 2_000
+        self._most = self.held
+
+    @property
+    def held(self) -> int:
+        return self.tensors + self.kept
+
+    @property
+    def used(self) -> int:
+        return self.outside + self.held
+
+    @property
+    def most_held(self) -> int:
+        return self._most
+
+    def release(self) -> None:
+        self.kept = 0
+        self._most = self.held
+
+    def borrow(self, size: int) -> None:
+        self.kept = max(self.kept, size)
+        self._most = max(self._most, self.held)
+
+
+class Counted(FakeRunner):
+    """Its first step loads code. A step of more than ``most`` tokens is too much."""
+
+    def __init__(self, memory: CountedMemory, most: int = 1_000) -> None:
+        super().__init__(4, model=WorkerConfig().fake)
+        self._memory = memory
+        self._most = most
+        self._code = CODE
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        if plan.num_tokens > self._most:
+            raise MemoryError("tried to allocate 3.00 GiB")
+        self._memory.outside += self._code
+        self._code = 0
+        self._memory.borrow(TOKEN * plan.num_tokens)
+        return []
+
+
+class Graphs:
+    """What captured decoding holds as long as it is there."""
+
+    def __init__(self, memory: CountedMemory) -> None:
+        self._memory = memory
+        memory.borrow(5_000)
+        memory.tensors += POOL
+        memory.outside += GRAPHS
+
+    def __del__(self) -> None:
+        self._memory.tensors -= POOL
+        self._memory.kept += POOL
+        self._memory.outside -= GRAPHS
+
+
+PLANS = largest_steps(2, 90, 4096, num_drafts=0)
+
+
+def test_weights_step_graphs_and_what_is_outside_are_told_apart() -> None:
+    memory = CountedMemory()
+    use = profile_run(memory, Counted(memory), PLANS, lambda: Graphs(memory), SCRATCH)
+    assert use == MemoryUse(
+        total=100_000, outside=1_000 + CODE, step=WEIGHTS + TOKEN * 90, graphs=POOL + GRAPHS
+    )
+    assert memory.held == WEIGHTS + SCRATCH, "the graphs are gone, and nothing is kept"
+
+
+def test_where_nothing_can_be_captured_graphs_take_nothing() -> None:
+    memory = CountedMemory()
+    assert profile_run(memory, Counted(memory), PLANS, lambda: None, SCRATCH).graphs == 0
+
+
+def test_a_step_that_is_too_large_says_what_makes_it_smaller() -> None:
+    memory = CountedMemory()
+    with pytest.raises(ValueError, match=r"90 tokens of 2 .*max_num_batched_tokens.*3\.00 GiB"):
+        profile_run(memory, Counted(memory, most=50), PLANS, lambda: None, SCRATCH)
+
+
+class Rank(Group):
+    """Of two; the other one says ``other``."""
+
+    size = 2
+
+    def __init__(self, rank: int, other: MemoryUse) -> None:
+        self.rank = rank
+        self._other = torch.tensor(other)
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        return None if self.rank else torch.cat([shard, self._other], dim=-1)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._other) if self.rank else tensor
+
+
+ROOMY, TIGHT = MemoryUse(1_000, 0, 100, 0), MemoryUse(900, 100, 150, 20)
+
+
+@pytest.mark.parametrize(
+    ("group", "own"),
+    [(Rank(0, TIGHT), ROOMY), (Rank(0, ROOMY), TIGHT), (Rank(1, TIGHT), ROOMY)],
+)
+def test_all_ranks_have_as_many_blocks_as_the_one_with_least_room(
+    group: Group, own: MemoryUse
+) -> None:
+    assert scarcest(group, own, 0.9, CPU) == TIGHT
+
+
+def test_a_rank_alone_decides_alone() -> None:
+    assert scarcest(Group.single(), ROOMY, 0.9, CPU) == ROOMY
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_model_computes_its_largest_steps(num_drafts: int) -> None:
+    config = WorkerConfig(
+        model=str(DEMO_MODEL),
+        max_num_seqs=4,
+        max_num_batched_tokens=150,
+        speculation=Speculation(num_drafts),
+    )
+    place = Placement(Group.single(), torch.float32, CPU)
+    loaded = _load(config, DEMO_MODEL, place)
+    memory = CountedMemory()
+    use = profile(config, loaded, place, memory)
+    scratch = 2 * 32 * 4 * torch.Size(loaded.kv_shape).numel() * 2
+    assert use.step == WEIGHTS + SCRATCH - scratch, "it knows nothing of torch's own memory"
+
+
+def test_blocks_are_those_that_were_asked_for() -> None:
+    def kv(**settings: Any) -> int:
+        return kv_blocks(WorkerConfig(**settings), loaded, place)
+
+    place = Placement(Group.single(), torch.float32, CPU)
+    loaded = Loaded(None, 0, 4096, (3, 2, 64), 0)  # type: ignore[arg-type]
+    assert kv(num_blocks=7) == 7
+    assert kv(kv_cache_mib=512) // 2 == kv(kv_cache_mib=256) == kv()
+
+
+def test_on_a_gpu_blocks_are_what_was_left_less_what_swap_keeps_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kv(**settings: Any) -> int:
+        return kv_blocks(WorkerConfig(**settings), loaded, place)
+
+    place = Placement(Group.single(), torch.float16, torch.device("cuda"))
+    loaded = Loaded(None, 0, 4096, (32, 8, 128), 0)  # type: ignore[arg-type]
+    use = MemoryUse(80 << 30, 1 << 30, 20 << 30, 1 << 30)
+    monkeypatch.setattr("worker.runner.memory.kv_blocks._profiled", lambda *_: use)
+    assert kv() == 50 * 256, "blocks of 4 MiB"
+    assert kv(preemption="swap") == kv() - 8
+    assert kv(gpu_memory_utilization=0.5) == 18 * 256
+    assert (kv(num_blocks=7), kv(kv_cache_mib=512)) == (7, 128)
+
+
+def test_what_has_no_room_on_the_gpu_is_named() -> None:
+    with (
+        pytest.raises(ValueError, match=r"for the weights: CUDA .* \(more ranks\)"),
+        _room_for("the weights", "more ranks"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_torch_holds_is_read_from_the_gpu() -> None:
+    memory = CudaMemory(torch.device("cuda"))
+    memory.release()
+    before, used = memory.held, memory.used
+    tensor = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    assert memory.held - before == tensor.nbytes <= memory.used - used
+    del tensor
+    assert memory.most_held - before == 64 << 20
+    memory.release()
+    assert memory.held == before <= memory.used < memory.total

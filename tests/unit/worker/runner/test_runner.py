@@ -1,0 +1,536 @@
+"""What the torch runner does around the model: copies, logits, pieces, and the word to the ranks.
+
+The model here is a table: a token's logits depend on that token alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everlift.errors import EngineFailed, InvalidRequest
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from tests.support.worker.sampling_oracle import is_close, own_logprobs
+from tests.support.worker.sampling_support import FakeGrammar, admission
+from worker.device.download import Arriving
+from worker.device.kv_cache import KVCache
+from worker.engine.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
+from worker.model.layers import Placement
+from worker.parallel.agreement import FAILED, NO_TOKEN
+from worker.parallel.group import Group
+from worker.runner import prompt_scores
+from worker.runner.host_cache import HostCache
+from worker.runner.last_tokens import LastTokens
+from worker.runner.runner import TorchRunner
+
+VOCAB = 50
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = (4, 8, 15, 16, 23, 42, 7)
+SCORES = SamplingParams(temperature=0.0, prompt_logprobs=2)
+
+
+def best(token: int) -> int:
+    """The greedy token after ``token``."""
+    return int(TABLE[token].argmax())
+
+
+class TableModel:
+    """A Model; with ``log`` it notes what happens, and how many logits were asked for."""
+
+    def __init__(self, rank: int = 0, log: list[Any] | None = None) -> None:
+        self.table = TABLE.clone()
+        self.log = [] if log is None else log
+        self.seen: list[list[int]] = []
+        self._rank = rank
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: object,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        self.log.append("forward")
+        self.seen.append(tokens.tolist())
+        return tokens.unsqueeze(1) if sites is None else tokens[sites].unsqueeze(1)
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        self.log.append(hidden[:, 0].tolist())
+        return None if self._rank else self.table[hidden[:, 0]]
+
+
+class NoAttention:
+    def prepare(self, rows: Rows, parcel: object) -> Any:
+        return None
+
+
+class LoggedHost:
+    """A HostCache that notes its copies."""
+
+    num_blocks = 5
+
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def save(self, copies: Iterable[BlockCopy]) -> None:
+        self._log.append(("save", *copies))
+
+    def load(self, copies: Iterable[BlockCopy]) -> None:
+        self._log.append(("load", *copies))
+
+
+class OneOfTwo(Group):
+    """Rank 0, which notes what it tells, or rank 1, which hears ``word``."""
+
+    size = 2
+
+    def __init__(self, rank: int, word: list[Any] | None = None) -> None:
+        self.rank = rank
+        self.told: list[list[Any]] = []
+        self._word = word
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        if self.rank == 0:
+            self.told.append(tensor.tolist())
+        else:
+            word = torch.tensor(self._word)
+            assert word.shape == tensor.shape and word.dtype == tensor.dtype
+            tensor.copy_(word)
+        return tensor
+
+
+def build(
+    model: TableModel | None = None,
+    group: Group | None = None,
+    host: HostCache | None = None,
+    last_tokens: LastTokens | None = None,
+) -> TorchRunner:
+    place = Placement(group or Group.single(), torch.float32, torch.device("cpu"))
+    cache = KVCache(3, 1, 1, 4, torch.float32, place.device)
+    model = model or TableModel(place.group.rank)
+    attention: Any = NoAttention()
+    host_cache: Any = host
+    return TorchRunner(
+        VOCAB, 400, model, cache, attention, place, host_cache, last_tokens=last_tokens
+    )
+
+
+def row(slot: int, tokens: Sequence[int], start: int = 0, samples: bool = True, **more: Any) -> Row:
+    return Row(slot, tuple(tokens), start, (0,) * 20, samples, **more)
+
+
+def plan(*rows: Row, admissions: Iterable[Admission] = (), **more: Any) -> Plan:
+    return Plan(1, Rows.of(rows), tuple(admissions), **more)
+
+
+def test_blocks_are_saved_then_loaded_before_anything_is_computed() -> None:
+    log: list[Any] = []
+    runner = build(TableModel(log=log), host=LoggedHost(log))
+    assert runner.num_host_blocks == 5
+    save, load = BlockCopy(1, 4), BlockCopy(2, 0)
+    admitted = [admission(GREEDY, PROMPT)]
+    runner.execute(plan(row(0, PROMPT), admissions=admitted, saves=(save,), loads=(load,)))
+    assert log[:3] == [("save", save), ("load", load), "forward"]
+
+
+class Greedy(TableModel):
+    """Wants more memory than any machine has."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        super().__init__()
+        self._error = error
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: object,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return torch.empty(1 << 44)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None) -> None:
+    """On a CPU, where torch says it by its words alone, and on a GPU."""
+    plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
+    with pytest.raises(MemoryError, match=r"memory|ALLOC"):
+        build(Greedy(error)).execute(plan)
+
+
+@pytest.mark.parametrize(
+    "says", ["no kernel", "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"]
+)
+def test_another_error_of_a_step_is_none_of_memory(says: str) -> None:
+    plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
+    with pytest.raises(RuntimeError, match=says[:9]):
+        build(Greedy(RuntimeError(says))).execute(plan)
+
+
+class Unreachable:
+    """A HostCache on a device that fails."""
+
+    num_blocks = 1
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def save(self, copies: Sequence[BlockCopy]) -> None:
+        raise self._error
+
+    def load(self, copies: Sequence[BlockCopy]) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_after_an_error_a_gpu_is_asked_whether_it_is_lost(
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with DSA")
+    runner = build(host=Unreachable(error))
+    runner.device = torch.device("cuda")
+
+    def synchronize(device: torch.device) -> None:
+        if not goes_on:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(Exception, match="illegal memory access") as raised:
+        runner.execute(Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),)))
+    if goes_on:
+        assert raised.value is error
+    else:
+        assert isinstance(raised.value, DeviceLost)
+        assert str(raised.value) == "CUDA error: an illegal memory access"
+
+
+def test_who_has_left_is_forgotten() -> None:
+    grammar = FakeGrammar(lambda output: (1, 2))
+    params = SamplingParams(grammar=Grammar(GrammarKind.REGEX, (".*",)))
+    runner = build()
+    runner.execute(
+        Plan(1, Rows.of([row(0, PROMPT)]), (admission(params, stops=(3,), grammar=grammar),))
+    )
+    assert len(grammar.matchers) == 1
+    runner.release([0, 5])
+    assert len(grammar.matchers) == 0
+    assert runner.unready_slots() == frozenset()
+
+
+def test_without_a_host_cache_there_are_no_places() -> None:
+    assert build().num_host_blocks == 0
+
+
+def test_logits_are_computed_where_they_are_needed_and_nowhere_else() -> None:
+    model = TableModel()
+    runner = build(model)
+    admissions = [
+        admission(GREEDY, PROMPT, slot=0),
+        admission(GREEDY, (1, 2, 3), slot=1),
+        admission(SCORES, PROMPT, slot=2),
+    ]
+    rows = (
+        row(1, (3, 11, 12), start=2, num_drafts=2),
+        row(0, PROMPT[:3], samples=False),
+        row(2, PROMPT[:4], samples=False, scores_prompt=True),
+    )
+    results = runner.execute(plan(*rows, admissions=admissions))
+    assert model.log == ["forward", [*PROMPT[:4]], [3, 11, 12]]
+    assert results[1] == RowResult()
+    assert not results[2].tokens
+    model.log.clear()
+    assert runner.execute(plan(row(0, PROMPT[3:5], start=3, samples=False))) == [RowResult()]
+    assert model.log == ["forward"]
+
+
+def test_results_stand_in_the_order_of_the_rows() -> None:
+    admissions = [admission(GREEDY, (slot + 5,) * 4, slot=slot) for slot in range(5)]
+    runner = build()
+    rows = [row(slot, (slot + 5,) * 4, samples=slot != 3) for slot in (2, 0, 3, 4, 1)]
+    results = runner.execute(plan(*rows, admissions=admissions))
+    assert [result.tokens for result in results] == [
+        (best(7),),
+        (best(5),),
+        (),
+        (best(9),),
+        (best(6),),
+    ]
+
+
+def test_right_drafts_are_taken_and_wrong_ones_are_not() -> None:
+    runner = build()
+    first = best(PROMPT[-1])
+    second, third = best(first), best(best(first))
+    wrong = (second + 1) % VOCAB
+    for drafts, expected in [
+        ((first, second), (first, second, third)),
+        ((first, wrong), (first, second)),
+        ((wrong, second), (first,)),
+    ]:
+        admitted = [admission(GREEDY, PROMPT)]
+        this = row(0, PROMPT[-1:] + drafts, start=len(PROMPT) - 1, num_drafts=2)
+        assert runner.execute(plan(this, admissions=admitted)) == [RowResult(expected)]
+
+
+def test_sampled_drafts_are_taken_where_single_steps_would_draw_them() -> None:
+    sampling = SamplingParams(temperature=1.2, seed=8)
+    runner, tokens = build(), [*PROMPT]
+    admitted = [admission(sampling, PROMPT)]
+    for _ in range(4):
+        this = row(0, tokens[-1:], start=len(tokens) - 1)
+        (result,) = runner.execute(plan(this, admissions=admitted))
+        tokens += result.tokens
+        admitted = []
+    output = tuple(tokens[len(PROMPT) :])
+    at_once = row(0, PROMPT[-1:] + output[:3], start=len(PROMPT) - 1, num_drafts=3)
+    admitted = [admission(sampling, PROMPT)]
+    assert build().execute(plan(at_once, admissions=admitted)) == [RowResult(output)]
+
+
+def test_a_draw_takes_the_number_of_its_position_in_the_output() -> None:
+    sampling = SamplingParams(temperature=1.5, seed=5)
+
+    def drawn(num_prompt: int, choice: int = 0) -> tuple[int, ...]:
+        tokens = (1, 1, 1, 1, 1, 1)
+        output = tokens[num_prompt:]
+        admitted = admission(sampling, tokens[:num_prompt], output, choice=choice)
+        (result,) = build().execute(plan(row(0, tokens), admissions=[admitted]))
+        return result.tokens
+
+    assert len({drawn(num_prompt) for num_prompt in range(1, 7)}) > 2
+    assert len({drawn(3, choice) for choice in range(6)}) > 2
+    later = replace(admission(sampling, (9, 9, 1)), slot=0)
+    (result,) = build().execute(plan(row(0, (9, 9, 1)), admissions=[later]))
+    assert result.tokens == drawn(6)
+
+
+# prompts
+
+
+def scores_of(prompt: Sequence[int], num_top: int) -> list[Any]:
+    return [own_logprobs(TABLE[before], token, num_top) for before, token in pairwise(prompt)]
+
+
+def test_a_prompt_is_scored_from_its_second_token_to_its_last() -> None:
+    expected = scores_of(PROMPT, 2)
+    for cuts in ([7], [1, 6], [3, 3, 1], [2, 4, 1], [1] * 7):
+        runner, admitted = build(), [admission(SCORES, PROMPT)]
+        got, start = [], 0
+        for count in cuts:
+            end = start + count
+            this = row(0, PROMPT[start:end], start, samples=end == 7, scores_prompt=True)
+            (result,) = runner.execute(plan(this, admissions=admitted))
+            assert (result.tokens == (best(PROMPT[-1]),)) == (end == 7)
+            got += result.prompt_logprobs
+            start, admitted = end, []
+        assert is_close(got, expected)
+
+
+def test_output_of_an_earlier_attempt_is_no_prompt() -> None:
+    admitted = admission(SCORES, PROMPT[:4], PROMPT[4:])
+    (result,) = build().execute(plan(row(0, PROMPT, scores_prompt=True), admissions=[admitted]))
+    assert is_close(result.prompt_logprobs, scores_of(PROMPT[:4], 2))
+    one = replace(admitted, num_prompt=1)
+    (result,) = build().execute(plan(row(0, PROMPT, scores_prompt=True), admissions=[one]))
+    assert result.prompt_logprobs == ()
+
+
+def test_logits_of_long_prompts_are_never_in_memory_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_scores, "SCORED_AT_ONCE", 4)
+    model = TableModel()
+    admissions = [admission(replace(SCORES, prompt_logprobs=i), PROMPT, slot=i) for i in range(3)]
+    rows = [row(i, PROMPT, scores_prompt=True) for i in range(3)]
+    results = build(model).execute(plan(*rows, admissions=admissions))
+    assert [len(asked) for asked in model.log[1:]] == [4, 4, 4, 4, 2, 3]
+    for i, result in enumerate(results):
+        assert is_close(result.prompt_logprobs, scores_of(PROMPT, i))
+
+
+def test_scores_of_prompts_are_waited_for_when_results_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    wait = Arriving.wait
+    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    this = row(0, PROMPT, scores_prompt=True)
+    step = build()._launch(plan(this, admissions=[admission(SCORES, PROMPT)]))
+    step.sample()
+    assert not waited
+    [result] = step.results()
+    assert is_close(result.prompt_logprobs, scores_of(PROMPT, 2))
+    assert len(waited) == 2
+
+
+def test_a_step_that_draws_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the host launches all parts of a long prompt before the device has computed one: who
+    comes meanwhile waits for all of them, and the last looks like a step that does not end."""
+    waited = []
+    wait = Arriving.wait
+    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    step = build()._launch(plan(row(0, PROMPT, samples=False)))
+    step.sample()
+    assert not waited
+    assert step.results() == [RowResult()]
+    assert len(waited) == 1
+
+
+def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:
+    model = TableModel()
+    model.table[23] = math.nan
+    admissions = [admission(SCORES, PROMPT), admission(SCORES, (1, 2), slot=1)]
+    chunk = row(0, PROMPT[:5], samples=False, scores_prompt=True)
+    other = row(1, (1, 2), scores_prompt=True)
+    broken, whole = build(model).execute(plan(chunk, other, admissions=admissions))
+    assert isinstance(broken.error, EngineFailed)
+    assert not broken.prompt_logprobs
+    assert whole.tokens == (best(2),)
+
+
+def test_what_was_captured_goes_before_the_group_that_it_holds() -> None:
+    ended: list[str] = []
+
+    class Closed(Group):
+        def close(self) -> None:
+            ended.append("group")
+
+    runner = build(group=Closed())
+    graphs: Any = SimpleNamespace(close=lambda: ended.append("graphs"))
+    runner._graphs = graphs
+    runner.close()
+    assert ended == ["graphs", "group"]
+
+
+# ranks
+
+
+def batch() -> Plan:
+    """A row with drafts, one that does not sample, one that fails, one that scores its prompt."""
+    grammar = Grammar(GrammarKind.REGEX, ("never",))
+    refusing = SamplingParams(grammar=grammar, min_tokens=1)
+    stop = 9
+    admissions = [
+        admission(GREEDY, (1, 2), slot=0),
+        admission(GREEDY, PROMPT, slot=1),
+        admission(refusing, (3,), slot=2, stops=[stop], grammar=FakeGrammar(lambda _: [stop])),
+        admission(SCORES, PROMPT, slot=3),
+    ]
+    rows = (
+        row(0, (2, best(2), best(2)), start=1, num_drafts=2),
+        row(1, PROMPT[:4], samples=False),
+        row(2, (3,)),
+        row(3, PROMPT[:3], samples=False, scores_prompt=True),
+    )
+    return plan(*rows, admissions=admissions)
+
+
+WORD = [
+    [best(2), best(best(2)), NO_TOKEN],
+    [FAILED, NO_TOKEN, NO_TOKEN],
+    [NO_TOKEN, NO_TOKEN, NO_TOKEN],
+]
+
+
+def test_rank_0_tells_the_others_what_was_drawn_and_who_failed() -> None:
+    group = OneOfTwo(0)
+    results = build(group=group).execute(batch())
+    assert group.told == [WORD]
+    assert results == build().execute(batch())[:2] + results[2:]
+    assert str(results[2].error) == "no token is left to draw from by the grammar and min_tokens"
+    assert len(results[3].prompt_logprobs) == 3
+
+
+def test_another_rank_takes_its_word_and_asks_for_the_same_logits() -> None:
+    first, second = TableModel(), TableModel(rank=1)
+    build(first).execute(batch())
+    results = build(second, OneOfTwo(1, WORD)).execute(batch())
+    assert second.log == first.log
+    assert [result.tokens for result in results] == [tuple(WORD[0][:2]), (), (), ()]
+    assert isinstance(results[2].error, EngineFailed)
+    assert [result.error for result in results[:2] + results[3:]] == [None] * 3
+
+
+class Refusing(FakeGrammar):
+    """Cannot follow what there is."""
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Any:
+        raise InvalidRequest(f"{list(output)} is not of the grammar")
+
+
+def plain_batch() -> Plan:
+    """A row that is drawn, one that is not, one to which no token is left, and one whose grammar
+    gives up."""
+    grammar = Grammar(GrammarKind.REGEX, ("never",))
+    sampling = SamplingParams(grammar=grammar, min_tokens=1)
+    admissions = [
+        admission(GREEDY, (1, 2), slot=0),
+        admission(GREEDY, PROMPT, slot=1),
+        admission(sampling, (3,), slot=2, stops=[9], grammar=FakeGrammar(lambda _: [9])),
+        admission(sampling, (3,), slot=3, grammar=Refusing(lambda _: [])),
+    ]
+    rows = (row(0, (2,), 1), row(1, PROMPT[:4], samples=False), row(2, (3,)), row(3, (3,)))
+    return plan(*rows, admissions=admissions)
+
+
+def test_what_is_drawn_without_drafts_is_told_before_rank_0_knows_it() -> None:
+    group = OneOfTwo(0)
+    step = build(group=group)._launch(plain_batch())
+    assert group.told == []
+    step.sample()
+    [[token, *marks]] = group.told
+    assert token == best(2) and [mark < 0 for mark in marks] == [True, True]
+    results = step.results()
+    assert len(group.told) == 1
+    assert [result.tokens for result in results] == [(best(2),), (), (), ()]
+    assert [str(result.error) for result in results[2:]] == [
+        "no token is left to draw from by the grammar and min_tokens",
+        "[] is not of the grammar",
+    ]
+
+
+def test_another_rank_goes_on_by_what_it_heard() -> None:
+    model, last_tokens = TableModel(rank=1), LastTokens(4, torch.device("cpu"))
+    group = OneOfTwo(1, [best(2), -2, -1])
+    runner = build(model, group, last_tokens=last_tokens)
+    assert runner.launch is not None
+    first = runner.launch(plain_batch())
+    first.sample()
+    runner.launch(plan(row(0, (UNKNOWN,), 2, samples=False)))
+    results = first.results()
+    assert [result.tokens for result in results] == [(best(2),), (), (), ()]
+    assert [type(result.error) for result in results] == [type(None)] * 2 + [EngineFailed] * 2
+    assert model.seen == [[2, *PROMPT[:4], 3, 3], [best(2)]]
+
+
+def test_a_step_without_results_is_no_reason_to_talk() -> None:
+    group = OneOfTwo(0)
+    admitted = [admission(GREEDY, PROMPT)]
+    build(group=group).execute(plan(row(0, PROMPT[:3], samples=False), admissions=admitted))
+    assert group.told == []
+
+
+def test_a_grammar_that_cannot_follow_what_there_is_fails_its_row() -> None:
+    sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, ("a",)))
+    refused = admission(sampling, (1,), (7, 6), grammar=Refusing(lambda _: ()))
+    (result,) = build().execute(plan(row(0, (1, 7, 6)), admissions=[refused]))
+    assert str(result.error) == "[7, 6] is not of the grammar"
