@@ -25,8 +25,7 @@ from router.api.grpc.admin_server import AdminServer, ChaosServer
 from router.api.grpc.handlers import service_name
 from router.api.grpc.health_server import HealthServer, ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
-from router.api.http2.limits import Limits
-from router.api.http2.server import Server
+from router.api.http2 import Limits, Server
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
 from router.api.openai.api import Api

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from router.api.http2.call import behaviour
+from router.api.http2 import behaviour
 from tests.simulated_cluster.clock import VirtualLoop
 from tests.simulated_cluster.network import Network
 from tests.simulated_cluster.pipe import Metadata, Pipe, Received, Sent, Status

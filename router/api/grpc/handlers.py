@@ -18,8 +18,8 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
 from everlift.errors import InvalidRequest, NotUtf8
+from router.api import http2
 from router.api.failures import answerable
-from router.api.http2 import call as rpc
 from router.api.opened import Opened
 from router.api.service import X_REQUEST_ID, header_request_id
 from router.auth.caller import Caller, Door, Scope
@@ -180,7 +180,7 @@ class Handlers:
 
 
 async def _send(pieces: Source, context: Context) -> None:
-    if isinstance(context, rpc.Call):
+    if isinstance(context, http2.Call):
         await context.write_from(pieces)
         return
     async for piece in pieces:

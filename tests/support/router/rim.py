@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.http2.call import Call
+from router.api.http2 import Call
 from router.api.openai.api import Api
 from router.api.openai.writer import Writer
 from router.api.service import IDEMPOTENCY_KEY

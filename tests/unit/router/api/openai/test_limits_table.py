@@ -21,7 +21,7 @@ from everlift.messages import (
     MAX_TIMEOUT_S,
 )
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
-from router.api.http2.limits import Limits
+from router.api.http2 import Limits
 from router.api.kserve.infer_stream import MAX_AT_ONCE
 from router.api.openai import body, connection, endpoint, fields, server, submissions
 from router.chat import messages, tools
