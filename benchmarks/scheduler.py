@@ -37,7 +37,7 @@ from everlift.v1 import session_pb2
 from worker.attention.choice import choose_attention
 from worker.config import Speculation
 from worker.device.kv_cache import KVCache
-from worker.engine.accounts import Accounts, Told
+from worker.engine.accounts import TimeBreakdowns, Told
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import Runner
@@ -109,7 +109,7 @@ class Bench:
         runner = build_runner(num_blocks, self._stopwatch)
         self._engine = Engine(runner, self._limits, stopwatch=self._stopwatch)
         self._clock = clock or float
-        self.accounts = self._engine.accounts = Accounts(running, clock) if clock else None
+        self.accounts = self._engine.accounts = TimeBreakdowns(running, clock) if clock else None
         self._output = output
         self._inbox = Inbox()
         self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())

@@ -32,9 +32,9 @@ from router.admission.policy import Policy
 from router.config import RouterConfig
 from router.heartbeat import Fleet
 from router.internal_server import InternalServer
-from router.leader.client import AdmissionLine
+from router.leader.client import LeaderClient
 from router.leader.leader import Leader
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Membership
 from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Entry, State
@@ -111,7 +111,7 @@ class Gateway:
         self.line.asserted(generation)
 
     def join(self, leader: Leader, address: str, ledger: RedisLedger) -> Fleet:
-        self.line = AdmissionLine(self.router_id, leader, GRPC)
+        self.line = LeaderClient(self.router_id, leader, GRPC)
         self.line.serve(self)
         return Fleet(
             CONFIG,
@@ -122,7 +122,7 @@ class Gateway:
             leader,
             self.line,
             self,
-            Rulebook(CONFIG, ledger, (leader,)),
+            RuntimePolicy(CONFIG, ledger, (leader,)),
         )
 
 

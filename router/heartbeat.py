@@ -12,9 +12,9 @@ from everlift.errors import InvalidRequest, LedgerUnavailable
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.hedged_call import first_answer
-from router.leader.client import AdmissionLine
+from router.leader.client import LeaderClient
 from router.leader.leader import Leader
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger, Membership
 from router.worker_sessions import Sessions
 
@@ -48,9 +48,9 @@ class Fleet:
         ledger: Ledger,
         sessions: Sessions,
         leader: Leader,
-        line: AdmissionLine,
+        line: LeaderClient,
         gateway: Gateway,
-        rulebook: Rulebook,
+        runtime_policy: RuntimePolicy,
     ) -> None:
         self._config = config
         self._router_id = router_id
@@ -60,7 +60,7 @@ class Fleet:
         self._leader = leader
         self._line = line
         self._gateway = gateway
-        self._rulebook = rulebook
+        self._runtime_policy = runtime_policy
         self._generation = ""
         self._asserting: asyncio.Task[None] | None = None
         self._workers_version = -1
@@ -112,7 +112,7 @@ class Fleet:
         if membership.workers_version != self._workers_version:
             await self._dial()
             self._workers_version = membership.workers_version
-        await self._rulebook.keep_up(membership.policy_version)
+        await self._runtime_policy.keep_up(membership.policy_version)
         await self._follow(membership)
         if self._leader.is_leading:
             await self._forget_unreachable()

@@ -36,7 +36,7 @@ from router.api.openai.texts import Texts
 from router.api.service import Inference
 from router.api.status import Status
 from router.auth.access import Access, store_of
-from router.auth.caller import OPEN, Door
+from router.auth.caller import OPEN, Authenticator
 from router.auth.quotas import unlimited
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
@@ -51,9 +51,9 @@ from router.exposure import exposures
 from router.faults.injector import Chaos
 from router.heartbeat import Fleet
 from router.internal_server import InternalServer
-from router.leader.client import AdmissionLine
+from router.leader.client import LeaderClient
 from router.leader.leader import Leader
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
 from router.observability.metrics.collector import StateCollector
@@ -201,7 +201,7 @@ class Router:
         self._sessions = Sessions(config, hello, self, self._transport)
         weight_of = self._access.weight_of if self._access else None
         self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
-        self._line = AdmissionLine(self.router_id, self._leader, self._transport)
+        self._line = LeaderClient(self.router_id, self._leader, self._transport)
 
     def _wire_requests(self, ledger: Ledger) -> None:
         config = self.config
@@ -229,7 +229,7 @@ class Router:
     def _wire_fleet(self, ledger: Ledger) -> None:
         """Who is there, by what rules, and what may be asked of all that."""
         subjects = self._leader, self._requests
-        self._rulebook = Rulebook(self.config, ledger, subjects, [self._sessions])
+        self._runtime_policy = RuntimePolicy(self.config, ledger, subjects, [self._sessions])
         self._fleet = Fleet(
             self.config,
             self.router_id,
@@ -239,9 +239,11 @@ class Router:
             self._leader,
             self._line,
             self._requests,
-            self._rulebook,
+            self._runtime_policy,
         )
-        self._admin = AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view)
+        self._admin = AdminServer(
+            self._sessions, self._runtime_policy, self._ledger, self._leader.view
+        )
         self._inference = Inference(self._requests, self._model, self._transport, self._traces)
 
     def _run(self) -> None:
@@ -313,7 +315,7 @@ class Router:
             self._leader,
             self._line,
             self._fleet,
-            self._rulebook,
+            self._runtime_policy,
             MeasuredRequests(self._instruments),
         )
         actions = Actions(self._inference, self._admin, chaos, has_access=has_access)
@@ -343,7 +345,7 @@ class Router:
         return api.app(config.cors_origins)
 
     @property
-    def _door(self) -> Door:
+    def _door(self) -> Authenticator:
         """Where clients come in, whatever they speak."""
         return self._access or OPEN
 
@@ -395,7 +397,7 @@ class Router:
         The autoscaler reads its settings with the load that the leader reports. ``num_workers`` is
         how many there are to be; None where the autoscaler decides it.
         """
-        self._rulebook.configure(config)
+        self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
         if num_workers is None:
             self._demand.ClearField("workers")

@@ -46,7 +46,7 @@ from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.pointwise import TORCH, Pointwise
 from worker.model.rope import RotaryTable
 from worker.model.spec import Rope
-from worker.native.argmax import largest_by_torch
+from worker.native.argmax import argmax_by_torch
 from worker.runner.draw import DrawTable, choose_draw, draw
 
 Times = dict[str, Any]
@@ -207,7 +207,7 @@ def draw_rows(shape: Shape, rows: int, sampling: SamplingParams) -> Times:
     repeats = 2 if IS_SMALL else 5
     return {
         "ours_s": replayed_s(_in_turn([partial(ours, it) for it in logits])) / len(logits),
-        "torch_s": seconds(partial(draw, logits[0], draws, largest_by_torch), repeats),
+        "torch_s": seconds(partial(draw, logits[0], draws, argmax_by_torch), repeats),
         "bytes": size,
     }
 

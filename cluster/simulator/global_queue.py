@@ -15,8 +15,8 @@ from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
 from router.admission.preemption import Move
-from router.admission.scheduler import Placed, Tenure, cluster_load
-from router.admission.wait_estimate import ForeseenWait
+from router.admission.scheduler import LeaderState, Placed, cluster_load
+from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 
@@ -36,12 +36,12 @@ class GlobalQueue:
         self._placement = Placement(config)
         share = None if weights is None else _fair_share(config, weights)
         rules = Rules.of(config)
-        self._tenure = Tenure(config, rules, self._placement, occupants, "", now, share)
+        self._tenure = LeaderState(config, rules, self._placement, occupants, "", now, share)
         self._tenure.recall(())
-        self._tenure.roll_call.living([GATEWAY])
+        self._tenure.handover.living([GATEWAY])
         self._tenure.connect(GATEWAY, now)
         self._hear(session_pb2.GatewayMessage(is_complete=True), now)
-        self._wait = ForeseenWait()
+        self._wait = EstimatedWait()
         self._epochs = count(1)
         self._move_after = 0.0
 

@@ -18,7 +18,7 @@ from worker.engine.outcome import NO_NEWS, Outcome
 from worker.engine.plan import NOTHING_DRAWN, Ints, Plan, RowResult
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 
 
 class MultiStepScheduler(Scheduler):
@@ -116,10 +116,10 @@ class MultiStepScheduler(Scheduler):
 
 
 class MultiStepBatch(Batch):
-    columns: MultiStepColumns
+    columns: MultiStepSlotTable
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits, MultiStepColumns(limits))
+        super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
         """Return how many of the next ``most`` steps have blocks for every sequence, until a limit
@@ -156,7 +156,7 @@ class Change(NamedTuple):
     num_known: int
 
 
-class MultiStepColumns(Columns):
+class MultiStepSlotTable(SlotTable):
     def draw(self, slots: Ints, token: int, times: int) -> None:
         """Append ``token`` to each of ``slots`` ``times`` times, as ``draw_one`` does."""
         self._num_known[slots] += times

@@ -32,7 +32,7 @@ GIVEN_UP_S = 5.0
 _FEW = 64
 
 
-class Retrying:
+class RetryLimiter:
     """``rate`` tokens a second for each tenant, of which ``burst`` may be saved. ``now`` is in
     seconds."""
 
@@ -108,14 +108,14 @@ _OUTPUT_TOO_LONG = (
 )
 
 
-class Entrance:
+class EarlyRejection:
     """Early rejection in a gateway. ``now`` is the router's clock in seconds."""
 
     def __init__(self, config: RouterConfig, dice: Random) -> None:
         self.rules = Rules.of(config)
         #: the leader's last word
         self.outlook = session_pb2.Outlook()
-        self._retrying = Retrying(config.retry_rate, config.retry_burst)
+        self._retrying = RetryLimiter(config.retry_rate, config.retry_burst)
         self._dice = dice
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:

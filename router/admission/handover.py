@@ -26,18 +26,18 @@ from router.admission.request import Key, Waiting
 
 
 @dataclass(slots=True)
-class _Telling:
+class _Handover:
     mark: Key | None
     heard: float
 
 
-class RollCall:
+class QueueHandover:
     """``patience_s`` is how long a gateway may keep all others waiting. Times are in seconds."""
 
     def __init__(self, now: float, patience_s: float) -> None:
         self._patience_s = patience_s
         self._began = now
-        self._telling: dict[str, _Telling] = {}
+        self._telling: dict[str, _Handover] = {}
         self._came: set[str] = set()
         #: not told yet by the ledger: None
         self._living: frozenset[str] | None = None
@@ -55,7 +55,7 @@ class RollCall:
     def connect(self, gateway: str, now: float) -> None:
         """It begins to tell."""
         self._came.add(gateway)
-        self._telling[gateway] = _Telling(None, now)
+        self._telling[gateway] = _Handover(None, now)
 
     def disconnect(self, gateway: str) -> None:
         self._telling.pop(gateway, None)
@@ -137,7 +137,7 @@ _FIRST, _MOST = 32, 256
 _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
-class Telling:
+class HandoverSender:
     """``waiting`` and ``running`` are read as they are told, part by part. ``waiting`` is in the
     order of ``policy``."""
 

@@ -18,7 +18,7 @@ from everlift.errors import DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
 from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Late, Waiting
-from router.admission.wait_estimate import WaitPredictor
+from router.admission.wait_estimate import WaitEstimator
 
 #: So many times its predicted prefill before its first token is wanted a request must leave: others
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
@@ -43,7 +43,7 @@ class Refusal:
 class Bounds:
     """Times are ledger time in seconds. Every operation is O(log n), or O(classes)."""
 
-    def __init__(self, rules: Rules, queue: AdmissionQueue, waits: WaitPredictor) -> None:
+    def __init__(self, rules: Rules, queue: AdmissionQueue, waits: WaitEstimator) -> None:
         self.rules = rules
         self._queue = queue
         self._waits = waits

@@ -34,7 +34,7 @@ from router.config import RouterConfig
 Rank: TypeAlias = tuple[bool, int, int, str]
 
 
-class Roster:
+class ReadyWorkers:
     """A change costs O(log n), and the move of some pointers in a list."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Placement:
         self.tpot_target = config.tpot_target
         self._workers: dict[str, WorkerView] = {}
         #: of those that have a credit for the least of requests
-        self._roster = Roster()
+        self._ready = ReadyWorkers()
         #: what nobody had a credit for, and who has changed since
         self._unmet: _Asked | None = None
         self._changed: set[str] = set()
@@ -111,7 +111,7 @@ class Placement:
 
     def leave(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
-        self._roster.remove(worker_id)
+        self._ready.remove(worker_id)
         self._unmet = None
         for request_id in worker.held.expire(inf) if worker else ():
             self._holds.pop(request_id, None)
@@ -162,9 +162,9 @@ class Placement:
         worker = self._workers[worker_id]
         self._changed.add(worker_id)
         if self._has_credit(worker, _LEAST):
-            self._roster.put((*worker.burden, worker_id))
+            self._ready.put((*worker.burden, worker_id))
         else:
-            self._roster.remove(worker_id)
+            self._ready.remove(worker_id)
 
     # requests
 
@@ -223,9 +223,9 @@ class Placement:
     def _candidates(self, asked: _Asked, kept: str) -> Iterable[str]:
         """In the order in which they are preferred. ``kept`` keeps room for it."""
         if asked == self._unmet:
-            others: Iterable[str] = self._roster.in_order(self._changed)
+            others: Iterable[str] = self._ready.in_order(self._changed)
         else:
-            others = self._roster
+            others = self._ready
         return chain((kept,), others) if kept in self._workers else others
 
     def _may_take(self, worker_id: str, asked: _Asked) -> bool:

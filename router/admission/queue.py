@@ -15,7 +15,7 @@ from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane, Line, Queued
 from router.admission.policy import Policy
 from router.admission.request import Waiting
-from router.admission.wait_stats import Stays
+from router.admission.wait_stats import WaitStatistics
 
 
 class Backlog:
@@ -228,7 +228,7 @@ class AdmissionQueue:
         self._fair_share = fair_share
         self._classes = self._make_classes(policy, class_floor, in_turns)
         self.backlog = Backlog()
-        self.stays = Stays()
+        self.stays = WaitStatistics()
 
     def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
         fair_share = self._fair_share if in_turns else None

@@ -15,20 +15,20 @@ from statistics import fmean
 from everlift.v1 import session_pb2
 from router.admission.demands import Demands
 from router.admission.fair_share import FairShare
-from router.admission.handover import Generations, RollCall
+from router.admission.handover import Generations, QueueHandover
 from router.admission.load_shedding import Bounds, Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules, key_of
 from router.admission.preemption import ROOM, Evictions, Growth, Move, Moving
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
-from router.admission.wait_estimate import WaitPredictor
+from router.admission.wait_estimate import WaitEstimator
 from router.admission.wait_stats import Obstacle, overtaken
 from router.admission.workers import WorkerView
 from router.config import RouterConfig
 
 
-class Starts:
+class StartingWorkers:
     """``now`` is the router's clock in seconds."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Placed:
         return 0 if self.stay is None else overtaken(self.stay)
 
 
-class Tenure:
+class LeaderState:
     """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds. ``occupants`` answers
     the ids of the requests that have a slot of a worker. ``fair_share``: None where tenants are not
     told apart."""
@@ -115,7 +115,7 @@ class Tenure:
         self._queue = AdmissionQueue(
             rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
         )
-        self._waits = WaitPredictor(placement.workers)
+        self._waits = WaitEstimator(placement.workers)
         self._bounds = Bounds(rules, self._queue, self._waits)
         self._running = RunningTable()
         self._moving = Moving(config.move_reserve)
@@ -123,10 +123,10 @@ class Tenure:
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id, until when
         self._spared: dict[str, float] = {}
-        self.starts = Starts()
+        self.starts = StartingWorkers()
         self.demands = Demands()
         # By then every gateway has looked twice who leads.
-        self.roll_call = RollCall(now, patience_s=2 * config.beat)
+        self.handover = QueueHandover(now, patience_s=2 * config.beat)
         self.generations = Generations(generation, now, patience_s=config.lease)
         #: to be computed for all requests that came since this tenure began, as predicted
         self.offered_tokens = 0
@@ -178,7 +178,7 @@ class Tenure:
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
             yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
             self._order, self._in_turns = rules.order, rules.fair_share
-            self.roll_call.dismiss()
+            self.handover.dismiss()
 
     # what tenants were served
 
@@ -199,11 +199,11 @@ class Tenure:
     # gateways
 
     def connect(self, gateway: str, now: float) -> None:
-        self.roll_call.connect(gateway, now)
+        self.handover.connect(gateway, now)
         self.generations.connect(gateway, now)
 
     def disconnect(self, gateway: str) -> None:
-        self.roll_call.disconnect(gateway)
+        self.handover.disconnect(gateway)
         self.generations.disconnect(gateway)
         self._queue.withdraw_gateway(gateway)
         self._running.remove_gateway(gateway)
@@ -213,10 +213,10 @@ class Tenure:
         heard = Heard([], [], [])
         if message.order not in ("", self._order.place_name):
             # What it will still tell may go before what it told: there is nothing to wait for.
-            self.roll_call.complete(gateway)
+            self.handover.complete(gateway)
         for told in message.enqueue:
             waiting = Waiting.told(gateway, told)
-            self.roll_call.told(gateway, self._key(waiting), now)
+            self.handover.told(gateway, self._key(waiting), now)
             self._enqueue(waiting, told.accepted, now, heard)
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id, now, heard)
@@ -224,7 +224,7 @@ class Tenure:
             self._queue.withdraw(running.request_id, gateway)
             self._running.put(Running.told(gateway, running))
         if message.is_complete:
-            self.roll_call.complete(gateway)
+            self.handover.complete(gateway)
         if message.generation:
             self.generations.said(gateway, message.generation, now)
         if self._fair_share is not None:
@@ -298,7 +298,7 @@ class Tenure:
     def look_out(self, now: float, *, may_act: bool) -> None:
         """What holds the queue up from now on."""
         obstacle = None
-        if not may_act or not self.roll_call.is_over(now):
+        if not may_act or not self.handover.is_over(now):
             obstacle = Obstacle.LEADER
         elif not self._placement.workers:
             obstacle = self._without_worker(now)
@@ -337,10 +337,10 @@ class Tenure:
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Who leaves next, if nothing that goes before it may still be told. Until all is told that
         is by the keys, in whose order it is."""
-        if self.roll_call.is_over(now):
+        if self.handover.is_over(now):
             return self._queue.peek(ledger_now)
         head = self._queue.peek()
-        allowed = head is not None and self.roll_call.allows(self._key(head), now)
+        allowed = head is not None and self.handover.allows(self._key(head), now)
         return head if allowed else None
 
     def _place(
@@ -369,7 +369,7 @@ class Tenure:
         """A worker for a request that is about to come, where nobody has to be asked before it:
         none waits, nor is preempted. It counts against the worker until that has acknowledged it,
         or it is given back."""
-        if self.has_work or not self.roll_call.allows(self._key(waiting), now):
+        if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
         worker_id = self._placement.choose(waiting)
         if worker_id is None:
@@ -397,7 +397,7 @@ class Tenure:
     def moves(self, now: float, ledger_now: float) -> list[Move]:
         """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
         x workers)."""
-        in_turns = self._takes_turns and self.roll_call.is_over(now)
+        in_turns = self._takes_turns and self.handover.is_over(now)
         head = self._queue.peek_highest(ledger_now) if in_turns else self._queue.peek()
         candidates = self._moving.candidates(
             self._running.preempted(), head, self._turn if in_turns else self._key
@@ -406,7 +406,7 @@ class Tenure:
         workers = self._placement.workers
         promised = self._growth.blocks(workers, now)
         for running, needed in candidates:
-            if not self.roll_call.allows(self._key(running), now):
+            if not self.handover.allows(self._key(running), now):
                 break
             if running.request_id in self._spared:
                 continue
@@ -441,12 +441,12 @@ class Tenure:
         """What has been long ago."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.forget(self._placement.workers, now)
-        if self._fair_share is not None and self.roll_call.is_over(now):
+        if self._fair_share is not None and self.handover.is_over(now):
             self._fair_share.roll_called()
 
 
 def cluster_load(
-    term: int, tenure: Tenure, workers: Iterable[WorkerView], now: float, ledger_now: float
+    term: int, tenure: LeaderState, workers: Iterable[WorkerView], now: float, ledger_now: float
 ) -> session_pb2.ClusterLoad:
     """``now`` and ``ledger_now`` as a tenure's. O(workers + tenants)."""
     staying = [worker for worker in workers if worker.is_open]

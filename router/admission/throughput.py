@@ -95,7 +95,7 @@ class _Steps:
         self.seconds += weight * (seconds - self.seconds)
 
 
-class Pace:
+class ThroughputEstimator:
     """``full_rate``: tokens by which requests get on there in a second while it has all that it can
     take, prompts' and outputs' together, those of prefixes that it finds in its cache too; None as
     long as it never had."""
@@ -191,7 +191,7 @@ class Pace:
         self._last = self._last or _Steps(tokens, seconds)
         self._last.blend(tokens, seconds, weight)
 
-    def is_slower(self, others: list[Pace], factor: float, now: float) -> bool:
+    def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
         """Whether its steps take more than ``factor`` times as long as the others' of that size."""
         last = self._last
         if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
@@ -213,7 +213,7 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
     return Sample(StepSize(*(sum_ / steps for sum_ in size)), busy_s / steps)
 
 
-def slow(paces: Mapping[str, Pace], factor: float, now: float) -> frozenset[str]:
+def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
     """Those that are slower than the others. Costs O(workers) for each size class, and again as
     much for each that may be one."""
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
@@ -233,7 +233,7 @@ def slow(paces: Mapping[str, Pace], factor: float, now: float) -> frozenset[str]
     return frozenset(found)
 
 
-def _least_median_s(paces: Iterable[Pace], size: int) -> float:
+def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
     """Of what steps of this size class take at most, the median of all but one is no less than
     this, whichever is left out."""
     fewest = 1 << size >> 1
@@ -259,7 +259,7 @@ _MEMORY_REQUESTS = 8
 _ENOUGH_S = 1.0
 
 
-class Drain:
+class DrainRate:
     """Rates are of each worker, so that they hold for another number of them."""
 
     def __init__(self) -> None:

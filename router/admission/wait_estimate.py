@@ -19,20 +19,20 @@ from statistics import fmean
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
-from router.admission.throughput import Drain, Least
+from router.admission.throughput import DrainRate, Least
 from router.admission.workers import WorkerView, batch_of
 
 #: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
 _SHORTEST_S = 0.1
 
 
-class WaitPredictor:
+class WaitEstimator:
     """``workers`` are those of the leader. Between two times that it looks at them a prediction
     costs O(1)."""
 
     def __init__(self, workers: Mapping[str, WorkerView]) -> None:
         self._workers = workers
-        self.drain = Drain()
+        self.drain = DrainRate()
         self.least = Least()
         self.least_of_tpot = Least()
         #: work that leaves the queue in a second while anybody waits; 0: not known
@@ -112,7 +112,7 @@ def _full_rate(worker: WorkerView) -> float | None:
 _UNKNOWN_RATE = 1000.0
 
 
-class ForeseenWait:
+class EstimatedWait:
     def __init__(self) -> None:
         self._outlook = session_pb2.Outlook()
         #: tokens a second. The last one that was known holds while there is no worker

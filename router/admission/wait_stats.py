@@ -25,7 +25,7 @@ from router.admission.request import Waiting
 _BLOCK, _ROW = 512, 64
 
 
-class Overtaking:
+class BypassCounter:
     def __init__(self) -> None:
         #: tickets below are not kept any more
         self._first = 0
@@ -101,7 +101,7 @@ _CLASSES = _NUMBER + 1
 _NOBODY = ("", 0.0, 0.0)
 
 
-class Stays:
+class WaitStatistics:
     """``now`` is seconds and never goes back."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Stays:
         #: by class, how many came
         self._num_come: dict[int, int] = {}
         #: by class, who left for a worker
-        self._left: dict[int, Overtaking] = {}
+        self._left: dict[int, BypassCounter] = {}
         self._left_last: deque[str] = deque(maxlen=_LOOKED_AT)
         #: who is the next one, since when, and the seconds of all obstacles then
         self._next = _NOBODY
@@ -169,7 +169,7 @@ class Stays:
         if not waiting.accepted:
             left = self._left.get(waiting.priority)
             if left is None:
-                left = self._left[waiting.priority] = Overtaking()
+                left = self._left[waiting.priority] = BypassCounter()
             left.leave(arrival[_NUMBER])
 
     def forget(self, oldest: Arrival | None) -> None:

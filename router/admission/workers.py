@@ -16,7 +16,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import StepSize, StepTime
 from everlift.v1 import admin_pb2, session_pb2
-from router.admission.throughput import Pace, Work, spared_tokens
+from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
@@ -203,7 +203,7 @@ class Claim:
     since: float
 
 
-class Claims(Generic[K]):
+class Reservations(Generic[K]):
     """By epoch, or by request id."""
 
     def __init__(self) -> None:
@@ -241,16 +241,16 @@ class WorkerView:
     load: Load = field(default_factory=Load)
     #: of all workers of its kind
     step_time: FittedStepTime = field(default_factory=FittedStepTime)
-    pace: Pace = field(default_factory=Pace)
+    pace: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     is_slow: bool = False
     #: sequences that may run there at once; fewer than it could where its steps would take too long
     slots: int = 0
     #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
     trial: int = 0
     #: dispatched, by epoch
-    unacknowledged: Claims[int] = field(default_factory=Claims)
+    unacknowledged: Reservations[int] = field(default_factory=Reservations)
     #: kept free, by request id
-    held: Claims[str] = field(default_factory=Claims)
+    held: Reservations[str] = field(default_factory=Reservations)
 
     def __post_init__(self) -> None:
         self.slots = self.slots or self.capacity.max_num_seqs

@@ -7,7 +7,7 @@ from itertools import chain
 from everlift.v1 import inference_pb2 as pb
 from router.auth.caller import Caller, Scope
 from router.heartbeat import Fleet
-from router.leader.client import AdmissionLine
+from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.requests.manager import Requests
 from router.requests.tokenizer import ServedModel
@@ -21,7 +21,7 @@ class Status:
         model: ServedModel,
         requests: Requests,
         sessions: Sessions,
-        line: AdmissionLine,
+        line: LeaderClient,
         fleet: Fleet,
         leader: Leader,
         metrics_address: str,

@@ -69,7 +69,7 @@ class Caller:
 ANYONE = Caller()
 
 
-class Door(Protocol):
+class Authenticator(Protocol):
     def admit(self, headers: Mapping[str, str]) -> Caller:
         """Who comes with these headers; their names are in small letters. Raises
         Unauthenticated."""
@@ -82,4 +82,4 @@ class _OpenDoor:
 
 
 #: Everybody may come in, and do everything.
-OPEN: Door = _OpenDoor()
+OPEN: Authenticator = _OpenDoor()

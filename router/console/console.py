@@ -18,7 +18,7 @@ from router.api.openai import errors
 from router.api.openai.api import Path
 from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Call, Gone, unless_gone
-from router.auth.caller import Door, Scope
+from router.auth.caller import Authenticator, Scope
 from router.console.actions import Actions
 from router.console.page import SECURITY_HEADERS, Page
 from router.console.peers import Peers
@@ -109,7 +109,12 @@ _IDLE_ASKS = 10
 
 class Console:
     def __init__(
-        self, snapshot: Snapshot, actions: Actions, door: Door, ledger: Ledger, peers: Peers
+        self,
+        snapshot: Snapshot,
+        actions: Actions,
+        door: Authenticator,
+        ledger: Ledger,
+        peers: Peers,
     ) -> None:
         self._snapshot = snapshot
         self._actions = actions

@@ -80,7 +80,7 @@ class _Router:
                 histogram.note(told.cumulative, now)
 
 
-class Census:
+class Aggregates:
     """``bounds`` of the buckets, by histogram. The router ``router_id`` is heard from its start."""
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:

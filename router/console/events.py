@@ -21,7 +21,7 @@ _PREEMPTIONS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ConsoleEvent:
     """``kind`` is one of a few words; ``at`` in seconds."""
 
     number: int
@@ -44,17 +44,17 @@ class View:
     policy: Mapping[str, Any]
 
 
-class Happenings:
+class EventLog:
     """The last ones, by numbers that count from 1."""
 
     def __init__(self) -> None:
-        self._kept: deque[Happening] = deque(maxlen=_MOST_KEPT)
+        self._kept: deque[ConsoleEvent] = deque(maxlen=_MOST_KEPT)
         self._before: View | None = None
         self._number = 0
         #: not told yet, and when they were told last
         self._preempted, self._preempted_at = 0, -inf
 
-    def after(self, number: int) -> list[Happening]:
+    def after(self, number: int) -> list[ConsoleEvent]:
         """Those that are kept of what came after this one."""
         return [each for each in self._kept if each.number > number]
 
@@ -76,7 +76,7 @@ class Happenings:
 
     def _keep(self, now: float, kind: str, details: Json) -> None:
         self._number += 1
-        self._kept.append(Happening(self._number, now, kind, details))
+        self._kept.append(ConsoleEvent(self._number, now, kind, details))
 
 
 def _differences(before: View, after: View) -> Iterator[tuple[str, Json]]:

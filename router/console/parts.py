@@ -72,7 +72,7 @@ class Holding(Protocol):
     def overridden(self) -> Iterable[str]: ...
 
 
-class Rulebook(Protocol):
+class RuntimePolicy(Protocol):
     @property
     def holding(self) -> Holding: ...
 

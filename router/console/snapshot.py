@@ -13,8 +13,8 @@ from typing import Any
 from everlift.explanation import LABELS, kind_name
 from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
-from router.console.counting import LATENCIES, Census, Counting
-from router.console.events import Happenings, View
+from router.console.counting import LATENCIES, Aggregates, Counting
+from router.console.events import EventLog, View
 from router.console.history import History
 from router.console.parts import (
     Fleet,
@@ -24,7 +24,7 @@ from router.console.parts import (
     Line,
     Measured,
     Requests,
-    Rulebook,
+    RuntimePolicy,
     Sessions,
 )
 from router.console.rates import Percentiles, Rates
@@ -55,7 +55,7 @@ class Snapshot:
         leader: Leader,
         line: Line,
         fleet: Fleet,
-        rulebook: Rulebook,
+        runtime_policy: RuntimePolicy,
         measured: Measured,
     ) -> None:
         self._identity = identity
@@ -64,16 +64,16 @@ class Snapshot:
         self._leader = leader
         self._line = line
         self._fleet = fleet
-        self._rulebook = rulebook
+        self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
         #: as described in scaling.py
         self.scaling: Json | None = None
-        self.happenings = Happenings()
+        self.happenings = EventLog()
         self.history = History()
         self._rates = Rates()
         self._counting = Counting(identity.router_id, sessions, requests, measured)
         bounds = {name: measured.bounds(metric) for name, metric in LATENCIES.items()}
-        self._census = Census(identity.router_id, bounds)
+        self._census = Aggregates(identity.router_id, bounds)
         self._rows: list[Row] = []
 
     @property
@@ -86,7 +86,7 @@ class Snapshot:
         self._rows = self._look_at_workers(now)
         self._census.note(self._counting.counts(), now)
         self._census.forget(now)
-        ledger, holding = self._requests.ledger_status(), self._rulebook.holding
+        ledger, holding = self._requests.ledger_status(), self._runtime_policy.holding
         self.happenings.look(
             View(
                 self._rows,

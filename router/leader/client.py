@@ -18,7 +18,7 @@ from everlift.request_id import tenant_of
 from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.fair_share import ServedOutputs
-from router.admission.handover import Telling
+from router.admission.handover import HandoverSender
 from router.admission.policy import Policy
 from router.event_loop import now
 from router.leader.leader import Arriving, Leader, Reservation
@@ -66,14 +66,14 @@ class Gateway(Protocol):
     def evict(self, eviction: session_pb2.Eviction) -> None: ...
 
 
-class AdmissionLine:
+class LeaderClient:
     def __init__(self, router_id: str, leader: Leader, transport: Transport) -> None:
         self._router_id = router_id
         self._local = leader
         self._transport = transport
         self._gateway: Gateway | None = None
         #: what this line's leader is still to be told; none while there is no line
-        self._telling: Telling | None = None
+        self._telling: HandoverSender | None = None
         #: also from before the line
         self._served = ServedOutputs()
         self._is_served_due = False
@@ -217,7 +217,7 @@ class AdmissionLine:
         assert self._gateway is not None
         order = self._local.rules.order
         waiting, running = self._gateway.waiting(order), self._gateway.running()
-        telling = Telling(self._router_id, waiting, running, self._generation, order)
+        telling = HandoverSender(self._router_id, waiting, running, self._generation, order)
         self._telling = telling
         self._is_demand_due = True
         self._changed.set()
@@ -227,7 +227,7 @@ class AdmissionLine:
             self._telling = None
             self._changed.set()
 
-    async def _messages(self, telling: Telling) -> AsyncIterator[session_pb2.GatewayMessage]:
+    async def _messages(self, telling: HandoverSender) -> AsyncIterator[session_pb2.GatewayMessage]:
         """Until the line is over: gRPC goes on asking a dead stream's iterator."""
         while True:
             await self._changed.wait()
@@ -243,7 +243,7 @@ class AdmissionLine:
         """To be told beside what the gateway has."""
         return self._is_served_due or self._is_demand_due or bool(self._starts)
 
-    def _part(self, telling: Telling) -> session_pb2.GatewayMessage:
+    def _part(self, telling: HandoverSender) -> session_pb2.GatewayMessage:
         message = telling.part()
         message.served.extend(self._served.take())
         message.starts.extend(self._starts)

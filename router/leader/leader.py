@@ -1,8 +1,8 @@
 """The leader of the admission queue: the loop around its decisions.
 
 Every router replica runs this; only the one that holds the leader's lease acts. Its queue lives in
-memory, for as long as it leads (``Tenure``): a new leader is told by the living gateways what they
-have waiting, and finds the requests of dead ones in the ledger.
+memory, for as long as it leads (``LeaderState``): a new leader is told by the living gateways what
+they have waiting, and finds the requests of dead ones in the ledger.
 
     lines of gateways --receive-->  Tenure  --place-->  ledger.dispatch  --> Dispatched, to gateways
     workers' frames   --report--->  Placement --moves-->                     move, to gateways
@@ -38,12 +38,12 @@ from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
 from router.admission.request import Waiting
-from router.admission.scheduler import Placed, Tenure, cluster_load
+from router.admission.scheduler import LeaderState, Placed, cluster_load
 from router.admission.workers import Capacity, Load, WorkerView
 from router.config import RouterConfig
 from router.event_loop import now
 from router.leader.lease import Lease
-from router.leader.server import Lines
+from router.leader.server import LeaderServer
 from router.leader.sweep import Sweep
 from router.ledger.base import Ledger, Membership, NotQueued, StaleTerm
 from router.ledger.entry import Dispatch, Entry
@@ -67,7 +67,7 @@ class Reservation:
     """A worker for a request that goes into the ledger as dispatched."""
 
     leader: Leader
-    tenure: Tenure
+    tenure: LeaderState
     placed: Placed
     dispatch: Dispatch
 
@@ -105,8 +105,8 @@ class Leader:
         self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
         self.rules = Rules.of(config)
         self._placement = Placement(config)
-        self._tenure: Tenure | None = None
-        self._lines = Lines(self)
+        self._tenure: LeaderState | None = None
+        self._lines = LeaderServer(self)
         self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.end)
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
         self._generation = ""
@@ -183,7 +183,7 @@ class Leader:
 
     def _begin(self) -> None:
         self.num_tenures += 1
-        self._tenure = Tenure(
+        self._tenure = LeaderState(
             self._config,
             self.rules,
             self._placement,
@@ -215,11 +215,11 @@ class Leader:
             tenure = self._tenure
             while tenure is not None and tenure is self._tenure:
                 self._wake.set()
-                if not tenure.roll_call.is_gathering(now()):
+                if not tenure.handover.is_gathering(now()):
                     break
                 try:
                     await self._recall(tenure)
-                    tenure.roll_call.living(await self._ledger.gateways())
+                    tenure.handover.living(await self._ledger.gateways())
                 except LedgerUnavailable:
                     log.info("living gateways not known")
                 await asyncio.sleep(_ROLL_CALL_S)
@@ -378,7 +378,7 @@ class Leader:
             )
             self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
-    def _place(self, tenure: Tenure) -> list[Placed]:
+    def _place(self, tenure: LeaderState) -> list[Placed]:
         moment, may_act = now(), self._may_act()
         tenure.look_out(moment, may_act=may_act)
         if not may_act:
@@ -392,14 +392,14 @@ class Leader:
         at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
         return max(0, at_once) if self._late < _MOST_LATE else 0
 
-    async def _dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+    async def _dispatch(self, placed: Placed, tenure: LeaderState, term: int) -> None:
         try:
             await self._try_dispatch(placed, tenure, term)
         finally:
             self._asking -= 1
             self._wake.set()
 
-    async def _try_dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+    async def _try_dispatch(self, placed: Placed, tenure: LeaderState, term: int) -> None:
         asked = now()
         try:
             entry = await self._ask(placed, term)
@@ -496,7 +496,7 @@ class Leader:
         """What work there is; None where another replica knows."""
         return self._load(self._tenure) if self._tenure is not None else None
 
-    def _load(self, tenure: Tenure) -> session_pb2.ClusterLoad:
+    def _load(self, tenure: LeaderState) -> session_pb2.ClusterLoad:
         workers, moment = self._placement.workers.values(), now()
         ledger_now = moment + self._ledger_ahead
         load = cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
@@ -509,18 +509,18 @@ class Leader:
         load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
         return load
 
-    async def _recall(self, tenure: Tenure) -> None:
+    async def _recall(self, tenure: LeaderState) -> None:
         """What tenants were served under the leader before. Raises LedgerUnavailable."""
         if not tenure.has_recalled:
             report = await self._ledger.load()
             tenure.recall(report.load.services if report is not None else ())
 
-    async def _read_scaling(self, tenure: Tenure) -> None:
+    async def _read_scaling(self, tenure: LeaderState) -> None:
         """Raises LedgerUnavailable."""
         if tenure.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
             tenure.demands.scale(report.scaling, now() - report.age_s)
 
-    async def _report(self, tenure: Tenure) -> None:
+    async def _report(self, tenure: LeaderState) -> None:
         try:
             # In its place is what the leader before knew.
             await self._recall(tenure)

@@ -81,7 +81,7 @@ class Holding:
     overridden: Collection[str]
 
 
-class Rulebook:
+class RuntimePolicy:
     def __init__(
         self,
         config: RouterConfig,

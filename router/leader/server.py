@@ -23,7 +23,7 @@ class Listener(Protocol):
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None: ...
 
 
-class Lines:
+class LeaderServer:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._sends: dict[str, Send] = {}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from router.ledger.entry import Entry
-from router.requests.registry import Custody
+from router.requests.registry import RequestRegistry
 from router.requests.request import LiveRequest, Phase
-from router.requests.token_writer import Keeping
+from router.requests.token_writer import TokenWriter
 
 
 class Attempts(Protocol):
@@ -25,27 +25,27 @@ class Attempts(Protocol):
 
 
 class Agreement:
-    def __init__(self, custody: Custody, keeping: Keeping, attempts: Attempts) -> None:
-        self._custody = custody
+    def __init__(self, registry: RequestRegistry, keeping: TokenWriter, attempts: Attempts) -> None:
+        self._registry = registry
         self._keeping = keeping
         self._attempts = attempts
 
     async def find(self, live: LiveRequest, *, is_queued: bool = True) -> None:
         """Asks the ledger, tells it what it has lost, and goes on from what it says then. A request
         that waits is in the leader's queue, unless that ``is_queued`` no more."""
-        ledger = self._custody.ledger
-        async with self._custody.moving.hold(live.request_id):
+        ledger = self._registry.ledger
+        async with self._registry.moving.hold(live.request_id):
             if live.is_ending:
                 return
-            entry = await self._custody.move(live, lambda: ledger.get(live.request_id))
+            entry = await self._registry.move(live, lambda: ledger.get(live.request_id))
             if not live.is_ending and (entry.state.is_final or entry.moves >= live.entry.moves):
                 await self._take_up(live, entry, is_queued)
             if live.is_over:
                 self._attempts.drop(live)
 
     async def _take_up(self, live: LiveRequest, entry: Entry, is_queued: bool) -> None:
-        if entry.state.is_final or not self._custody.is_ours(live, entry):
-            self._custody.settle_as(live, entry)
+        if entry.state.is_final or not self._registry.is_ours(live, entry):
+            self._registry.settle_as(live, entry)
         elif entry.epoch == live.epoch:
             self._keeping.mark_as(live, entry)
             if live.phase is not Phase.WAITING:
@@ -59,12 +59,12 @@ class Agreement:
     async def _begin_anew(self, live: LiveRequest) -> None:
         """Takes the request from whoever runs it by what the ledger says."""
         self._attempts.drop(live)
-        entry = await self._custody.move(live, lambda: self._taken(live))
+        entry = await self._registry.move(live, lambda: self._taken(live))
         if not live.is_ending:
             # And from whom it was given to meanwhile, by a leader whose word was late.
             self._attempts.drop(live)
             self._attempts.queue_again(live, entry)
 
     async def _taken(self, live: LiveRequest) -> Entry:
-        me = self._custody.router_id
-        return (await self._custody.ledger.take_over(live.request_id, me, me)).entry
+        me = self._registry.router_id
+        return (await self._registry.ledger.take_over(live.request_id, me, me)).entry

@@ -30,10 +30,10 @@ from router.requests.agreement import Agreement
 from router.requests.at_workers import AtWorkers
 from router.requests.leaving import Leaving
 from router.requests.progress import note, take
-from router.requests.registry import Custody
+from router.requests.registry import RequestRegistry
 from router.requests.request import Choice, LiveRequest, Phase
 from router.requests.timing import FINISHED, SILENT, Speaker
-from router.requests.token_writer import Keeping
+from router.requests.token_writer import TokenWriter
 from router.requests.worker_wait import WorkerWait
 
 log = logs.get(__name__)
@@ -147,20 +147,20 @@ class Attempts:
     def __init__(
         self,
         config: RouterConfig,
-        custody: Custody,
+        registry: RequestRegistry,
         workers: Workers,
         line: Line,
         adopt: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._custody = custody
-        self._ledger = custody.ledger
+        self._registry = registry
+        self._ledger = registry.ledger
         self._workers = workers
         self._line = line
         self._adopt = adopt
         self._running = AtWorkers()
-        self.keeping = Keeping(config, custody, self._differs, self._fail)
-        self._agreement = Agreement(custody, self.keeping, self)
+        self.keeping = TokenWriter(config, registry, self._differs, self._fail)
+        self._agreement = Agreement(registry, self.keeping, self)
         self._leaving = Leaving()
         self._worker_wait = WorkerWait(config.worker_wait, self._fail)
 
@@ -214,11 +214,11 @@ class Attempts:
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:
         """A worker is ours for one of our requests."""
-        live = self._custody.get(message.request_id)
+        live = self._registry.get(message.request_id)
         if live is None or live.phase is not Phase.WAITING:
-            self._custody.spawn(self._decline(message))
+            self._registry.spawn(self._decline(message))
             return
-        self._custody.counters.migrated += bool(live.num_tokens)
+        self._registry.counters.migrated += bool(live.num_tokens)
         beside = live.request_id, message.worker_id
         neighbours, occupants = self._running.neighbours(*beside), self._running.occupants(*beside)
         worker = self._workers.speaker(message.worker_id) or SILENT
@@ -238,7 +238,7 @@ class Attempts:
             self._all_left(live)
         elif not self._start(live, live.unfinished):
             live.avoid = message.worker_id
-            self._custody.spawn_for(live, self._return(live, end="unreachable", delay_s=_RETRY_S))
+            self._registry.spawn_for(live, self._return(live, end="unreachable", delay_s=_RETRY_S))
 
     def _start(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
         """Of long ones a part, and the others when the event loop has done what waits. False when
@@ -256,9 +256,9 @@ class Attempts:
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """It is not waiting here: another leader was quicker, or the ledger lost a dispatch."""
-        entry = await self._custody.persist(lambda: self._released(message))
-        live = self._custody.get(message.request_id)
-        is_ours = entry.state is State.QUEUED and entry.gateway == self._custody.router_id
+        entry = await self._registry.persist(lambda: self._released(message))
+        live = self._registry.get(message.request_id)
+        is_ours = entry.state is State.QUEUED and entry.gateway == self._registry.router_id
         if live is None and is_ours:
             self._adopt(message.request_id)
         elif live is None or live.is_ending:
@@ -283,15 +283,15 @@ class Attempts:
 
     def stale(self, request_id: str) -> None:
         """The ledger would not let the leader dispatch it: a move of it was lost on the way."""
-        live = self._custody.get(request_id)
+        live = self._registry.get(request_id)
         if live is not None and live.phase is Phase.WAITING:
-            self._custody.spawn_for(live, self._agreement.find(live, is_queued=False))
+            self._registry.spawn_for(live, self._agreement.find(live, is_queued=False))
 
     def move(self, epoch: int) -> None:
         """What runs under this epoch can go on sooner elsewhere."""
         if (live := self._take_off(epoch, "moved", "preempted, and moved")) is not None:
             live.num_moved += 1
-            self._custody.counters.moved += 1
+            self._registry.counters.moved += 1
 
     def evict(self, eviction: session_pb2.Eviction) -> None:
         """It has to make room, which is no move of its own."""
@@ -307,7 +307,7 @@ class Attempts:
             tokens = live.num_tokens
             log.info(event, request_id=live.request_id, worker_id=live.worker_id, tokens=tokens)
             self._workers.abort(live.worker_id, epoch)
-            self._custody.spawn_for(live, self._return(live, end=end))
+            self._registry.spawn_for(live, self._return(live, end=end))
         return live
 
     # workers speak
@@ -355,8 +355,8 @@ class Attempts:
         if has_news or live.journal.awaits_token:
             live.journal.progress(progress)
         if has_news:
-            self._custody.counters.preempted += progress.preemptions
-            self._custody.counters.recomputed_tokens += progress.recomputed_tokens
+            self._registry.counters.preempted += progress.preemptions
+            self._registry.counters.recomputed_tokens += progress.recomputed_tokens
             self._tell_residence(live)
 
     def _tell_residence(self, live: LiveRequest) -> None:
@@ -375,7 +375,7 @@ class Attempts:
     def _all_left(self, live: LiveRequest) -> None:
         """No worker has anything to do for it."""
         if live.unfinished:
-            self._custody.spawn_for(live, self._return(live))
+            self._registry.spawn_for(live, self._return(live))
         else:
             self._take_from_worker(live, FINISHED)
             live.phase = Phase.FINISHING
@@ -400,7 +400,7 @@ class Attempts:
     def _lost(self, live: LiveRequest, cause: str, *, was_in_step: bool) -> None:
         """Queue a request again that is lost at a worker that goes on."""
         self._workers.abort(live.worker_id, live.epoch)
-        self._custody.spawn_for(live, self._return(live, loss=cause, was_in_step=was_in_step))
+        self._registry.spawn_for(live, self._return(live, loss=cause, was_in_step=was_in_step))
 
     def _take_from_worker(self, live: LiveRequest, end: str, *, is_lost: bool = False) -> bool:
         """False where none has it."""
@@ -415,19 +415,19 @@ class Attempts:
         live.journal.joined(self._running.newcomers(live))
 
     def worker_up(self) -> None:
-        self._worker_wait.worker_up(self._custody)
+        self._worker_wait.worker_up(self._registry)
 
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
         if not self._workers.is_any_up:
-            self._worker_wait.last_worker_lost(self._custody)
+            self._worker_wait.last_worker_lost(self._registry)
         lost = self._running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:
             # Without a report, only a worker that had to confirm the step was in none.
             was_in_step = live.has_stepped or not live.confirms_first_step
             loss = f"worker {worker_id} was lost"
-            self._custody.spawn_for(live, self._return(live, loss=loss, was_in_step=was_in_step))
+            self._registry.spawn_for(live, self._return(live, loss=loss, was_in_step=was_in_step))
 
     async def _return(
         self,
@@ -456,7 +456,7 @@ class Attempts:
         # The ledger counts all losses of the request; which of them are too many is decided here.
         ends = loss is not None and live.losses.are_too_many(self._config)
         max_losses = live.entry.losses + 1 if ends else _NEVER
-        entry = await self._custody.move(
+        entry = await self._registry.move(
             live,
             lambda: self._ledger.release(
                 live.request_id,
@@ -472,16 +472,16 @@ class Attempts:
 
     def queue_again(self, live: LiveRequest, entry: Entry) -> None:
         """If the ledger lets it. Otherwise it is over here."""
-        if entry.state is State.QUEUED and entry.gateway == self._custody.router_id:
+        if entry.state is State.QUEUED and entry.gateway == self._registry.router_id:
             live.wait_again(entry, now())
             self.enqueue(live)
         else:
-            self._custody.settle_as(live, entry)
+            self._registry.settle_as(live, entry)
 
     # the ledger speaks
 
     def _differs(self, live: LiveRequest) -> None:
-        self._custody.spawn_for(live, self.agree(live))
+        self._registry.spawn_for(live, self.agree(live))
 
     async def agree(self, live: LiveRequest) -> None:
         """The ledger may have the request in another state than we do."""
@@ -494,7 +494,7 @@ class Attempts:
 
     def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
         """Ends it before its last token. Who waits for that shields it: it goes on in any case."""
-        return self._custody.spawn_for(live, self._ending(live, state, error))
+        return self._registry.spawn_for(live, self._ending(live, state, error))
 
     async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
         is_queued = live.phase is Phase.WAITING
@@ -503,18 +503,18 @@ class Attempts:
             live.phase = Phase.ENDING
         if is_queued and not self._line.is_quiet:
             await self._leaving.wait(live)
-        entry = await self._custody.move(
+        entry = await self._registry.move(
             live,
             lambda: self._ledger.end(
                 live.request_id,
                 state,
                 error.slug,
                 str(error),
-                self._custody.router_id,
+                self._registry.router_id,
                 live.packed_explanation(now()),
             ),
         )
-        self._custody.settle_as(live, entry)
+        self._registry.settle_as(live, entry)
         return entry
 
     def drop(self, live: LiveRequest, end: str = "given up") -> None:

@@ -39,10 +39,10 @@ from everlift.messages import Request
 from everlift.request_id import bare, is_named, unnamed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.admission.early_rejection import Entrance
+from router.admission.early_rejection import EarlyRejection
 from router.admission.policy import Policy, Rules, key_of
 from router.admission.request import Wanted
-from router.admission.wait_estimate import ForeseenWait
+from router.admission.wait_estimate import EstimatedWait
 from router.auth.limits import Limits
 from router.auth.quotas import Quotas, unlimited
 from router.config import RouterConfig
@@ -57,8 +57,8 @@ from router.requests.delivery_reports import Deliveries
 from router.requests.explanation import kept
 from router.requests.ledger_health import LedgerHealth
 from router.requests.observer import NOBODY, Observer
-from router.requests.recovery import Adoption, Reassertion, begun
-from router.requests.registry import NO_TRACES, Custody, Elsewhere, Recent, Tracer
+from router.requests.recovery import Resync, Takeover, begun
+from router.requests.registry import NO_TRACES, Elsewhere, Recent, RequestRegistry, Tracer
 from router.requests.request import LiveRequest, Phase
 from router.requests.stream import Pieces, Reading
 from router.requests.timeouts import Patience
@@ -88,8 +88,8 @@ class Requests:
         self._ledger = ledger
         self._model = model
         self._line = line
-        self._entrance = Entrance(config, Random())
-        self._wait = ForeseenWait()
+        self._early_rejection = EarlyRejection(config, Random())
+        self._wait = EstimatedWait()
         self._ledger_health = LedgerHealth(memory_limit)
         #: ledger time less that of our clock
         self._ledger_ahead_s = 0.0
@@ -97,7 +97,7 @@ class Requests:
         self._recent = Recent(config.reassert)
         self.quotas = Quotas(ledger, limits_of)
         self._deliveries = Deliveries(ledger)
-        self._custody = Custody(
+        self._registry = RequestRegistry(
             router_id,
             ledger,
             self._ledger_health,
@@ -107,20 +107,22 @@ class Requests:
             observer,
             tracer,
         )
-        self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
+        self.attempts = Attempts(config, self._registry, workers, line, self.adopt_soon)
         self._patience = Patience(config.grace, self.attempts)
-        self._adoption = Adoption(self._custody, model, self.attempts, self._patience)
-        self._reassertion = Reassertion(self._custody, self.attempts.agree)
-        self.counters = self._custody.counters
+        self._adoption = Takeover(self._registry, model, self.attempts, self._patience)
+        self._reassertion = Resync(self._registry, self.attempts.agree)
+        self.counters = self._registry.counters
         self._openings: set[asyncio.Task[LiveRequest]] = set()
 
     def __len__(self) -> int:
-        return len(self._custody)
+        return len(self._registry)
 
     @property
     def takes_new(self) -> bool:
         """Clients are sent here: this router, its model and the ledger take new requests."""
-        return self._model.is_active and not self._custody.is_closing and self._ledger_health.is_fit
+        return (
+            self._model.is_active and not self._registry.is_closing and self._ledger_health.is_fit
+        )
 
     # a client comes
 
@@ -132,7 +134,7 @@ class Requests:
         Raises RequestConflict, QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull,
         RouterStopping, LedgerUnavailable, Elsewhere.
         """
-        opening = self._custody.spawn(self._open(request, timeout_s, journal or Journal(now())))
+        opening = self._registry.spawn(self._open(request, timeout_s, journal or Journal(now())))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
         try:
@@ -141,17 +143,17 @@ class Requests:
             if opening.cancelled() and not _is_cancelled():
                 raise RouterStopping("this router stops: send the request to another one") from None
             # Its client is gone, but the ledger may have the request by now.
-            self._custody.spawn(self._nobody_reads(opening))
+            self._registry.spawn(self._nobody_reads(opening))
             raise
 
     def turned_away(self, error: EverliftError) -> None:
         """A submission that came to nothing, with this answer."""
-        self._custody.observer.refused(error.slug)
+        self._registry.observer.refused(error.slug)
 
     async def _open(
         self, request: Request, timeout_s: float | None, journal: Journal
     ) -> LiveRequest:
-        async with self._custody.moving.hold(request.request_id):
+        async with self._registry.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 check_same_body(known.request, request.body_hash)
                 return known
@@ -174,7 +176,7 @@ class Requests:
         except (QueueFull, DeadlineUnmeetable, LedgerFull):
             if not await self._is_known(request.request_id):
                 raise
-            self._entrance.unsay(request.request_id)
+            self._early_rejection.unsay(request.request_id)
             return self._predict(request)
         return prediction
 
@@ -229,7 +231,7 @@ class Requests:
             opened = await self._ledger.open(request, self._router_id, timeout_s, dispatch)
         except LedgerUnavailable:
             # It may be there: then it is charged, and what it was charged for.
-            self._custody.spawn(self._recover(request.request_id))
+            self._registry.spawn(self._recover(request.request_id))
             raise
         except EverliftError:
             if is_charged:
@@ -272,8 +274,8 @@ class Requests:
             request = replace(request, deadline=entry.arrived + timeout_s)
         journal.accepted(now())
         live = begun(request, entry, self._model.tokenizer, journal)
-        self._custody.take(live, prediction)
-        self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
+        self._registry.take(live, prediction)
+        self._registry.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
         return live
 
@@ -286,10 +288,10 @@ class Requests:
             await self._adoption.adopt(request_id)
 
     def _check_room(self, request: Request) -> None:
-        if self._custody.is_closing:
+        if self._registry.is_closing:
             raise RouterStopping("this router is stopping: send the request to another one")
         self._ledger_health.check_room()
-        self._entrance.admit(request.request_id, request.priority, self._line.queued, now())
+        self._early_rejection.admit(request.request_id, request.priority, self._line.queued, now())
 
     def _check_in_time(
         self, request: Request, timeout_s: float | None, prediction: Prediction
@@ -299,7 +301,7 @@ class Requests:
             inf if target_s is None else target_s, inf if timeout_s is None else timeout_s
         )
         least_tokens = prediction.least_tokens(request)
-        self._entrance.check_in_time(
+        self._early_rejection.check_in_time(
             request.request_id, request.priority, wanted, least_tokens, now()
         )
 
@@ -314,7 +316,7 @@ class Requests:
     def _known(self, request_id: str) -> LiveRequest | None:
         """A ledger that lost its last second may not know, or may take for unfinished, what has
         ended here."""
-        return self._custody.get(request_id) or self._recent.get(request_id)
+        return self._registry.get(request_id) or self._recent.get(request_id)
 
     # a client reads, and goes
 
@@ -336,18 +338,18 @@ class Requests:
 
     def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
         self._deliveries.note(live)
-        if not self._custody.is_closing:
+        if not self._registry.is_closing:
             self._patience.reader_left(live, has_grace=has_grace)
 
     async def cancel(self, request_id: str) -> Entry:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
         error = Cancelled("cancelled by a client")
-        if self._custody.get(request_id) is None:
+        if self._registry.get(request_id) is None:
             # Who is on its way in is here when it has come.
-            async with self._custody.moving.hold(request_id):
+            async with self._registry.moving.hold(request_id):
                 pass
-        if (live := self._custody.get(request_id)) is not None:
-            ending = self._custody.spawn(self._cancel_live(live, error))
+        if (live := self._registry.get(request_id)) is not None:
+            ending = self._registry.spawn(self._cancel_live(live, error))
             if (entry := await asyncio.shield(ending)) is not None:
                 return entry
         if (ended := self._recent.get(request_id)) is not None:
@@ -356,8 +358,8 @@ class Requests:
 
     async def _cancel_live(self, live: LiveRequest, error: Cancelled) -> Entry | None:
         """None if it ended meanwhile, or was refused and its id is free again."""
-        async with self._custody.moving.hold(live.request_id):
-            if not self._custody.has(live):
+        async with self._registry.moving.hold(live.request_id):
+            if not self._registry.has(live):
                 return None
             return await self.attempts.end(live, State.CANCELLED, error)
 
@@ -385,7 +387,7 @@ class Requests:
             # It is asked for again.
             return
         await self._adoption.check_ownerless(entry.gateway)
-        async with self._custody.moving.hold(request_id):
+        async with self._registry.moving.hold(request_id):
             if await self._ledger.forget(request_id) is not None:
                 raise Moved("another router goes on with this request: forget it again")
             self._recent.forget(request_id, entry.arrived)
@@ -433,7 +435,7 @@ class Requests:
         """It answered this router's beat."""
         self._ledger_health.answered(membership)
         self._ledger_ahead_s = membership.now - now()
-        self._custody.spawn(self._deliveries.tell())
+        self._registry.spawn(self._deliveries.tell())
 
     def ledger_failed(self) -> None:
         """It did not answer a beat."""
@@ -459,12 +461,12 @@ class Requests:
 
     def obey(self, rules: Rules) -> None:
         """Other rules hold of the queue."""
-        self._entrance.rules = rules
+        self._early_rejection.rules = rules
 
     # the leader speaks
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:
-        live = self._custody.get(message.request_id)
+        live = self._registry.get(message.request_id)
         if live is not None and live.phase is Phase.WAITING:
             try:
                 live.request = self._model.begun(live.request, has_begun=live.num_tokens > 0)
@@ -488,34 +490,34 @@ class Requests:
     @property
     def outlook(self) -> session_pb2.Outlook:
         """What those that come now have to expect, by the leader's last word."""
-        return self._entrance.outlook
+        return self._early_rejection.outlook
 
     def foresee(self, outlook: session_pb2.Outlook) -> None:
-        self._entrance.outlook = outlook
+        self._early_rejection.outlook = outlook
         self._wait.hear(outlook)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
         """It is as if the request had never come."""
-        live = self._custody.get(refusal.request_id)
+        live = self._registry.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
-            self._custody.spawn_for(live, self._discard(live, self._error_of(refusal)))
+            self._registry.spawn_for(live, self._discard(live, self._error_of(refusal)))
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None:
         self.attempts.withdrawn(message)
 
     def _error_of(self, refusal: session_pb2.Refusal) -> EverliftError:
         retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
-        return self._entrance.refuse(
+        return self._early_rejection.refuse(
             refusal.request_id, refusal.slug, retry_after_s, now(), refusal.least_tokens
         )
 
     async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:
-        async with self._custody.moving.hold(live.request_id):
+        async with self._registry.moving.hold(live.request_id):
             if live.is_over:
                 return
-            self._custody.let_go(live)
-            entry = await self._custody.persist(
+            self._registry.let_go(live)
+            entry = await self._registry.persist(
                 lambda: self._ledger.discard(live.request_id, self._router_id)
             )
             if entry is None:
@@ -523,22 +525,22 @@ class Requests:
                 self._recent.refuse(live.request_id)
             else:
                 # Another gateway went on with it meanwhile, or it has ended.
-                self._custody.settle_as(live, entry)
-        self._custody.tracer.refused(
+                self._registry.settle_as(live, entry)
+        self._registry.tracer.refused(
             live.request.trace, live.age_s(now()), refusal.slug, live.request.x_request_id
         )
         live.settle(now(), refusal)
 
     def adopt_soon(self, request_id: str) -> None:
         """The leader found it without a living gateway."""
-        self._custody.spawn(self._recover(request_id))
+        self._registry.spawn(self._recover(request_id))
 
     def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
         """What a new leader has to know, in this order, made as it is read. Nothing of it may be
         refused any more."""
-        waiting = [live for live in self._custody if live.phase is Phase.WAITING]
+        waiting = [live for live in self._registry if live.phase is Phase.WAITING]
         for live in sorted(waiting, key=partial(key_of, order)):
-            if live.phase is Phase.WAITING and self._custody.has(live):
+            if live.phase is Phase.WAITING and self._registry.has(live):
                 live.accepted = True
                 yield self.attempts.waiting(live)
 
@@ -551,21 +553,21 @@ class Requests:
     async def stop(self, drain_s: float) -> None:
         """Takes no more; lets streams finish for ``drain_s``, then sends their clients
         elsewhere."""
-        self._custody.is_closing = True
+        self._registry.is_closing = True
         deadline = now() + drain_s
-        while (self._openings or len(self._custody)) and now() < deadline:
+        while (self._openings or len(self._registry)) and now() < deadline:
             await asyncio.sleep(0.02)
         await self._turn_openings_away()
-        for live in self._custody:
+        for live in self._registry:
             self.attempts.drop(live)
         await self._keep_what_was_seen()
-        for live in self._custody:
+        for live in self._registry:
             live.settle(now(), RouterStopping("this router stops: attach through another one"))
         # There is no time to wait for a ledger that is away.
         with suppress(LedgerUnavailable):
             await self.quotas.tell()
             await self._deliveries.tell()
-        await self._custody.cancel_work()
+        await self._registry.cancel_work()
 
     async def _turn_openings_away(self) -> None:
         """Who came in behind the others would be told nothing any more."""
@@ -578,7 +580,7 @@ class Requests:
         """What clients have and the ledger has not would be lost with this router. A ledger that
         is there has it after a call or never."""
         deadline = now() + DEFAULTS.timeout
-        while any(live.is_ahead for live in self._custody) and now() < deadline:
+        while any(live.is_ahead for live in self._registry) and now() < deadline:
             await asyncio.sleep(0.02)
 
 

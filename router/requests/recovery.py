@@ -16,7 +16,7 @@ from router.event_loop import now
 from router.ledger.entry import Entry, State, Stored, StoredChoice
 from router.requests.attempts import Attempts
 from router.requests.explanation import resumed
-from router.requests.registry import Custody, Elsewhere
+from router.requests.registry import Elsewhere, RequestRegistry
 from router.requests.request import LiveRequest, Output, Phase
 from router.requests.timeouts import Patience
 from router.requests.timing import Journal
@@ -73,11 +73,13 @@ log = logs.get(__name__)
 _REASSERTION_AT_ONCE = 8
 
 
-class Reassertion:
+class Resync:
     """``agree`` finds out what the ledger has of a request, and settles the difference."""
 
-    def __init__(self, custody: Custody, agree: Callable[[LiveRequest], Awaitable[None]]) -> None:
-        self._custody = custody
+    def __init__(
+        self, registry: RequestRegistry, agree: Callable[[LiveRequest], Awaitable[None]]
+    ) -> None:
+        self._registry = registry
         self._agree = agree
         self._generation = ""
         self._telling = asyncio.Lock()
@@ -91,49 +93,49 @@ class Reassertion:
             self._generation = generation
 
     async def _tell(self) -> None:
-        log.warning("ledger began anew", requests=len(self._custody))
+        log.warning("ledger began anew", requests=len(self._registry))
         work = self._work()
         await asyncio.gather(*(_do(work) for _ in range(_REASSERTION_AT_ONCE)))
 
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Clients read what runs, so that comes first."""
-        live = list(self._custody)
+        live = list(self._registry)
         for each in sorted(live, key=lambda each: each.phase is Phase.WAITING):
             yield self._agree_on(each)
-        for ended in self._custody.recent.ended:
+        for ended in self._registry.recent.ended:
             yield self.tell_end(ended)
-        for request_id in self._custody.recent.refused:
+        for request_id in self._registry.recent.refused:
             yield self._discard_again(request_id)
-        for request_id in self._custody.recent.forgotten:
+        for request_id in self._registry.recent.forgotten:
             yield self._forget_again(request_id)
 
     async def _agree_on(self, live: LiveRequest) -> None:
-        if self._custody.has(live):
+        if self._registry.has(live):
             await self._agree(live)
 
     async def tell_end(self, live: LiveRequest) -> None:
         """Of one that ended a moment ago, if the ledger does not have it."""
-        async with self._custody.moving.hold(live.request_id):
-            if self._custody.recent.has(live):
-                ledger = self._custody.ledger
-                await self._custody.move(live, lambda: ledger.get(live.request_id))
+        async with self._registry.moving.hold(live.request_id):
+            if self._registry.recent.has(live):
+                ledger = self._registry.ledger
+                await self._registry.move(live, lambda: ledger.get(live.request_id))
 
     async def _discard_again(self, request_id: str) -> None:
-        async with self._custody.moving.hold(request_id):
-            if self._custody.recent.was_refused(request_id):
-                ledger, me = self._custody.ledger, self._custody.router_id
-                await self._custody.persist(lambda: ledger.discard(request_id, me))
+        async with self._registry.moving.hold(request_id):
+            if self._registry.recent.was_refused(request_id):
+                ledger, me = self._registry.ledger, self._registry.router_id
+                await self._registry.persist(lambda: ledger.discard(request_id, me))
 
     async def _forget_again(self, request_id: str) -> None:
-        async with self._custody.moving.hold(request_id):
-            arrived = self._custody.recent.arrival_of_forgotten(request_id)
+        async with self._registry.moving.hold(request_id):
+            arrived = self._registry.recent.arrival_of_forgotten(request_id)
             if arrived is not None:
                 with suppress(UnknownRequest):
-                    await self._custody.persist(lambda: self._erase(request_id, arrived))
+                    await self._registry.persist(lambda: self._erase(request_id, arrived))
 
     async def _erase(self, request_id: str, arrived: float) -> None:
         """As it was before it was forgotten it may be unfinished, and then it is ours."""
-        ledger, me = self._custody.ledger, self._custody.router_id
+        ledger, me = self._registry.ledger, self._registry.router_id
         if (await ledger.get(request_id)).arrived != arrived:
             return
         error = Cancelled("it was forgotten")
@@ -153,12 +155,12 @@ async def _do(work: Iterator[Coroutine[Any, Any, None]]) -> None:
 _AT_ONCE = 4
 
 
-class Adoption:
+class Takeover:
     def __init__(
-        self, custody: Custody, model: ServedModel, attempts: Attempts, patience: Patience
+        self, registry: RequestRegistry, model: ServedModel, attempts: Attempts, patience: Patience
     ) -> None:
-        self._custody = custody
-        self._ledger = custody.ledger
+        self._registry = registry
+        self._ledger = registry.ledger
         self._model = model
         self._attempts = attempts
         self._patience = patience
@@ -176,39 +178,39 @@ class Adoption:
 
         Raises UnknownRequest, UnknownModel, Elsewhere.
         """
-        return await asyncio.shield(self._custody.spawn(self._adopt(request_id)))
+        return await asyncio.shield(self._registry.spawn(self._adopt(request_id)))
 
     async def check_ownerless(self, owner: str) -> None:
         """Raises Elsewhere when another living gateway has the request."""
-        if owner != self._custody.router_id:
-            address = (await self._custody.persist(self._ledger.gateways)).get(owner)
+        if owner != self._registry.router_id:
+            address = (await self._registry.persist(self._ledger.gateways)).get(owner)
             if address is not None:
                 raise Elsewhere(address)
 
     async def _adopt(self, request_id: str) -> LiveRequest:
-        async with self._custody.moving.hold(request_id):
-            if (live := self._custody.get(request_id)) is not None:
+        async with self._registry.moving.hold(request_id):
+            if (live := self._registry.get(request_id)) is not None:
                 return live
-            owner = (await self._custody.persist(lambda: self._ledger.get(request_id))).gateway
+            owner = (await self._registry.persist(lambda: self._ledger.get(request_id))).gateway
             await self.check_ownerless(owner)
             # Who waits for a part of the ledger that is away keeps no turn from others.
             async with self._turns:
                 return await self._take_up(request_id, owner)
 
     async def _take_up(self, request_id: str, owner: str) -> LiveRequest:
-        if self._custody.is_closing:
+        if self._registry.is_closing:
             raise RouterStopping("this router is stopping: attach through another one")
         stored = await self._take_over(request_id, owner)
         if stored.entry.state.is_final:
             return await self._ended(stored)
-        if stored.entry.gateway != self._custody.router_id:
+        if stored.entry.gateway != self._registry.router_id:
             await self.check_ownerless(stored.entry.gateway)
             raise Moved("another router goes on with this request: attach again")
         return await self._go_on(stored)
 
     async def _take_over(self, request_id: str, owner: str) -> Stored:
-        me = self._custody.router_id
-        return await self._custody.persist(lambda: self._ledger.take_over(request_id, me, owner))
+        me = self._registry.router_id
+        return await self._registry.persist(lambda: self._ledger.take_over(request_id, me, owner))
 
     async def _go_on(self, stored: Stored) -> LiveRequest:
         try:
@@ -219,7 +221,7 @@ class Adoption:
         log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
         live = await revived(stored, self._model.tokenizer)
         live.accepted = True
-        self._custody.take(live)
+        self._registry.take(live)
         self._attempts.enqueue(live)
         if stored.request.deadline is not None:
             self._patience.expire_in(live, stored.request.deadline - stored.now)
@@ -228,16 +230,16 @@ class Adoption:
 
     async def _give_up(self, stored: Stored, error: UnknownModel) -> LiveRequest:
         """What another model began no model here can go on with."""
-        entry = await self._custody.persist(
+        entry = await self._registry.persist(
             lambda: self._ledger.end(
                 stored.entry.request_id,
                 State.FAILED,
                 error.slug,
                 str(error),
-                self._custody.router_id,
+                self._registry.router_id,
             )
         )
-        self._custody.quotas.settle(entry.request_id, sum(entry.num_tokens))
+        self._registry.quotas.settle(entry.request_id, sum(entry.num_tokens))
         return await self._closed(replace(stored, entry=entry))
 
     async def _ended(self, stored: Stored) -> LiveRequest:
@@ -247,5 +249,5 @@ class Adoption:
 
     async def _closed(self, stored: Stored) -> LiveRequest:
         live = await revived(stored, self._model.tokenizer)
-        self._custody.close_as(live, stored.entry)
+        self._registry.close_as(live, stored.entry)
         return live

@@ -186,7 +186,7 @@ class Counters:
         self.migrated = self.preempted = self.moved = self.recomputed_tokens = 0
 
 
-class Custody:
+class RequestRegistry:
     def __init__(
         self,
         router_id: str,

@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.event_loop import now
 from router.ledger.base import Ledger
 from router.ledger.entry import Append, Appended, Entry, State
-from router.requests.registry import Custody
+from router.requests.registry import RequestRegistry
 from router.requests.request import Choice, LiveRequest
 
 log = logs.get(__name__)
@@ -34,7 +34,7 @@ _AT_ONCE = 64
 _LATE_S = 0.3
 
 
-class Appender:
+class LedgerAppender:
     """``on_answers`` hears the ledger's answer to every append; ``on_away``, while the ledger does
     not answer, hears of every append that waits for it. Appends gather for ``gather_s`` seconds, or
     until one that ends its choice comes."""
@@ -131,25 +131,25 @@ def _joined(earlier: Append, later: Append) -> Append:
 _GATHER_S = 0.02
 
 
-class Keeping:
+class TokenWriter:
     """``on_difference`` hears of a request of which the ledger has another state than we do,
     ``on_failure`` of one that cannot go on."""
 
     def __init__(
         self,
         config: RouterConfig,
-        custody: Custody,
+        registry: RequestRegistry,
         on_difference: Callable[[LiveRequest], None],
         on_failure: Callable[[LiveRequest, EverliftError], None],
     ) -> None:
-        self._custody = custody
+        self._registry = registry
         self._on_difference = on_difference
         self._on_failure = on_failure
         self._is_behind = config.durability == "behind"
         self._may_go_on_s = config.unledgered if config.on_ledger_loss == "available" else 0.0
         self._away_since: float | None = None
-        self._appender = Appender(
-            custody.ledger, self._answered, self._away, _GATHER_S if self._is_behind else 0.0
+        self._appender = LedgerAppender(
+            registry.ledger, self._answered, self._away, _GATHER_S if self._is_behind else 0.0
         )
 
     async def run(self) -> None:
@@ -185,7 +185,7 @@ class Keeping:
             self._mark(live, choice, count, heard)
 
     def _mark(self, live: LiveRequest, choice: Choice, count: int, heard: float) -> None:
-        self._custody.counters.output_tokens += max(0, count - choice.stored)
+        self._registry.counters.output_tokens += max(0, count - choice.stored)
         live.mark_stored(choice, count, heard)
 
     # the ledger answers, or does not
@@ -193,7 +193,7 @@ class Keeping:
     def _answered(self, answered: Sequence[Answered]) -> None:
         self._away_since, heard = None, now()
         for live, append, answer in answered:
-            if self._custody.has(live):
+            if self._registry.has(live):
                 self._take(live, append, answer, heard)
 
     def _take(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
@@ -221,13 +221,13 @@ class Keeping:
     def _finished(self, live: LiveRequest, heard: float) -> None:
         for choice in live.choices:
             self._mark(live, choice, len(choice.output), heard)
-        self._custody.settle_as(live, _finished_entry(live))
+        self._registry.settle_as(live, _finished_entry(live))
         log.info("finished", **live.names, tokens=live.num_tokens)
 
     def _away(self, live: LiveRequest, append: Append) -> None:
         if self._away_since is None:
             self._away_since = now()
-        if self._custody.has(live) and self._may_run_ahead():
+        if self._registry.has(live) and self._may_run_ahead():
             live.run_ahead(live.choices[append.choice], now())
 
     def _may_run_ahead(self) -> bool:

@@ -44,7 +44,7 @@ from router.chat.renderer import _answer
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.faults.injector import Chaos
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.memory.memory import MemoryLedger
 from router.observability.metrics.http_server import MetricsServer
 from router.observability.traces.traces import Traces
@@ -78,7 +78,7 @@ class Served:
             KserveServer(inference, self.gateway.requests, self.gateway.model).handlers(OPEN),
             AdminServer(
                 cast("Any", _NoWorkers()),
-                Rulebook(_CONFIG, self.gateway.ledger, ()),
+                RuntimePolicy(_CONFIG, self.gateway.ledger, ()),
                 self.gateway.ledger,
                 lambda _: None,
             ).handlers(OPEN),
@@ -119,7 +119,7 @@ class Served:
         names = [waiting.request_id for waiting in gateway.line.enqueued]
         gateway.line.enqueued.clear()
         for name in names:
-            live = gateway.requests._custody.get(name)
+            live = gateway.requests._registry.get(name)
             if live is not None and not live.is_over:
                 _check_stored(live.request)
                 await gateway.dispatch(name)

@@ -18,7 +18,7 @@ from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests import messages
 from router.requests.attempts import Attempts
-from router.requests.recovery import Reassertion
+from router.requests.recovery import Resync
 from router.requests.request import Choice, LiveRequest
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners
@@ -532,10 +532,10 @@ def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
-    async def tell(self: Reassertion) -> None:
+    async def tell(self: Resync) -> None:
         pass
 
-    patch.setattr(Reassertion, "_tell", tell)
+    patch.setattr(Resync, "_tell", tell)
 
 
 @pytest.mark.parametrize(

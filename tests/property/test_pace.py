@@ -7,7 +7,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.throughput import Pace, Work, slow
+from router.admission.throughput import ThroughputEstimator, Work, slow
 
 FACTOR = 2.0
 NOW = 1.0
@@ -16,8 +16,8 @@ NOW = 1.0
 histories = st.lists(st.tuples(st.integers(0, 4000), st.floats(0.001, 0.5)), min_size=0, max_size=3)
 
 
-def pace_of(history: list[tuple[int, float]]) -> Pace:
-    pace, work = Pace(), Work()
+def pace_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
+    pace, work = ThroughputEstimator(), Work()
     pace.measure(work, False, -float(len(history)))
     for second, (tokens, seconds) in enumerate(history, 1 - len(history)):
         work = Work(

@@ -141,7 +141,7 @@ def move(bench: Bench, request_id: str) -> None:
     gateway = bench.routers[1]
     assert gateway.router is not None
     requests = gateway.router._requests
-    live = requests._custody.get(request_id)
+    live = requests._registry.get(request_id)
     if live is not None:
         gateway.process.call_soon(requests.move, live.epoch)
 

@@ -117,7 +117,7 @@ class Cluster:
         for task in router._tasks:
             task.cancel()
         router._leader._lease.is_held = False
-        router._requests._custody.is_closing = True
+        router._requests._registry.is_closing = True
         await router._public.stop(None)
         await router._internal.stop(None)
         await router._http.stop(0)

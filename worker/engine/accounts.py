@@ -56,7 +56,7 @@ class _Chunk(NamedTuple):
     num_drafts: int
 
 
-class Accounts:
+class TimeBreakdowns:
     """Of the sequences of an engine with ``num_slots`` batch slots. ``begin`` and ``end`` surround
     the time of a step; ``left`` comes whenever slots were left. ``clock`` is that of all times."""
 

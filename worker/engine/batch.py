@@ -16,19 +16,19 @@ from worker.engine.host_store import HostStore
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import BlockCopy, Ints, Plan, Row
 from worker.engine.sequence import NO_SLOT, Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 
 
 class Batch:
     """At most ``limits.max_num_seqs`` sequences over one pool of blocks. Those that were preempted
     are not in it, but what they had computed is kept for them if possible."""
 
-    def __init__(self, limits: Limits, columns: Columns | None = None) -> None:
+    def __init__(self, limits: Limits, columns: SlotTable | None = None) -> None:
         self._limits = limits
         self._store = HostStore(limits.num_host_blocks)
         self._pool = BlockPool(limits.num_blocks, self._store)
         self._slots: dict[int, Sequence] = {}
-        self.columns = Columns(limits) if columns is None else columns
+        self.columns = SlotTable(limits) if columns is None else columns
         self._free_slots = list(range(limits.max_num_seqs))
         #: since somebody asked
         self._vacated: set[int] = set()

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager, nullcontext
 from everlift import logs
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
-from worker.engine.accounts import Accounts
+from worker.engine.accounts import TimeBreakdowns
 from worker.engine.digest import plan_digest
-from worker.engine.in_flight import Flight
+from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome
@@ -73,7 +73,7 @@ class Engine:
         self.limits = limits
         self._launch = launch
         #: the step that was launched and is not committed
-        self._in_flight: tuple[Flight, Launched] | None = None
+        self._in_flight: tuple[InFlightStep, Launched] | None = None
         self._within = within
         self._stopwatch = stopwatch
         self._runner = runner
@@ -84,7 +84,7 @@ class Engine:
         #: what was drawn by the steps that landed in the last one
         self._landed: list[RowResult] = []
         #: on rank 0, where there is a clock; no plan depends on them
-        self.accounts: Accounts | None = None
+        self.accounts: TimeBreakdowns | None = None
         #: on rank 0: called with the sequences that the planned step admits, before that step runs
         self.before_admission: Callable[[list[Sequence]], None] | None = None
 
@@ -199,7 +199,7 @@ class Engine:
             return outcomes
         return self._commit(flight, results)
 
-    def _commit(self, flight: Flight, results: list[RowResult]) -> list[Outcome]:
+    def _commit(self, flight: InFlightStep, results: list[RowResult]) -> list[Outcome]:
         self._stopwatch.end(Part.SAMPLE)
         self._landed += results
         self._last_failed = False

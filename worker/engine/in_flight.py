@@ -21,7 +21,7 @@ from worker.engine.plan import Flags, Plan, RowResult
 from worker.engine.sequence import Sequence
 
 
-class Flight:
+class InFlightStep:
     """``plan`` was made of ``batch`` just now, and has no drafts."""
 
     def __init__(self, plan: Plan, batch: Batch) -> None:

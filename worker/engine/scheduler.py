@@ -27,14 +27,14 @@ from everlift.errors import EngineFailed, EverliftError
 from worker.engine.batch import Batch
 from worker.engine.budget import TokenBudget
 from worker.engine.counters import Counters
-from worker.engine.in_flight import Flight
+from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.plan import Admission, Ints, Plan, Row, RowResult, Rows
 from worker.engine.policies.choice import policy_of
 from worker.engine.policies.policy import Waiting
-from worker.engine.selection import Selected, Selection
+from worker.engine.selection import BatchSelection, Selected
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.engine.speculation import MAX_READ, Drafter
 
@@ -48,7 +48,7 @@ class Scheduler:
         self._batch = Batch(limits) if batch is None else batch
         self._counters = Counters()
         self._policy = policy_of(limits.scheduling.policy, limits)
-        self._selection = Selection(self._batch, self._policy, self._counters)
+        self._selection = BatchSelection(self._batch, self._policy, self._counters)
         self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
         self._arrivals = 0
@@ -159,9 +159,9 @@ class Scheduler:
 
     # steps that the device is computing while the next one is planned
 
-    def flight(self, plan: Plan) -> Flight:
+    def flight(self, plan: Plan) -> InFlightStep:
         """Of the plan that was just made."""
-        return Flight(plan, self._batch)
+        return InFlightStep(plan, self._batch)
 
     def launched(self) -> None:
         """The device has the plan that was just made, behind those before it."""
@@ -172,7 +172,7 @@ class Scheduler:
         comes back has to know its tokens."""
         return len(self._batch.columns.lacking()) > self._batch.num_blocks_free
 
-    def land(self, flight: Flight, results: Several[RowResult]) -> list[Outcome]:
+    def land(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
         """Commits what is left of it."""
         for sequence, num_computed in flight.failed_of_those_gone(results):
             self._batch.distrust_gone(sequence, num_computed)
@@ -181,7 +181,7 @@ class Scheduler:
         self._register_filled(plan.rows)
         return self._commit(plan, left)
 
-    def crash(self, flight: Flight, error: EverliftError) -> list[Outcome]:
+    def crash(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
         """As ``fail``, of what is left of a flight that is not in the air. Nobody can tell any more
         which blocks it was to fill, since others have some of them: nothing is found of any."""
         self._batch.forget_all()

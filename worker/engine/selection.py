@@ -17,7 +17,7 @@ from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
 
 
-class Share(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """The sequence's next ``num_known`` known tokens."""
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Share(NamedTuple):
         return self.sequence.row(self.num_known)
 
 
-def num_tokens(shares: Iterable[Share]) -> int:
+def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
     return sum(share.num_known for share in shares)
 
 
@@ -35,11 +35,11 @@ class Selected(NamedTuple):
     """The slots that decode, one token each, and shares of those that prefill and of newcomers."""
 
     decoding: Ints
-    prefills: list[Share]
-    admitted: list[Share]
+    prefills: list[ScheduledChunk]
+    admitted: list[ScheduledChunk]
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[ScheduledChunk]:
         return [*self.prefills, *self.admitted]
 
     @property
@@ -47,7 +47,7 @@ class Selected(NamedTuple):
         return len(self.decoding) + num_tokens(self.prefills) + num_tokens(self.admitted)
 
 
-class Selection:
+class BatchSelection:
     """From ``batch``, to which newcomers are admitted, as ``policy`` says."""
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
@@ -102,10 +102,10 @@ class Selection:
 
     def _prefill(
         self, budget: int, held: Collection[int], now: float
-    ) -> tuple[list[Share], list[Share]]:
+    ) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
         """Of those in the batch, and of newcomers."""
-        prefills: list[Share] = []
-        admitted: list[Share] = []
+        prefills: list[ScheduledChunk] = []
+        admitted: list[ScheduledChunk] = []
         for sequence in self.policy.prefills(self._batch.at(self._batch.columns.prefilling())):
             before = self._admit(budget, now, sequence)
             admitted += before
@@ -117,7 +117,9 @@ class Selection:
                 budget -= prefills[-1].num_known
         return prefills, [*admitted, *self._admit(budget, now)]
 
-    def _admit(self, budget: int, now: float, before: Sequence | None = None) -> list[Share]:
+    def _admit(
+        self, budget: int, now: float, before: Sequence | None = None
+    ) -> list[ScheduledChunk]:
         """Those who come in ``before`` this one is served, or all others."""
         shares = []
         while budget and (head := self._head(before)) is not None:
@@ -138,10 +140,10 @@ class Selection:
             return None
         return head if before is None or self.policy.precedes(head, before) else None
 
-    def _share(self, sequence: Sequence, budget: int) -> Share:
+    def _share(self, sequence: Sequence, budget: int) -> ScheduledChunk:
         count = min(sequence.remaining, budget)
         self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
-        return Share(sequence, count)
+        return ScheduledChunk(sequence, count)
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:

@@ -18,7 +18,7 @@ from worker.engine.plan import UNKNOWN, Flags, Ints, Row, Rows
 from worker.engine.sequence import Sequence
 
 
-class Columns:
+class SlotTable:
     """Of ``limits.max_num_seqs`` slots. In an empty one nothing is known and nothing remains."""
 
     def __init__(self, limits: Limits) -> None:
@@ -150,7 +150,7 @@ class Columns:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compares them with all ``sequences`` that have a slot. Raises AssertionError."""
-        right = Columns(self._limits)
+        right = SlotTable(self._limits)
         for sequence in sequences:
             right.put(sequence)
             right.extend(sequence.slot, sequence.block_table)

@@ -14,7 +14,7 @@ from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.panels import panel_packing
 from worker.model.panels import pays as panels_pay
 from worker.model.stack import stack_library
-from worker.native.argmax import choose_largest
+from worker.native.argmax import choose_argmax
 
 
 def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
@@ -25,7 +25,7 @@ def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: i
     libraries: list[Callable[[], object]] = [
         partial(compiled_kernel, head_dim, dtype),
         partial(choose_pointwise, dtype, device),
-        partial(choose_largest, device),
+        partial(choose_argmax, device),
     ]
     if dtype == torch.bfloat16 and panels_pay():
         libraries.append(panel_packing)

@@ -22,20 +22,20 @@ NOTHING_LEFT = -2
 _ALONE = 1 << 17
 
 
-class Largest(Protocol):
+class Argmax(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of ``logits`` fp32 [n, vocab] the largest of each row, fp32 [n], and the first token that
         has it, int64 [n], or NOT_FINITE or NOTHING_LEFT."""
         ...
 
 
-def largest_by_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax_by_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
     values, tokens = logits.max(dim=-1)
     tokens = tokens.where(values.isfinite(), NOT_FINITE)
     return values, tokens.masked_fill_(values == -math.inf, NOTHING_LEFT)
 
 
-class CompiledLargest:
+class CompiledArgmax:
     """On a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -61,12 +61,12 @@ class CompiledLargest:
         return values, tokens
 
 
-def choose_largest(device: torch.device) -> Largest:
+def choose_argmax(device: torch.device) -> Argmax:
     """Compiled, where it can be."""
-    return (_compiled() if device.type == "cpu" else None) or largest_by_torch
+    return (_compiled() if device.type == "cpu" else None) or argmax_by_torch
 
 
 @cache
-def _compiled() -> CompiledLargest | None:
+def _compiled() -> CompiledArgmax | None:
     library = native.compiled(_SOURCE)
-    return None if library is None else CompiledLargest(library)
+    return None if library is None else CompiledArgmax(library)

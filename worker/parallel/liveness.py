@@ -24,7 +24,7 @@ _SILENCE_S = 1.0
 _PARTING_S = 0.4
 
 
-class Vigil:
+class LivenessMonitor:
     """``end`` is called with the cause when the rank can go on no more; that may be twice."""
 
     def __init__(

@@ -22,7 +22,7 @@ _STEP_LOG_KEY = "everlift/step_log"
 
 
 @dataclass(frozen=True, slots=True)
-class Ties:
+class RankLinks:
     """What binds a rank to the others: a group where tensors have to pass, a log where there are
     others; rank 0 writes it."""
 
@@ -53,35 +53,35 @@ class MeetingPoint:
             self._store, self.address = create_store(config.host)
             self._store.set(_STEP_LOG_KEY, self._listener.address)
 
-    def gather(self) -> Ties:
+    def gather(self) -> RankLinks:
         """Waits for all ranks. Raises ChannelBroken."""
         try:
             log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
         finally:
             self.close()
         if self._config.is_fake:
-            return Ties(log=log)
+            return RankLinks(log=log)
         from worker.device.device import choose_device
         from worker.parallel.group import init_group
 
         place = choose_device(self._config.device)
         group = init_group(self._store, 0, self._config.tensor_parallel, place)
         del self._store  # it listens as long as anybody holds it; gloo does from here on
-        return Ties(group, log)
+        return RankLinks(group, log)
 
     def close(self) -> None:
         """Nobody can join any more."""
         self._listener.close()
 
 
-def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> Ties:
+def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
     """Brings ``rank``, above 0, to the meeting point at ``address``. Raises ChannelBroken."""
     if config.is_fake:
-        return Ties(log=StepLogReader.connect(address, rank, fingerprint))
+        return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))
     from worker.device import device
     from worker.parallel import group
 
     store = group.join_store(address)
     log = StepLogReader.connect(store.get(_STEP_LOG_KEY).decode(), rank, fingerprint)
     place = device.choose_device(config.device)
-    return Ties(group.init_group(store, rank, config.tensor_parallel, place), log)
+    return RankLinks(group.init_group(store, rank, config.tensor_parallel, place), log)

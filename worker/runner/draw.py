@@ -27,7 +27,7 @@ from everlift.sampling import SamplingParams
 from worker.device.upload import Parcel, upload
 from worker.engine.plan import Ints
 from worker.kernels.trial import kernels_work
-from worker.native.argmax import Largest, choose_largest
+from worker.native.argmax import Argmax, choose_argmax
 from worker.runner.draws import DrawFrom, Draws
 
 #: As in vLLM: below this a temperature would only magnify rounding.
@@ -70,11 +70,11 @@ def choose_draw(device: torch.device) -> Draw:
         from worker.runner.draw_by_kernel import draw_by_kernel
 
         return draw_by_kernel
-    largest = choose_largest(device)
+    largest = choose_argmax(device)
     return lambda draws, _: partial(draw, draws=draws, largest=largest)
 
 
-def draw(logits: Tensor, draws: Draws, largest: Largest) -> Tensor:
+def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
     """As DrawFrom, in torch."""
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()

@@ -18,7 +18,7 @@ from worker.engine.engine import OF_ALL_RANKS, Engine
 from worker.engine.limits import Limits
 from worker.engine.plan import Plan, Runner
 from worker.engine.step_times import Stopwatch
-from worker.parallel.rendezvous import Ties
+from worker.parallel.rendezvous import RankLinks
 from worker.parallel.step_log import StepLogReader
 from worker.parallel.watchdog import Watchdog
 from worker.runner.fake_runner import FakeRunner
@@ -40,7 +40,7 @@ class EngineThread:
     def __init__(
         self,
         config: WorkerConfig,
-        meet: Callable[[], Ties],
+        meet: Callable[[], RankLinks],
         inbox: Inbox,
         report: Callable[[Report], None],
         announce: Callable[[FirstSteps], None],
@@ -48,7 +48,7 @@ class EngineThread:
     ) -> None:
         self.ready: Future[Engine] = Future()
         self.ended: Future[None] = Future()
-        self.ties = Ties()
+        self.ties = RankLinks()
         self.watchdog = Watchdog(config.step_timeout)
         self._stopwatch = Stopwatch(time.perf_counter)
         self._config = config
@@ -122,7 +122,7 @@ def _close(runner: Runner) -> None:
 
 
 def _build_runner(
-    config: WorkerConfig, ties: Ties, startup: Startup, stopwatch: Stopwatch
+    config: WorkerConfig, ties: RankLinks, startup: Startup, stopwatch: Stopwatch
 ) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.cpu_kv_cache_mib * 1024 // config.fake.block_kib

@@ -17,7 +17,7 @@ from typing import Protocol
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.engine.account import NO_ACCOUNT, Account
-from worker.engine.accounts import Accounts, Told
+from worker.engine.accounts import TimeBreakdowns, Told
 from worker.engine.engine import Engine
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -103,7 +103,7 @@ class LeadingLoop:
         self._log = log
         self._clock = clock
         self._sleep = sleep
-        self._accounts = engine.accounts = Accounts(engine.limits.max_num_seqs, clock)
+        self._accounts = engine.accounts = TimeBreakdowns(engine.limits.max_num_seqs, clock)
         self._slowness = Slowness()
         self._busy_s = 0.0
         self._occupants_told = 0.0

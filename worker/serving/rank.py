@@ -28,8 +28,8 @@ from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.grammar.absent import NoGrammars
-from worker.parallel.liveness import Vigil
-from worker.parallel.rendezvous import MeetingPoint, Ties, join
+from worker.parallel.liveness import LivenessMonitor
+from worker.parallel.rendezvous import MeetingPoint, RankLinks, join
 from worker.serving import prefetch
 from worker.serving.engine_thread import EngineThread
 from worker.serving.fingerprint import model_fingerprint
@@ -111,7 +111,7 @@ class Rank:
         self._grammars: GrammarCompiler | NoGrammars | None = None
         self._server: Server | None = None
         self._sessions: Sessions | None = None
-        self._vigil: Vigil | None = None
+        self._vigil: LivenessMonitor | None = None
         self._reclaim: asyncio.Task[None] | None = None
         self._gpu_watch: asyncio.Task[None] | None = None
         #: the server's end, referred to so that it is not collected before it is over
@@ -170,7 +170,7 @@ class Rank:
         if self._rank == 0:
             with self._startup.part("serve_s"):
                 await self._serve(engine, info)
-        self._vigil = Vigil(thread.watchdog, thread.ties.log, self._fail)
+        self._vigil = LivenessMonitor(thread.watchdog, thread.ties.log, self._fail)
         self._vigil.begin()
         if not (self._is_reclaimed or self._ended.is_set()):
             self._ready_file.create()
@@ -245,11 +245,11 @@ class Rank:
         if self._grammars is not None:
             self._grammars.close()
 
-    def _meeting(self) -> partial[Ties]:
+    def _meeting(self) -> partial[RankLinks]:
         if self._rank:
             return partial(join, self._config, self._rank, self._rendezvous, self._files)
         if self._config.tensor_parallel == 1:
-            return partial(Ties)
+            return partial(RankLinks)
         assert self._meeting_point is not None, "rank 0 of several was started, but not opened"
         return partial(self._meeting_point.gather)
 

@@ -14,9 +14,9 @@ from everlift.v1 import chaos_pb2, session_pb2
 from router import beginnings
 from router.admission.workers import Connected, WorkerView, capacity
 from router.api.grpc.handlers import Call, Handlers, parse
-from router.auth.caller import Door, Scope
+from router.auth.caller import Authenticator, Scope
 from router.faults.injector import Chaos
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger
 from router.worker_sessions import Sessions, WorkerLink
 
@@ -30,13 +30,13 @@ class AdminServer:
     def __init__(
         self,
         sessions: Sessions,
-        rulebook: Rulebook,
+        runtime_policy: RuntimePolicy,
         ledger: Ledger,
         view: Callable[[str], WorkerView | None],
     ) -> None:
         """``view`` answers what is known of a worker by its id."""
         self._sessions = sessions
-        self._rulebook = rulebook
+        self._runtime_policy = runtime_policy
         self._ledger = ledger
         self._view = view
 
@@ -66,7 +66,7 @@ class AdminServer:
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))
         try:
-            holding = await self._rulebook.set(changes)
+            holding = await self._runtime_policy.set(changes)
         except SettingsError as error:
             raise InvalidRequest(str(error)) from None
         return pb.SetPolicyResponse(**holding.values, overridden=holding.overridden)
@@ -96,7 +96,7 @@ class AdminServer:
             return None
         return report.load if report is not None and report.age_s < _STALE_S else None
 
-    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
         handlers = Handlers(door)
         methods = {
@@ -117,7 +117,7 @@ class ChaosServer:
             target=await self._chaos.inject(parse(chaos_pb2.Fault, data))
         )
 
-    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
         methods = {"Inject": Handlers(door).unary(self.inject, Scope.ADMIN)}
         name = chaos_pb2.DESCRIPTOR.services_by_name["Chaos"].full_name

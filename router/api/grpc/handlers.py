@@ -22,7 +22,7 @@ from router.api import http2
 from router.api.failures import answerable
 from router.api.opened import Opened
 from router.api.service import X_REQUEST_ID, header_request_id
-from router.auth.caller import Caller, Door, Scope
+from router.auth.caller import Authenticator, Caller, Scope
 from router.event_loop import now
 from router.requests.stream import Closable, Source
 
@@ -83,7 +83,7 @@ def _is_well_formed(data: bytes) -> bool:
 class Handlers:
     """Makes handlers of a service behind ``door``. A caller needs one of their ``scopes``."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Authenticator) -> None:
         self._door = door
 
     def streaming(

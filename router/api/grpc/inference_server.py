@@ -17,7 +17,7 @@ from router.api.grpc.handlers import Call, Handlers, parse
 from router.api.opened import Opened
 from router.api.service import Inference
 from router.api.status import Status
-from router.auth.caller import Door, Scope
+from router.auth.caller import Authenticator, Scope
 from router.requests.stream import Closable, is_relayed
 from router.requests.timing import Journal
 
@@ -137,7 +137,7 @@ class InferenceServer:
         parse(pb.GetStatusRequest, data)
         return await self._status.describe(call.caller)
 
-    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
         handlers = Handlers(door)
         # Who administers a cluster sees to every tenant's requests.

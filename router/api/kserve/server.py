@@ -23,7 +23,7 @@ from router.api.kserve.parameters import Wanted
 from router.api.kserve.v2 import open_inference_pb2 as pb
 from router.api.opened import Opened
 from router.api.service import Inference
-from router.auth.caller import OPEN, Door, Scope
+from router.auth.caller import OPEN, Authenticator, Scope
 from router.event_loop import now
 from router.requests.manager import Requests
 from router.requests.timing import Journal
@@ -204,7 +204,7 @@ class KserveServer:
         self._model.check_asked(name)
         description.check_version(self._model.name, version)
 
-    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
         # Probes have no credentials.
         anyone, handlers = Handlers(OPEN), Handlers(door)

@@ -18,7 +18,7 @@ from router.api.openai.endpoint import ANY_METHOD, Call, Endpoint, Handler, Json
 from router.api.openai.explaining import Explaining
 from router.api.openai.texts import Texts
 from router.auth import caller
-from router.auth.caller import Door
+from router.auth.caller import Authenticator
 from router.requests import sampling_defaults
 from router.requests.tokenizer import ServedModel
 
@@ -43,7 +43,7 @@ class Exposition(Protocol):
 class Api:
     def __init__(
         self,
-        door: Door,
+        door: Authenticator,
         answering: Answering,
         texts: Texts,
         explaining: Explaining,

@@ -24,7 +24,7 @@ from router.api.openai.encoding import encode
 from router.api.openai.fields import F, parse
 from router.api.service import X_REQUEST_ID, header_request_id
 from router.auth import caller as callers
-from router.auth.caller import ANYONE, Caller, Door
+from router.auth.caller import ANYONE, Authenticator, Caller
 from router.event_loop import now
 
 log = logs.get(__name__)
@@ -105,7 +105,7 @@ class Endpoint:
 
     def __init__(
         self,
-        door: Door,
+        door: Authenticator,
         method: str,
         handler: Handler,
         scopes: tuple[callers.Scope, ...],

@@ -190,11 +190,11 @@ async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> Non
         metrics = await get(address, "/metrics", headers)
         assert metrics.headers["content-type"].startswith("text/plain")
     assert b'everlift_requests_total{outcome="ok"} 1.0' in metrics.body
-    parts.routers[0]._requests._custody.is_closing = True
+    parts.routers[0]._requests._registry.is_closing = True
     answer = await get(address, "/ready")
     assert (answer.status, answer.error[0]) == (503, "router_stopping")
     assert (await get(address, "/health")).status == 200
-    parts.routers[0]._requests._custody.is_closing = False
+    parts.routers[0]._requests._registry.is_closing = False
 
 
 async def test_status_says_where_it_is(parts: Cluster, address: str) -> None:

@@ -18,7 +18,7 @@ from router.api.kserve.server import SLUG, KserveServer
 from router.api.kserve.v2 import open_inference_pb2 as pb
 from router.api.kserve.v2 import open_inference_pb2_grpc as pb_grpc
 from router.api.service import Inference
-from router.auth.caller import Caller, Door, Scope
+from router.auth.caller import Authenticator, Caller, Scope
 from router.ledger.entry import State
 from tests.support.in_process import Cluster, cluster, right_tokens, until
 from tests.support.router.gateway_support import started_gateway
@@ -253,7 +253,7 @@ async def test_what_is_not_served_is_refused_with_its_cause(method: str) -> None
             assert await refused(call) == ("UNIMPLEMENTED", "unimplemented")
 
 
-class _ByName(Door):
+class _ByName(Authenticator):
     """Who says that they infer may, and who watches may not."""
 
     def admit(self, headers: Mapping[str, str]) -> Caller:

@@ -60,7 +60,7 @@ async def cluster(ledger: MemoryLedger, routers: int = 1) -> AsyncIterator[Clust
 
 async def tokens_of_all(parts: Cluster, at_least: int) -> None:
     """Waits until so many tokens of each request went out."""
-    gateways = [router._requests._custody for router in parts.routers]
+    gateways = [router._requests._registry for router in parts.routers]
     await until(lambda: sum(map(len, gateways)) == len(PROMPTS))
     live = [each for gateway in gateways for each in gateway]
     await until(lambda: all(each.choices[0].readable >= at_least for each in live))
@@ -169,7 +169,7 @@ async def test_a_router_that_relays_and_dies_does_not_take_the_request_with_it(
             await anext(stream)
             relayed = other.attach(stream.request_id)
             await anext(relayed)
-            live = first._requests._custody.get(stream.request_id)
+            live = first._requests._registry.get(stream.request_id)
             assert live is not None
             await until(lambda: live._num_readers == 2)
             stream._reading._hang_up()

@@ -181,7 +181,7 @@ async def test_an_ended_request_frees_its_blocks_within_two_steps(ending: str) -
         elif ending == "cancel":
             await client.cancel("ends")
         else:
-            await until(lambda: not parts.routers[0]._requests._custody.get("ends"))
+            await until(lambda: not parts.routers[0]._requests._registry.get("ends"))
         at_end = link.state.step
         await until(lambda: link.state.num_running == 1)
         assert link.state.step - at_end <= 2

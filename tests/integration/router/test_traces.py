@@ -154,7 +154,7 @@ async def test_a_lost_worker_is_an_attempt_that_failed() -> None:
         [at] = [i for i, held in enumerate(parts.held) if held.num_requests]
         victim, held = parts.workers[at], parts.held[at]
         held.let(10)
-        [live] = parts.routers[0]._requests._custody
+        [live] = parts.routers[0]._requests._registry
         await until(lambda: live.num_tokens >= 5)
         killing = asyncio.create_task(parts.kill_worker(victim))
         await until(lambda: live.worker_id != victim.worker_id)
@@ -187,7 +187,7 @@ async def test_the_trace_goes_on_when_its_gateway_is_lost() -> None:
             work = asyncio.create_task(going)
             await until(lambda: held.num_requests)
             held.let(5)
-            [live] = first._requests._custody
+            [live] = first._requests._registry
             await until(lambda: live.num_tokens >= 3)
             await parts.kill_router(first)
             held.release()

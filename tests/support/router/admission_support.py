@@ -20,8 +20,8 @@ from router.admission.policy import (
     ShortestWork,
 )
 from router.admission.request import Running, Waiting
-from router.admission.scheduler import Placed, Tenure
-from router.admission.throughput import Pace, Work
+from router.admission.scheduler import LeaderState, Placed
+from router.admission.throughput import ThroughputEstimator, Work
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 
@@ -64,9 +64,9 @@ def paced(
     blocks_per_s: float = 0.0,
     rows_per_s: float = 0.0,
     step_s: float = 0.01,
-) -> Pace:
+) -> ThroughputEstimator:
     """Of a worker that has been watched for two seconds."""
-    pace = Pace()
+    pace = ThroughputEstimator()
     for second in range(3):
         steps = round(second / step_s)
         work = Work(
@@ -88,7 +88,7 @@ class Cluster:
     ) -> None:
         self.placement = Placement(config)
         self.slots: dict[str, list[str]] = {}
-        self.tenure = Tenure(
+        self.tenure = LeaderState(
             config,
             Rules.of(config),
             self.placement,
@@ -97,11 +97,15 @@ class Cluster:
             now=0.0,
             fair_share=None if weight_of is None else FairShare(1.0, 2.0, weight_of),
         )
-        self.tenure.roll_call.living(())
+        self.tenure.handover.living(())
         self._epochs = count(1)
 
     def add_worker(
-        self, worker_id: str, load: Load, pace: Pace | None = None, capacity: Capacity = CAPACITY
+        self,
+        worker_id: str,
+        load: Load,
+        pace: ThroughputEstimator | None = None,
+        capacity: Capacity = CAPACITY,
     ) -> None:
         self.placement.join(worker_id, capacity)
         self.placement.report(worker_id, load, now=0.0)

@@ -15,7 +15,7 @@ from everlift.errors import EverliftError
 from everlift.request_id import unnamed
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
-from router.admission.early_rejection import Entrance
+from router.admission.early_rejection import EarlyRejection
 from router.admission.intervals import TICK_S
 from router.admission.load_shedding import Refusal
 from router.admission.request import Wanted
@@ -184,7 +184,7 @@ class VirtualCluster:
         self._leader = Cluster(config)
         self._leader.connect()
         self.tenure = self._leader.tenure
-        self._entrances = [Entrance(config, random.Random(n)) for n in range(num_gateways)]
+        self._entrances = [EarlyRejection(config, random.Random(n)) for n in range(num_gateways)]
         self._lengths = OutputLengths()
         self._epochs = count(1)
         self._asked: dict[str, Asked] = {}
@@ -226,7 +226,7 @@ class VirtualCluster:
         self._asked[asked.name] = asked
         wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:
-            entrance = self._entrance(asked.name)
+            entrance = self._early_rejection(asked.name)
             entrance.admit(asked.name, asked.priority, self.tenure.queued, now)
             entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
         except EverliftError as error:
@@ -263,7 +263,7 @@ class VirtualCluster:
 
     def _refuse(self, refusal: Refusal) -> None:
         name = refusal.waiting.request_id
-        error = self._entrance(name).refuse(
+        error = self._early_rejection(name).refuse(
             name,
             refusal.slug,
             refusal.retry_after_s,
@@ -272,7 +272,7 @@ class VirtualCluster:
         )
         self._refused(self._asked[name], error)
 
-    def _entrance(self, name: str) -> Entrance:
+    def _early_rejection(self, name: str) -> EarlyRejection:
         return self._entrances[crc32(name.encode()) % len(self._entrances)]
 
     def _refused(self, asked: Asked, error: EverliftError) -> None:

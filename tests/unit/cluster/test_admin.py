@@ -20,7 +20,7 @@ from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
 from router.api.grpc.admin_server import AdminServer
 from router.auth.caller import OPEN
 from router.config import RouterConfig
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import LoadReport
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.ledger.ledgers import Clock
@@ -97,8 +97,8 @@ async def router() -> AsyncIterator[Router]:
     server, status = grpc.aio.server(), Emptying(sessions)
     clock = Clock()
     ledger = FailingLedger(clock)
-    rulebook = Rulebook(CONFIG, ledger, ())
-    admin = AdminServer(sessions, rulebook, ledger, lambda _: None)  # type: ignore[arg-type]
+    runtime_policy = RuntimePolicy(CONFIG, ledger, ())
+    admin = AdminServer(sessions, runtime_policy, ledger, lambda _: None)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -8,7 +8,7 @@ import pytest
 
 from everlift.v1.session_pb2 import ClusterLoad, Scaling, WorkerDemand, WorkerStart
 from router.admission.demands import Demand, Demands
-from router.admission.scheduler import Starts
+from router.admission.scheduler import StartingWorkers
 from router.ledger.base import LoadReport
 from router.missing_workers import missing_workers
 from router.placement import unplaced
@@ -54,7 +54,7 @@ def test_nothing_is_said_where_it_is_not_known() -> None:
 
 
 def test_starts_are_counted_until_they_are_over() -> None:
-    starts = Starts()
+    starts = StartingWorkers()
     first = WorkerStart(name="a", seconds=5.0, elapsed_s=30.0)
     starts.hear([first, WorkerStart(name="b", seconds=9.0, elapsed_s=2.0)], 0.0)
     assert [starts.count(now) for now in (4.0, 6.0, 10.0)] == [2, 1, 0]

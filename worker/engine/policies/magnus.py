@@ -9,7 +9,7 @@ from worker.engine.policies.policy import Policy
 from worker.engine.policies.serving_time import BatchSize, ServingTime
 from worker.engine.policies.similar_batches import SimilarBatches, WaitingBatch
 from worker.engine.sequence import Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 
 
 class Magnus(Policy):
@@ -38,7 +38,7 @@ class Magnus(Policy):
     def waiting(self) -> SimilarBatches:
         return self._waiting
 
-    def begin(self, columns: Columns, now: float) -> None:
+    def begin(self, columns: SlotTable, now: float) -> None:
         self._now = now
         self._is_busy = bool(columns.known_by_slot.any()) or self._has_waited()
         self._waiting.begin(now)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from worker.engine.plan import Ints
 from worker.engine.sequence import Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 
 
 class Waiting(Protocol):
@@ -59,7 +59,7 @@ class Policy(ABC):
         """Who is admitted next, beside ``num_running`` in the batch. It stays in ``waiting``, and
         nobody overtakes it while there is no room for it. None: for now nobody is."""
 
-    def begin(self, columns: Columns, now: float) -> None:
+    def begin(self, columns: SlotTable, now: float) -> None:
         """A step begins, and all that the ones before it drew is in ``columns``."""
         return
 

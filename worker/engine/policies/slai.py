@@ -18,7 +18,7 @@ from worker.engine.plan import Ints
 from worker.engine.policies.longest_step import LongestStep
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 from worker.engine.waiting import WaitingLine
 
 
@@ -48,7 +48,7 @@ class Slai(Policy):
     def waiting(self) -> WaitingLine:
         return self._waiting
 
-    def begin(self, columns: Columns, now: float) -> None:
+    def begin(self, columns: SlotTable, now: float) -> None:
         num_known = columns.known_by_slot
         self._longest_step.begin(now, is_busy=bool(num_known.any()))
         self._came[num_known != self._num_known] = now

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from everlift.v1 import session_pb2 as pb
-from router.leader.server import Lines
+from router.leader.server import LeaderServer
 from tests.support.in_process import until
 
 
@@ -28,7 +28,7 @@ class Heard:
 class Line:
     """One gateway's line: what it says, and what it is told."""
 
-    def __init__(self, lines: Lines, name: str) -> None:
+    def __init__(self, lines: LeaderServer, name: str) -> None:
         self.said: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()
         self.said.put_nowait(pb.GatewayMessage(router_id=name, withdraw=["hello"]))
         self.told: list[pb.LeaderMessage] = []
@@ -41,7 +41,7 @@ class Line:
         while (message := await self.said.get()) is not None:
             yield message
 
-    async def _listen(self, lines: Lines) -> None:
+    async def _listen(self, lines: LeaderServer) -> None:
         async with aclosing(lines.converse(self._messages())) as answers:
             async for message in answers:
                 self.told.append(message)
@@ -53,7 +53,7 @@ class Line:
 
 async def test_a_line_is_heard_and_told_until_the_gateway_hangs_up() -> None:
     heard = Heard()
-    lines = Lines(heard)
+    lines = LeaderServer(heard)
     line = Line(lines, "g")
     await until(lambda: heard.words == ["g connected", "g says hello"])
     lines.tell("g", pb.LeaderMessage(queued=7))
@@ -67,7 +67,7 @@ async def test_a_line_is_heard_and_told_until_the_gateway_hangs_up() -> None:
 
 async def test_a_leader_that_resigns_ends_every_line() -> None:
     heard = Heard()
-    lines = Lines(heard)
+    lines = LeaderServer(heard)
     both = [Line(lines, "a"), Line(lines, "b")]
     await until(lambda: len(lines.gateways) == 2)
     lines.hang_up()
@@ -78,7 +78,7 @@ async def test_a_leader_that_resigns_ends_every_line() -> None:
 
 async def test_of_two_lines_of_one_gateway_the_newer_one_counts() -> None:
     heard = Heard()
-    lines = Lines(heard)
+    lines = LeaderServer(heard)
     old = Line(lines, "g")
     await until(lambda: "g says hello" in heard.words)
     heard.words.clear()
@@ -96,14 +96,14 @@ async def test_of_two_lines_of_one_gateway_the_newer_one_counts() -> None:
 
 async def test_who_does_not_say_its_name_is_not_heard() -> None:
     heard = Heard()
-    line = Line(Lines(heard), "")
+    line = Line(LeaderServer(heard), "")
     await until(lambda: line.is_over)
     assert not heard.words
 
 
 async def test_who_has_much_to_tell_leaves_the_others_their_turns() -> None:
     heard = Heard()
-    lines = Lines(heard)
+    lines = LeaderServer(heard)
     loud, quiet = Line(lines, "loud"), Line(lines, "quiet")
     for number in range(100):
         loud.say(f"{number}")

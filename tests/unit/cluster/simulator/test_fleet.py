@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.event_loop import now
 from router.heartbeat import Fleet
 from router.hedged_call import first_answer
-from router.leader.policy_store import Rulebook
+from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Membership
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.in_process import until
@@ -99,7 +99,7 @@ class Replica:
             self.leader,  # type: ignore[arg-type]
             self.line,  # type: ignore[arg-type]
             self.gateway,
-            Rulebook(CONFIG, self.ledger, ()),
+            RuntimePolicy(CONFIG, self.ledger, ()),
         )
 
 

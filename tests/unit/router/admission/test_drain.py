@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.throughput import Drain
+from router.admission.throughput import DrainRate
 
 
 def drained(
-    seconds: int, tokens: int, *, drain: Drain | None = None, num_queued: int = 5, workers: int = 2
-) -> Drain:
+    seconds: int,
+    tokens: int,
+    *,
+    drain: DrainRate | None = None,
+    num_queued: int = 5,
+    workers: int = 2,
+) -> DrainRate:
     """Of a queue that a request of so many tokens leaves five times a second."""
-    drain = drain or Drain()
+    drain = drain or DrainRate()
     for tick in range(5 * seconds + 1):
         drain.measure(num_queued, workers, tick / 5)
         drain.left(tokens)
@@ -27,9 +32,9 @@ def test_what_leaves_while_others_wait_is_the_rate_of_so_many_workers() -> None:
 
 
 def test_nothing_is_known_of_a_queue_that_is_empty_or_was_in_between() -> None:
-    assert not Drain().is_known
+    assert not DrainRate().is_known
     assert not drained(10, tokens=40, num_queued=0).is_known
-    drain = Drain()
+    drain = DrainRate()
     for tick in range(50):
         drain.measure(5, 2, tick / 5)
         drain.left(40)
@@ -48,7 +53,7 @@ def test_the_rate_follows_a_change() -> None:
 
 @pytest.mark.parametrize("every", [5, 60, 600])
 def test_of_a_slow_queue_the_rate_is_known_also_between_two_departures(every: int) -> None:
-    drain, rates = Drain(), list[float]()
+    drain, rates = DrainRate(), list[float]()
     for second in range(20 * every):
         drain.measure(5, 1, second)
         rates.append(drain.requests_per_s(1))

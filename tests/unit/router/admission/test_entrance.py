@@ -9,7 +9,7 @@ import pytest
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
 from everlift.request_id import unnamed
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.early_rejection import Entrance, Retrying
+from router.admission.early_rejection import EarlyRejection, RetryLimiter
 from router.admission.request import Wanted
 from router.config import RouterConfig
 
@@ -21,15 +21,15 @@ AT_ANY_TIME = Wanted()
 BUSY = Outlook(tokens_per_s=100.0, waits=[ClassWait(work_tokens=1000)])
 
 
-def entrance(outlook: Outlook = BUSY, **settings: object) -> Entrance:
+def entrance(outlook: Outlook = BUSY, **settings: object) -> EarlyRejection:
     config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
-    made = Entrance(config, Random(1))
+    made = EarlyRejection(config, Random(1))
     made.outlook = outlook
     return made
 
 
 def admit(
-    entrance: Entrance,
+    entrance: EarlyRejection,
     name: str = "r",
     priority: int = 0,
     wanted: Wanted = AT_ANY_TIME,
@@ -149,7 +149,7 @@ def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:
 
 
 def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
-    retrying = Retrying(rate=1.0, burst=1.0)
+    retrying = RetryLimiter(rate=1.0, burst=1.0)
     for name in ("a/1", "a/2", "a/3", "b/1"):
         retrying.refused(name, 0.0, 100.0)
     assert retrying.too_soon_s("a/1", now=0.0) == 0.0
@@ -159,7 +159,7 @@ def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
 
 
 def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
-    retrying = Retrying(rate=0.0, burst=2000.0)
+    retrying = RetryLimiter(rate=0.0, burst=2000.0)
     for now in range(1000):
         retrying.refused("r", now, now + 3600.0)
         assert retrying.too_soon_s("r", now) == 0.0
@@ -168,7 +168,7 @@ def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
 
 def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
-    retrying = Retrying(rate=0.0, burst=0.0)
+    retrying = RetryLimiter(rate=0.0, burst=0.0)
     for number in range(100):
         retrying.refused(f"t{number}/r", 0.0, 50.0)
         retrying.too_soon_s(f"t{number}/r", now=0.0)
@@ -181,7 +181,7 @@ def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
 ) -> None:
     """Otherwise a flood of them would let in requests that come too soon."""
     monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
-    retrying = Retrying(rate=0.0, burst=0.0)
+    retrying = RetryLimiter(rate=0.0, burst=0.0)
     retrying.refused("r", 0.0, 50.0)
     for number in range(100):
         retrying.refused(unnamed(str(number)), 0.0, 50.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.admission.throughput import Pace
+from router.admission.throughput import ThroughputEstimator
 from router.admission.workers import Load
 from router.config import RouterConfig
 from tests.support.router.admission_support import CONFIG, Cluster, paced
@@ -12,7 +12,9 @@ from tests.support.router.admission_support import CONFIG, Cluster, paced
 FULL = Load(1, num_running=4, num_waiting=2, blocks_used=60)
 
 
-def full(load: Load = FULL, pace: Pace | None = None, config: RouterConfig = CONFIG) -> Cluster:
+def full(
+    load: Load = FULL, pace: ThroughputEstimator | None = None, config: RouterConfig = CONFIG
+) -> Cluster:
     """Four requests run on the only worker; two more wait there."""
     cluster = Cluster(config)
     cluster.add_worker("w", load, pace or paced())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.wait_estimate import ForeseenWait
+from router.admission.wait_estimate import EstimatedWait
 
 OUTLOOK = Outlook(
     waits=[ClassWait(priority=5, work_tokens=100), ClassWait(priority=0, work_tokens=400)],
@@ -12,7 +12,7 @@ OUTLOOK = Outlook(
 
 
 def test_a_cluster_that_has_shown_nothing_yet_is_taken_for_a_slow_one() -> None:
-    wait = ForeseenWait()
+    wait = EstimatedWait()
     assert [wait.come(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
     wait.hear(Outlook(waits=OUTLOOK.waits))
     assert wait.come(0, 500) == 0.4
@@ -20,13 +20,13 @@ def test_a_cluster_that_has_shown_nothing_yet_is_taken_for_a_slow_one() -> None:
 
 def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:
     for priority, wait_s in ((9, 0.0), (5, 1.0), (3, 1.0), (0, 4.0), (-1, 4.0)):
-        wait = ForeseenWait()
+        wait = EstimatedWait()
         wait.hear(OUTLOOK)
         assert wait.come(priority, 7) == wait_s
 
 
 def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_them() -> None:
-    wait = ForeseenWait()
+    wait = EstimatedWait()
     wait.hear(OUTLOOK)
     assert [wait.come(0, 50) for _ in range(3)] == [4.0, 4.5, 5.0]
     assert wait.come(5, 200) == 1.0
@@ -37,7 +37,7 @@ def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_the
 
 def test_a_cluster_that_has_lost_its_workers_will_be_as_fast_as_it_was() -> None:
     """Who came meanwhile would give way to later ones for as long as a slow one takes."""
-    wait = ForeseenWait()
+    wait = EstimatedWait()
     wait.hear(Outlook(tokens_per_s=50_000.0))
     wait.hear(Outlook(waits=[ClassWait(priority=0, work_tokens=100_000)]))
     assert wait.come(0, 7) == 2.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.throughput import Pace
+from router.admission.throughput import ThroughputEstimator
 from router.admission.workers import Load
 from tests.support.router.admission_support import Cluster, paced
 
@@ -19,9 +19,9 @@ TIGHT = Load(1, num_running=1, blocks_used=45)
 
 
 def starved(
-    home: Pace,
+    home: ThroughputEstimator,
     target: Load = ROOMY,
-    pace: Pace | None = None,
+    pace: ThroughputEstimator | None = None,
     weight_of: Callable[[str], float] | None = None,
 ) -> Cluster:
     """One request is preempted at home; another worker may have room."""
@@ -53,13 +53,13 @@ def test_where_nothing_comes_free_it_moves_at_any_price() -> None:
 
 
 def test_a_home_that_nobody_has_watched_yet_keeps_it() -> None:
-    assert not starved(Pace()).moves()
+    assert not starved(ThroughputEstimator()).moves()
 
 
 def test_a_target_that_has_computed_nothing_yet_is_taken_for_as_fast_as_the_home() -> None:
-    assert starved(paced(blocks_per_s=4), pace=Pace()).moves() == [("r", "other")]
+    assert starved(paced(blocks_per_s=4), pace=ThroughputEstimator()).moves() == [("r", "other")]
     slow_home = paced(blocks_per_s=4, tokens_per_s=100)
-    assert not starved(slow_home, pace=Pace()).moves()
+    assert not starved(slow_home, pace=ThroughputEstimator()).moves()
 
 
 @pytest.mark.parametrize(

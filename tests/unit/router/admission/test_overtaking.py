@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Waiting
-from router.admission.wait_stats import Overtaking
+from router.admission.wait_stats import BypassCounter
 
 
 @given(st.lists(st.integers(0, 200), unique=True), st.integers(0, 200))
 def test_larger_tickets_that_left_are_counted(left: list[int], oldest: int) -> None:
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
-        overtaking = Overtaking()
+        overtaking = BypassCounter()
         for number, ticket in enumerate(left):
             overtaking.leave(ticket)
             for asked in range(0, 210, 7):

@@ -6,7 +6,7 @@ import pytest
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2 as pb
-from router.admission.throughput import Pace, Work, slow, spared_tokens
+from router.admission.throughput import ThroughputEstimator, Work, slow, spared_tokens
 from router.admission.workers import Load
 from tests.support.worker.worker_support import engine, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
@@ -16,7 +16,7 @@ class Worker:
     """Says something every ``beat`` seconds."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = ThroughputEstimator()
         self.now = 0.0
         self.work = Work()
         self.pace.measure(self.work, False, self.now)
@@ -55,7 +55,7 @@ def are_slow(*workers: Worker, now: float) -> set[str]:
 
 
 def test_nothing_is_known_of_who_has_done_nothing() -> None:
-    pace = Pace()
+    pace = ThroughputEstimator()
     assert (pace.step_s, pace.prefill_rate, pace.free_rate) == (0.0, None, None)
     assert pace.most_step_s(1) == float("inf")
 
@@ -142,7 +142,7 @@ def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
 def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
     """What comes and what waits is counted with whole prompts, so that a rate without them asks for
     several times as many workers."""
-    pace = Pace()
+    pace = ThroughputEstimator()
     for second in range(60):
         state = pb.WorkerState(step=second, computed_tokens=20 * second, busy_s=second)
         state.counters.prefix_hit_tokens = 200 * second

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.admission.handover import RollCall
+from router.admission.handover import QueueHandover
 from router.admission.request import Key
 
 
@@ -10,14 +10,14 @@ def key(arrived: float, priority: int = 0) -> Key:
     return (-priority, arrived, "r")
 
 
-def roll_call(*living: str) -> RollCall:
-    call = RollCall(now=0.0, patience_s=1.0)
+def handover(*living: str) -> QueueHandover:
+    call = QueueHandover(now=0.0, patience_s=1.0)
     call.living(living)
     return call
 
 
 def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
-    call = RollCall(now=0.0, patience_s=1.0)
+    call = QueueHandover(now=0.0, patience_s=1.0)
     call.connect("a", 0.0)
     call.complete("a")
     assert not call.allows(key(1.0), 0.9)
@@ -26,7 +26,7 @@ def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
 
 
 def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
-    call = roll_call("a", "b")
+    call = handover("a", "b")
     for gateway, arrived in (("a", 3.0), ("b", 2.0)):
         call.connect(gateway, 0.0)
         assert not call.allows(key(1.0), 0.0)
@@ -39,7 +39,7 @@ def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
 
 
 def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
-    call = roll_call("a")
+    call = handover("a")
     call.connect("a", 0.0)
     call.told("a", key(9.0, priority=1), 0.0)
     assert call.allows(key(5.0, priority=1), 0.0)
@@ -47,7 +47,7 @@ def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
 
 
 def test_news_of_something_old_does_not_set_the_mark_back() -> None:
-    call = roll_call("a")
+    call = handover("a")
     call.connect("a", 0.0)
     call.told("a", key(5.0), 0.0)
     call.told("a", key(1.0), 0.0)
@@ -55,7 +55,7 @@ def test_news_of_something_old_does_not_set_the_mark_back() -> None:
 
 
 def test_a_living_gateway_that_does_not_come_is_waited_for_and_no_longer() -> None:
-    call = roll_call("a", "dead")
+    call = handover("a", "dead")
     call.connect("a", 0.0)
     call.complete("a")
     assert call.is_gathering(0.9) and not call.allows(key(1.0), 0.9)
@@ -63,7 +63,7 @@ def test_a_living_gateway_that_does_not_come_is_waited_for_and_no_longer() -> No
 
 
 def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
-    call = roll_call("a", "dying")
+    call = handover("a", "dying")
     call.connect("a", 0.0)
     call.complete("a")
     assert not call.allows(key(1.0), 0.1)
@@ -72,7 +72,7 @@ def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
 
 
 def test_a_gateway_that_falls_silent_while_it_tells_holds_up_nobody_for_long() -> None:
-    call = roll_call("a")
+    call = handover("a")
     call.connect("a", 0.0)
     call.told("a", key(1.0), 0.5)
     assert not call.allows(key(2.0), 1.4)
@@ -82,7 +82,7 @@ def test_a_gateway_that_falls_silent_while_it_tells_holds_up_nobody_for_long() -
 
 
 def test_a_gateway_that_comes_again_tells_from_the_beginning() -> None:
-    call = roll_call("a")
+    call = handover("a")
     call.connect("a", 0.0)
     call.complete("a")
     call.disconnect("a")

@@ -16,7 +16,7 @@ from everlift.v1 import session_pb2
 from router import console
 from router.admission.policy import ORDERS, Rules
 from router.config import RouterConfig
-from router.leader.policy_store import SETTINGS, Rulebook
+from router.leader.policy_store import SETTINGS, RuntimePolicy
 from router.ledger.base import ClusterPolicy
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.ledger.ledgers import Clock
@@ -47,11 +47,11 @@ class Replica:
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger = ledger
         self.subject, self.engines = Subject(), Engines()
-        self.rulebook = Rulebook(CONFIG, ledger, [self.subject], [self.engines])
+        self.runtime_policy = RuntimePolicy(CONFIG, ledger, [self.subject], [self.engines])
 
     async def beat(self) -> None:
         membership = await self.ledger.beat("gateway", "here:1", 1.0)
-        await self.rulebook.keep_up(membership.policy_version)
+        await self.runtime_policy.keep_up(membership.policy_version)
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def replica(ledger: MemoryLedger) -> Replica:
 
 async def test_where_nothing_was_set_the_configuration_holds(replica: Replica) -> None:
     await replica.beat()
-    assert (replica.rulebook.rules, replica.subject.obeyed) == (CONFIGURED, [])
+    assert (replica.runtime_policy.rules, replica.subject.obeyed) == (CONFIGURED, [])
 
 
 async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
     replica: Replica,
 ) -> None:
     other = Replica(replica.ledger)
-    assert (await other.rulebook.set(CHANGES)).overridden == ("order", "max_queued")
+    assert (await other.runtime_policy.set(CHANGES)).overridden == ("order", "max_queued")
     assert other.subject.obeyed == [SET]
     await replica.beat()
     await replica.beat()
@@ -83,13 +83,13 @@ async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
 async def test_another_configuration_takes_effect_where_operators_set_nothing(
     replica: Replica,
 ) -> None:
-    replica.rulebook.configure(replace(CONFIG, order="deadline", max_queued=77))
+    replica.runtime_policy.configure(replace(CONFIG, order="deadline", max_queued=77))
     assert replica.subject.obeyed == [Rules.of(replace(CONFIG, order="deadline", max_queued=77))]
-    await replica.rulebook.set(CHANGES)
-    replica.rulebook.configure(replace(CONFIG, max_queued=88, queue_ttl=9.0))
+    await replica.runtime_policy.set(CHANGES)
+    replica.runtime_policy.configure(replace(CONFIG, max_queued=88, queue_ttl=9.0))
     assert replica.subject.obeyed[-1] == replace(SET, queue_ttl=9.0)
-    await replica.rulebook.set(dict.fromkeys(CHANGES))
-    assert replica.rulebook.rules == Rules.of(replace(CONFIG, max_queued=88, queue_ttl=9.0))
+    await replica.runtime_policy.set(dict.fromkeys(CHANGES))
+    assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=88, queue_ttl=9.0))
 
 
 async def test_engines_are_told_their_policy_under_the_version_of_all_that_was_set(
@@ -97,7 +97,7 @@ async def test_engines_are_told_their_policy_under_the_version_of_all_that_was_s
 ) -> None:
     versions = []
     for changes in ({"engine_policy": "slai"}, {"max_queued": 500}, {"engine_policy": None}):
-        await replica.rulebook.set(changes)
+        await replica.runtime_policy.set(changes)
         versions.append((await replica.ledger.policy()).version)
     assert replica.engines.told == [*zip(versions, ("slai", "slai", "default"), strict=True)]
     assert versions == sorted({*versions})
@@ -107,38 +107,38 @@ async def test_a_policy_that_is_not_known_here_may_be_known_to_workers(replica: 
     policy = await replica.ledger.set_policy({"engine_policy": "newer"})
     await replica.beat()
     assert replica.engines.told == [(policy.version, "newer")]
-    assert replica.rulebook.holding.values["engine_policy"] == "default"
+    assert replica.runtime_policy.holding.values["engine_policy"] == "default"
 
 
 async def test_a_name_that_no_policy_has_is_told_the_nearest_one(replica: Replica) -> None:
     with pytest.raises(SettingsError, match="slai, static, magnus, not 'statik'; did you mean st"):
-        await replica.rulebook.set({"engine_policy": "statik"})
+        await replica.runtime_policy.set({"engine_policy": "statik"})
     assert replica.engines.told == []
 
 
 async def test_a_router_that_starts_finds_what_was_set(replica: Replica) -> None:
-    await replica.rulebook.set(CHANGES)
+    await replica.runtime_policy.set(CHANGES)
     started = Replica(replica.ledger)
     await started.beat()
-    assert started.rulebook.rules == SET
+    assert started.runtime_policy.rules == SET
 
 
 async def test_what_is_taken_back_is_as_configured_and_nothing_given_changes_nothing(
     replica: Replica,
 ) -> None:
-    await replica.rulebook.set(CHANGES)
-    await replica.rulebook.set({})
-    assert replica.rulebook.rules == SET
-    await replica.rulebook.set({"order": None})
-    assert replica.rulebook.rules == Rules.of(replace(CONFIG, max_queued=500))
-    await replica.rulebook.set({"max_queued": None})
-    assert replica.rulebook.rules == CONFIGURED
+    await replica.runtime_policy.set(CHANGES)
+    await replica.runtime_policy.set({})
+    assert replica.runtime_policy.rules == SET
+    await replica.runtime_policy.set({"order": None})
+    assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=500))
+    await replica.runtime_policy.set({"max_queued": None})
+    assert replica.runtime_policy.rules == CONFIGURED
     assert len(replica.subject.obeyed) == 3
-    assert replica.rulebook.holding.overridden == ()
+    assert replica.runtime_policy.holding.overridden == ()
 
 
 async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> None:
-    await replica.rulebook.set(CHANGES)
+    await replica.runtime_policy.set(CHANGES)
     replica.ledger._policy = ClusterPolicy()
     await replica.beat()
     policy = await replica.ledger.policy()
@@ -151,8 +151,8 @@ async def test_what_is_not_known_here_is_as_configured(replica: Replica) -> None
     texts = {"order": "newer", "newer": "1", "lease": "9", "patience": "-1", "max_queued": "500"}
     await replica.ledger.set_policy(texts)
     await replica.beat()
-    assert replica.rulebook.rules == Rules.of(replace(CONFIG, max_queued=500))
-    assert replica.rulebook.holding.overridden == ("max_queued",)
+    assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=500))
+    assert replica.runtime_policy.holding.overridden == ("max_queued",)
 
 
 async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
@@ -170,13 +170,13 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
         "engine_policy": "slai",
     }
     assert tuple(said) == SETTINGS
-    assert (await replica.rulebook.set(said)).values == said
+    assert (await replica.runtime_policy.set(said)).values == said
     other = Replica(replica.ledger)
     await other.beat()
-    assert other.rulebook.holding == replica.rulebook.holding
+    assert other.runtime_policy.holding == replica.runtime_policy.holding
     assert other.engines.told == replica.engines.told
     del said["engine_policy"]
-    assert other.rulebook.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]
+    assert other.runtime_policy.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]
 
 
 def test_the_console_offers_what_there_is_to_choose_from() -> None:
@@ -207,5 +207,5 @@ async def test_what_cannot_be_configured_cannot_be_set(
     replica: Replica, name: str, value: object
 ) -> None:
     with pytest.raises(SettingsError, match=name):
-        await replica.rulebook.set({"max_queued": 5, name: value})
+        await replica.runtime_policy.set({"max_queued": 5, name: value})
     assert await replica.ledger.policy() == ClusterPolicy()

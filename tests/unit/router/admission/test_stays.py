@@ -12,7 +12,7 @@ from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Waiting
-from router.admission.wait_stats import Arrival, Obstacle, Stays, overtaken
+from router.admission.wait_stats import Arrival, Obstacle, WaitStatistics, overtaken
 
 
 def waiting(request_id: str, priority: int = 0, accepted: bool = False) -> Waiting:
@@ -20,7 +20,7 @@ def waiting(request_id: str, priority: int = 0, accepted: bool = False) -> Waiti
 
 
 def told(
-    stays: Stays, arrival: Arrival, of: Waiting, now: float, in_turns: bool = False
+    stays: WaitStatistics, arrival: Arrival, of: Waiting, now: float, in_turns: bool = False
 ) -> session_pb2.Stay:
     return stays.told(arrival, of, "fifo", now, in_turns=in_turns)
 
@@ -37,7 +37,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
 ) -> None:
     """Each move lets somebody come, and often one of those that wait leave."""
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
-        stays = Stays()
+        stays = WaitStatistics()
         left: list[tuple[int, Waiting]] = []
         there: list[tuple[int, Waiting, Arrival, int]] = []
         for number, (which, priority, is_accepted) in enumerate(moves):
@@ -63,7 +63,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
 
 
 def test_what_holds_the_queue_up_is_told_by_its_time() -> None:
-    stays, one = Stays(), waiting("r")
+    stays, one = WaitStatistics(), waiting("r")
     stays.look(Obstacle.NO_WORKER, 0.0)
     arrival = stays.come(one, 0, 2.0)
     stays.look(Obstacle.LEADER, 5.0)
@@ -81,7 +81,7 @@ def test_what_holds_the_queue_up_is_told_by_its_time() -> None:
 
 
 def test_another_ones_turn_as_the_next_is_not_its_own() -> None:
-    stays, one = Stays(), waiting("r")
+    stays, one = WaitStatistics(), waiting("r")
     arrival = stays.come(one, 0, 1.0)
     stays.is_next("r", 2.0)
     stays.is_next("other", 3.0)
@@ -89,7 +89,7 @@ def test_another_ones_turn_as_the_next_is_not_its_own() -> None:
 
 
 def test_where_tenants_take_turns_these_are_the_reason() -> None:
-    stays, one, other = Stays(), waiting("a/1"), waiting("b/1")
+    stays, one, other = WaitStatistics(), waiting("a/1"), waiting("b/1")
     arrival = stays.come(one, 0, 1.0)
     stays.leave(stays.come(other, 1, 2.0), other)
     queue = told(stays, arrival, one, 3.0, in_turns=True).queue
@@ -97,7 +97,7 @@ def test_where_tenants_take_turns_these_are_the_reason() -> None:
 
 
 def test_a_tenant_hears_of_its_own_requests_alone() -> None:
-    stays, one = Stays(), waiting("a/1")
+    stays, one = WaitStatistics(), waiting("a/1")
     stays.leave(stays.come(waiting("a/0"), 0, 0.0), waiting("a/0"))
     arrival = stays.come(one, 0, 1.0)
     for number in range(20):
@@ -123,7 +123,7 @@ def test_of_a_queue_it_is_told_who_left_first() -> None:
 
 
 def test_who_comes_again_is_the_next_one_anew() -> None:
-    stays, one = Stays(), waiting("r")
+    stays, one = WaitStatistics(), waiting("r")
     stays.leave(stays.come(one, 0, 0.0), one)
     stays.is_next("r", 1.0)
     arrival = stays.come(one, 0, 5.0)

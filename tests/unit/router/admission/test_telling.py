@@ -8,7 +8,7 @@ import pytest
 
 from everlift.v1 import session_pb2 as pb
 from router.admission import handover as module
-from router.admission.handover import Telling
+from router.admission.handover import HandoverSender
 from router.admission.policy import Fifo
 
 
@@ -22,8 +22,8 @@ def runs(request_id: str, **fields: object) -> pb.Running:
 
 def telling(
     waiting: Iterable[pb.Waiting] = (), running: Iterable[pb.Running] = (), generation: str = ""
-) -> Telling:
-    return Telling("router", waiting, running, generation, Fifo())
+) -> HandoverSender:
+    return HandoverSender("router", waiting, running, generation, Fifo())
 
 
 def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
@@ -37,7 +37,7 @@ def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
     return words
 
 
-def rest(this: Telling) -> Iterator[pb.GatewayMessage]:
+def rest(this: HandoverSender) -> Iterator[pb.GatewayMessage]:
     while this:
         yield this.part()
 

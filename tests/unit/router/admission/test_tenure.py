@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everlift.v1 import inference_pb2
 from everlift.v1 import session_pb2 as pb
-from router.admission.handover import Telling
+from router.admission.handover import HandoverSender
 from router.admission.policy import Rules, key_of, policy_of
 from router.admission.request import Key, Waiting
 from router.admission.scheduler import Placed
@@ -182,7 +182,7 @@ class Teller:
         self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
         early = [it for it in self.waiting.values() if it not in self.late]
         early.sort(key=lambda it: key(order, it))
-        self.telling = Telling(name, early, (), "", policy_of(order, CONFIG))
+        self.telling = HandoverSender(name, early, (), "", policy_of(order, CONFIG))
 
     def parts(self) -> Iterator[pb.GatewayMessage]:
         while self.telling:
@@ -215,7 +215,7 @@ def _call_the_roll(
     cluster = Cluster(replace(CONFIG, order=order))
     cluster.add_worker("w", Load(1), capacity=HUGE)
     tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
-    cluster.tenure.roll_call.living([teller.name for teller in tellers])
+    cluster.tenure.handover.living([teller.name for teller in tellers])
     late_ones = {it.request_id for teller in tellers for it in teller.late}
     speaking = {teller.name: teller.parts() for teller in tellers}
     told: list[str] = []

@@ -8,8 +8,8 @@ import pytest
 
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
-from router.admission.throughput import Least, Pace, Work
-from router.admission.wait_estimate import WaitPredictor
+from router.admission.throughput import Least, ThroughputEstimator, Work
+from router.admission.wait_estimate import WaitEstimator
 from router.admission.workers import Capacity, Load, WorkerView
 from tests.support.router.admission_support import waiting
 
@@ -28,15 +28,15 @@ def known(step_time: Roofline = ROOFLINE) -> FittedStepTime:
 
 
 def worker(load: Load | None = None, fit: FittedStepTime | None = None) -> WorkerView:
-    pace = Pace()
+    pace = ThroughputEstimator()
     pace.measure(Work(), False, 0.0)
     pace.measure(Work(1, 4, busy_s=1.0, num_rows=1, kv_tokens=200, num_pairs=800), False, 1.0)
     load = load or Load(1)
     return WorkerView(CAPACITY, load, fit or known(), pace)
 
 
-def forecast_of(*workers: WorkerView) -> WaitPredictor:
-    forecast = WaitPredictor({f"w{number}": it for number, it in enumerate(workers)})
+def forecast_of(*workers: WorkerView) -> WaitEstimator:
+    forecast = WaitEstimator({f"w{number}": it for number, it in enumerate(workers)})
     forecast.look(0, now=0.0)
     return forecast
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from everlift.v1.session_pb2 import Counts, LatencyCounts
-from router.console.counting import Census
+from router.console.counting import Aggregates
 from router.console.failures import Failed, Failures
 from router.console.history import History
 from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
@@ -119,7 +119,7 @@ def counts(router_id: str, completed: int, ttft: tuple[int, int], **failures: in
 
 
 def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
-    census = Census("a", {"ttft": (1.0, inf)})
+    census = Aggregates("a", {"ttft": (1.0, inf)})
     census.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
     census.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
     assert census.totals()["completed"] == 105
@@ -136,7 +136,7 @@ def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
 
 
 def test_buckets_of_another_release_say_nothing() -> None:
-    census = Census("a", {"ttft": (1.0, inf)})
+    census = Aggregates("a", {"ttft": (1.0, inf)})
     for number in range(2):
         other = counts("b", number, (0, 0))
         other.latencies[0].cumulative.append(number)

@@ -13,7 +13,7 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy
 from router.config import RouterConfig
 from router.event_loop import now
-from router.leader.client import AdmissionLine
+from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.ledger.entry import Entry, State
 from router.ledger.memory.memory import MemoryLedger
@@ -39,7 +39,7 @@ class Gateway:
         self.made = 0
         self.heard: list[str] = []
         self.outlooks: list[pb.Outlook] = []
-        self.line = AdmissionLine(name, leader, GRPC)
+        self.line = LeaderClient(name, leader, GRPC)
         self.line.serve(self)
 
     def waiting(self, order: Policy) -> Iterator[pb.Waiting]:

@@ -11,7 +11,7 @@ import pytest
 
 from router import event_loop
 from router.ledger.entry import Append, Appended
-from router.requests.token_writer import Answered, Appender
+from router.requests.token_writer import Answered, LedgerAppender
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 #: After this many seconds an answer is late.
@@ -55,7 +55,7 @@ class Flow:
     def __post_init__(self) -> None:
         self.process = self.clock.process("router")
         ledger = RemoteLedger(self.process, self.takes_s)
-        self.appender = Appender(ledger, self.answered, self.is_away)  # type: ignore[arg-type]
+        self.appender = LedgerAppender(ledger, self.answered, self.is_away)  # type: ignore[arg-type]
         self.process.create_task(self.appender.run())
 
     def answered(self, answered: Sequence[Answered]) -> None:

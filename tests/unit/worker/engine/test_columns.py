@@ -11,7 +11,7 @@ from tests.support.worker.worker_support import limits
 from worker.engine.outcome import Stop
 from worker.engine.plan import RowResult
 from worker.engine.sequence import Sequence
-from worker.engine.slot_table import Columns
+from worker.engine.slot_table import SlotTable
 
 
 def bench() -> Bench:
@@ -52,7 +52,7 @@ def test_rows_of_a_plan_have_the_blocks_of_their_sequences() -> None:
         this.commit(this.scheduler.schedule())
 
 
-Damage = Callable[[Columns, Sequence], object]
+Damage = Callable[[SlotTable, Sequence], object]
 
 
 @pytest.mark.parametrize(

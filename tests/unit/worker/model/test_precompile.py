@@ -14,7 +14,7 @@ from worker.model.panels import panel_packing, pays
 from worker.model.precompile import precompile
 from worker.model.stack import stack_library
 from worker.native import native
-from worker.native.argmax import choose_largest
+from worker.native.argmax import choose_argmax
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_what_a_decoder_wants_is_there(dtype: torch.dtype, monkeypatch: pytest.M
     monkeypatch.setattr(native, "compiled", refuse)
     compiled_kernel(64, dtype)
     choose_pointwise(dtype, CPU)
-    choose_largest(CPU)
+    choose_argmax(CPU)
     if dtype == torch.bfloat16 and pays():
         panel_packing()
         stack_library(64)

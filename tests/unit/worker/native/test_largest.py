@@ -11,10 +11,10 @@ import torch
 from worker.native.argmax import (
     NOT_FINITE,
     NOTHING_LEFT,
-    CompiledLargest,
-    Largest,
-    choose_largest,
-    largest_by_torch,
+    Argmax,
+    CompiledArgmax,
+    argmax_by_torch,
+    choose_argmax,
 )
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def compiled() -> CompiledLargest:
-    found = choose_largest(CPU)
-    if not isinstance(found, CompiledLargest):
+def compiled() -> CompiledArgmax:
+    found = choose_argmax(CPU)
+    if not isinstance(found, CompiledArgmax):
         pytest.skip("no compiler")
     return found
 
@@ -43,18 +43,18 @@ def test_it_is_torchs_with_many_that_are_equal(width: int) -> None:
     # bf16 has few values: the largest are several, and the first of them counts.
     logits = torch.randn(200, width, generator=generator).bfloat16().float()
     values, tokens = compiled()(logits)
-    expected_values, expected_tokens = largest_by_torch(logits)
+    expected_values, expected_tokens = argmax_by_torch(logits)
     assert torch.equal(values, expected_values)
     assert torch.equal(tokens, expected_tokens)
     part = logits[:, : width // 2 + 1]
-    assert torch.equal(compiled()(part)[1], largest_by_torch(part)[1])
+    assert torch.equal(compiled()(part)[1], argmax_by_torch(part)[1])
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(tokens, first)
 
 
-@pytest.mark.parametrize("find", [compiled, lambda: largest_by_torch], ids=["compiled", "torch"])
+@pytest.mark.parametrize("find", [compiled, lambda: argmax_by_torch], ids=["compiled", "torch"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_without_a_largest_are_marked(find: Callable[[], Largest], width: int) -> None:
+def test_rows_without_a_largest_are_marked(find: Callable[[], Argmax], width: int) -> None:
     ordinary = torch.zeros(width)
     for at in {0, width // 2, width - 1}:
         rows = {math.nan: NOT_FINITE, math.inf: NOT_FINITE, -math.inf: 0}
@@ -71,4 +71,4 @@ def test_rows_without_a_largest_are_marked(find: Callable[[], Largest], width: i
 
 
 def test_elsewhere_than_on_a_cpu_it_is_torchs() -> None:
-    assert choose_largest(torch.device("cuda")) is largest_by_torch
+    assert choose_argmax(torch.device("cuda")) is argmax_by_torch

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from everlift.v1 import session_pb2
-from worker.parallel.liveness import Vigil
+from worker.parallel.liveness import LivenessMonitor
 from worker.parallel.step_log import StepLogListener, StepLogReader, StepLogWriter
 from worker.parallel.watchdog import Watchdog
 
@@ -40,7 +40,7 @@ class Bench:
         self.watchdog = Counting()
         self.watchdog.begin(1, 1, time.monotonic())
         self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.vigil = Vigil(self.watchdog, reader, self._end)
+        self.vigil = LivenessMonitor(self.watchdog, reader, self._end)
 
     def _end(self, cause: str) -> None:
         self.vigil.close()

@@ -13,14 +13,14 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.support.worker.draw_support import FILTERS, GREEDY, WIDE, Row, draws, logits
 from tests.support.worker.llama_support import warped
-from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_largest
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, choose_argmax
 from worker.runner import draw as draw_module
 from worker.runner import draws as draws_module
 from worker.runner.draw import least_kept
 
 
 def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    return draw_module.draw(scores, draws(rows), choose_largest(scores.device))
+    return draw_module.draw(scores, draws(rows), choose_argmax(scores.device))
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:

@@ -16,7 +16,7 @@ from tests.support.worker.attention_support import KERNELS_ON
 from tests.support.worker.draw_support import FILTERS, GREEDY, Row, draws, logits
 from worker.device.upload import Parcel
 from worker.kernels.drawing import uniform as uniform_of
-from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, largest_by_torch
+from worker.native.argmax import NOT_FINITE, NOTHING_LEFT, argmax_by_torch
 from worker.runner.draw import draw
 from worker.runner.draw_by_kernel import draw_by_kernel
 from worker.runner.uniform import uniform
@@ -26,7 +26,7 @@ def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
     """What the kernel draws, and what torch does."""
     columns = draws(rows)
     by_kernel = draw_by_kernel(columns, Parcel(KERNELS_ON))(scores.to(KERNELS_ON))
-    return by_kernel.tolist(), draw(scores, columns, largest_by_torch).tolist()
+    return by_kernel.tolist(), draw(scores, columns, argmax_by_torch).tolist()
 
 
 @pytest.mark.parametrize("vocab", [40, 9000])

@@ -6,7 +6,7 @@ import pytest
 
 from worker.config import WorkerConfig
 from worker.engine.engine import EngineBroken
-from worker.parallel.rendezvous import Ties
+from worker.parallel.rendezvous import RankLinks
 from worker.runner.fake_runner import FakeRunner
 from worker.serving import engine_thread
 from worker.serving.engine_thread import EngineThread
@@ -35,6 +35,6 @@ def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(
         engine_thread, "_build_runner", lambda *_: Lost(config.num_blocks or 8, config.fake)
     )
     monkeypatch.setattr(engine_thread, "LeadingLoop", Breaking)
-    thread = EngineThread(config, Ties, Inbox(), lambda _: None, lambda _: None, Startup())
+    thread = EngineThread(config, RankLinks, Inbox(), lambda _: None, lambda _: None, Startup())
     error = thread.ended.exception(timeout=60)
     assert isinstance(error, EngineBroken) and str(error) == "step 7"

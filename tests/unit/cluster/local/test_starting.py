@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.local.starting import Starting
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
-from router.admission.scheduler import Starts
+from router.admission.scheduler import StartingWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.floats(0.0, 3.0))
@@ -24,7 +24,7 @@ HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.f
 def test_a_start_holds_for_as_long_as_it_was_said_last(
     heard: list[tuple[str, float, float]],
 ) -> None:
-    starts, until, now = Starts(), dict[str, float](), 0.0
+    starts, until, now = StartingWorkers(), dict[str, float](), 0.0
     for name, seconds, later in heard:
         now += later
         assert starts.is_any(now) == any(each > now for each in until.values())
