@@ -21,7 +21,7 @@ _ABOVE_0 = (
     *("worker_silence", "worker_forget", "beat", "lease", "template_timeout"),
 )
 _AT_LEAST_0 = (
-    *("queue_ttl", "retry_rate", "retry_burst", "patience", "starvation", "local_depth"),
+    *("queue_ttl", "retry_rate", "retry_burst", "ageing_factor", "starvation", "local_depth"),
     *("tpot_target", "max_moves", "move_reserve", "grace", "worker_wait", "unledgered"),
     *("reassert", "drain", "keep_alive"),
 )
@@ -115,7 +115,8 @@ class RouterConfig:
     #: (context_length_exceeded)
     clamp_max_tokens: bool = False
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets at
-    #: run time this, queue_ttl, refuse_late, order, undated_due, patience, starvation, class_floor,
+    #: run time this, queue_ttl, refuse_late, order, undated_due, ageing_factor, starvation,
+    #: class_floor,
     #: fair_share and tpot_target
     max_queued: int = 10_000
     #: a request that no worker had by then is refused with RESOURCE_EXHAUSTED (queue_timeout); 0:
@@ -137,9 +138,9 @@ class RouterConfig:
     order: Order = "fifo"
     #: deadline: a request without one is due so long after it came
     undated_due: float = 60.0
-    #: shortest, ranked: a request gives way to shorter ones for so many times the wait that was
-    #: foreseen when it came, on the average; shorter ones for less of it, and longer ones for more
-    patience: float = 1.5
+    #: shortest, ranked: how long a request yields to shorter ones on average, in multiples of the
+    #: wait that was estimated when it came; short requests yield for less of it, long ones for more
+    ageing_factor: float = 1.5
     #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
     #: is taken at once. Empty: each is expected to be as long as those before it
     predictor: str = ""

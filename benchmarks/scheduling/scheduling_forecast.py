@@ -263,7 +263,7 @@ def patience() -> dict[str, dict[str, Figures]]:
         run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0, fluid=True)
         run = replace(run, foresight_sigma=TAUS["tau 0.6"])
         shortest = replace(run.router, order="shortest")
-        patient = {f"{it:g}": replace(shortest, patience=it) for it in PATIENCES}
+        patient = {f"{it:g}": replace(shortest, ageing_factor=it) for it in PATIENCES}
         runs = {name: replace(run, router=router) for name, router in patient.items()}
         found[workload.name] = each(_latencies, {"fifo": run, **runs})
     return found

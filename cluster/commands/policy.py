@@ -48,9 +48,13 @@ def policy(
     undated_due: Annotated[
         _Text, _option("SECONDS", "deadline: after these a request without one is due.")
     ] = None,
-    patience: Annotated[
+    ageing_factor: Annotated[
         _Text,
-        _option("TIMES", "shortest, ranked: for so many foreseen waits it gives way."),
+        _option(
+            "TIMES",
+            "Ageing factor: how long a request yields to shorter ones, in multiples of its "
+            "estimated wait (shortest, ranked).",
+        ),
     ] = None,
     starvation: Annotated[
         _Text, _option("SECONDS", "Who has waited for these leaves first; 0: nobody.")
@@ -77,7 +81,7 @@ def policy(
         "queue_ttl": queue_ttl,
         "refuse_late": refuse_late,
         "undated_due": undated_due,
-        "patience": patience,
+        "ageing_factor": ageing_factor,
         "starvation": starvation,
         "class_floor": class_floor,
         "fair_share": fair_share,

@@ -303,7 +303,7 @@ class AsyncClient:
         queue_ttl: float | None = None,
         refuse_late: bool | None = None,
         undated_due: float | None = None,
-        patience: float | None = None,
+        ageing_factor: float | None = None,
         starvation: float | None = None,
         class_floor: float | None = None,
         fair_share: bool | None = None,
@@ -318,11 +318,11 @@ class AsyncClient:
         routers and workers are configured. Answers with what holds from now on. Raises
         InvalidRequest, Forbidden.
 
-        >>> policy = await client.set_policy(order="deadline", patience=0.1)
+        >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)
-        ('deadline', 1000, ['order', 'patience'])
+        ('deadline', 1000, ['order', 'ageing_factor'])
         >>> list((await client.set_policy(reset=["order"])).overridden)
-        ['patience']
+        ['ageing_factor']
         """
         with sendable():
             message = admin_pb2.SetPolicyRequest(
@@ -331,7 +331,7 @@ class AsyncClient:
                 queue_ttl=queue_ttl,
                 refuse_late=refuse_late,
                 undated_due=undated_due,
-                patience=patience,
+                ageing_factor=ageing_factor,
                 starvation=starvation,
                 class_floor=class_floor,
                 fair_share=fair_share,

@@ -92,10 +92,11 @@ class EarliestDeadline:
 @dataclass(frozen=True, slots=True)
 class ShortestWork:
     """By predicted work, prompt and output, and by arrival: a request gives way to shorter ones for
-    ``patience`` times the wait that was foreseen when it came, on the average of all requests, and
+    ``ageing_factor`` times the wait that was foreseen when it came, on the average of all requests,
+    and
     for longer the more of those that came lately take less than it does:
 
-        patience * its foreseen wait * -log(1 - its rank)
+        ageing_factor * its foreseen wait * -log(1 - its rank)
 
     (0.7 times in the middle, 4.6 for the longest of a hundred: as if work were exponentially
     distributed, whatever its unit and its tail). Nobody goes before it who came later than that
@@ -105,7 +106,7 @@ class ShortestWork:
     this is fifo.
     """
 
-    patience: float
+    ageing_factor: float
 
     @property
     def name(self) -> Order:
@@ -113,10 +114,10 @@ class ShortestWork:
 
     @property
     def place_name(self) -> str:
-        return f"shortest {self.patience:g}"
+        return f"shortest {self.ageing_factor:g}"
 
     def place(self, waiting: Ordered) -> Place:
-        return _yielding(waiting, self.patience, waiting.predicted_work_rank)
+        return _yielding(waiting, self.ageing_factor, waiting.predicted_work_rank)
 
     def lane(self) -> Lane:
         return KeyLane()
@@ -129,7 +130,7 @@ class PredictedRank:
     and this is fifo.
     """
 
-    patience: float
+    ageing_factor: float
 
     @property
     def name(self) -> Order:
@@ -137,18 +138,18 @@ class PredictedRank:
 
     @property
     def place_name(self) -> str:
-        return f"ranked {self.patience:g}"
+        return f"ranked {self.ageing_factor:g}"
 
     def place(self, waiting: Ordered) -> Place:
-        return _yielding(waiting, self.patience, waiting.predicted_rank)
+        return _yielding(waiting, self.ageing_factor, waiting.predicted_rank)
 
     def lane(self) -> Lane:
         return KeyLane()
 
 
-def _yielding(waiting: Ordered, patience: float, rank: float) -> Place:
+def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
     """By when those have to come that go before it. ``rank`` is below 1."""
-    until = waiting.arrived - patience * waiting.foreseen_wait_s * log1p(-rank)
+    until = waiting.arrived - ageing_factor * waiting.foreseen_wait_s * log1p(-rank)
     return (until, waiting.arrived, waiting.request_id)
 
 
@@ -209,8 +210,8 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
     policies: dict[Order, Policy] = {
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
-        "shortest": ShortestWork(config.patience),
-        "ranked": PredictedRank(config.patience),
+        "shortest": ShortestWork(config.ageing_factor),
+        "ranked": PredictedRank(config.ageing_factor),
         "hrrn": HighestResponseRatio(),
     }
     policy = policies[order]

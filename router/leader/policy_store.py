@@ -25,7 +25,7 @@ ROUTER_SETTINGS = (
     "queue_ttl",
     "refuse_late",
     "undated_due",
-    "patience",
+    "ageing_factor",
     "starvation",
     "class_floor",
     "fair_share",
@@ -116,7 +116,7 @@ class RuntimePolicy:
 
     def supposed(self, policy: str) -> RouterConfig:
         """What would hold of the queue under a policy, an order and maybe settings behind it
-        (``shortest patience=3``). Raises SettingsError."""
+        (``shortest ageing_factor=3``). Raises SettingsError."""
         order, *others = policy.split() or [""]
         config = _with(self._ruling.router, "order", order)
         for setting in others:

@@ -1884,11 +1884,18 @@ async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: T
 
 async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> None:
     assert await ledger.policy() == ClusterPolicy()
-    first = await ledger.set_policy({"order": "deadline", "patience": "0.25"})
+    first = await ledger.set_policy({"order": "deadline", "ageing_factor": "0.25"})
     second = await ledger.set_policy({"max_queued": "500", "starvation": "0.0"})
-    values = {"order": "deadline", "patience": "0.25", "max_queued": "500", "starvation": "0.0"}
+    values = {
+        "order": "deadline",
+        "ageing_factor": "0.25",
+        "max_queued": "500",
+        "starvation": "0.0",
+    }
     assert second == ClusterPolicy(values, second.version) == await ledger.policy()
-    third = await ledger.set_policy({"order": "", "patience": "", "max_queued": "", "other": ""})
+    third = await ledger.set_policy(
+        {"order": "", "ageing_factor": "", "max_queued": "", "other": ""}
+    )
     assert third == ClusterPolicy({"starvation": "0.0"}, third.version) == await ledger.policy()
     last = await ledger.set_policy({"starvation": ""})
     assert last == ClusterPolicy({}, last.version) == await ledger.policy()
@@ -1906,7 +1913,7 @@ async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) ->
 async def test_a_policy_that_was_lost_is_put_back_unless_another_was_set_since(
     ledger: Ledger,
 ) -> None:
-    await ledger.set_policy({"patience": "0.5"})
+    await ledger.set_policy({"ageing_factor": "0.5"})
     lost = ClusterPolicy({"order": "deadline", "max_queued": "500"}, version=2**52)
     assert await ledger.restore_policy(lost) == await ledger.policy() == lost
     newer = await ledger.set_policy({"order": "fifo"})

@@ -110,7 +110,7 @@ CALLS: dict[str, tuple[Message, ...]] = {
     ),
     f"{ADMIN}Drain": (admin_pb2.DrainRequest(worker_id="abc"),),
     f"{ADMIN}SetPolicy": (
-        admin_pb2.SetPolicyRequest(order="deadline", max_queued=100_000, reset=["patience"]),
+        admin_pb2.SetPolicyRequest(order="deadline", max_queued=100_000, reset=["ageing_factor"]),
         admin_pb2.SetPolicyRequest(engine_policy="slai", queue_ttl=1.5, refuse_late=True),
     ),
     f"{ADMIN}Capacity": (admin_pb2.CapacityRequest(),),

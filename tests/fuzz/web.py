@@ -151,7 +151,7 @@ _MESSAGES: dict[str, tuple[type[Message], tuple[dict[str, Any], ...]]] = {
         admin_pb2.SetPolicyRequest,
         (
             {"order": "hrrn", "max_queued": 7, "undated_due": 1.5, "fair_share": True},
-            {"reset": ["order", "patience"], "class_floor": "0.1"},
+            {"reset": ["order", "ageing_factor"], "class_floor": "0.1"},
             {"engine_policy": "magnus", "tpot_target": 0.05},
         ),
     ),

@@ -202,10 +202,10 @@ def _may_pass(policy: Policy, later: Waiting, stay: Stay) -> bool:
     match policy:
         case EarliestDeadline(undated_s):
             return _due(later, undated_s) <= _due(waiting, undated_s)
-        case ShortestWork(patience):
-            return behind_s <= _patience_s(patience, waiting, waiting.predicted_work_rank)
-        case PredictedRank(patience):
-            return behind_s <= _patience_s(patience, waiting, waiting.predicted_rank)
+        case ShortestWork(ageing_factor):
+            return behind_s <= _patience_s(ageing_factor, waiting, waiting.predicted_work_rank)
+        case PredictedRank(ageing_factor):
+            return behind_s <= _patience_s(ageing_factor, waiting, waiting.predicted_rank)
         case HighestResponseRatio():
             part = later.predicted_total / waiting.predicted_total / 2**0.5
             is_shorter = later.predicted_total < waiting.predicted_total
@@ -216,8 +216,8 @@ def _may_pass(policy: Policy, later: Waiting, stay: Stay) -> bool:
     return behind_s <= 0.0
 
 
-def _patience_s(patience: float, waiting: Waiting, rank: float) -> float:
-    return patience * waiting.foreseen_wait_s * -log(1 - rank)
+def _patience_s(ageing_factor: float, waiting: Waiting, rank: float) -> float:
+    return ageing_factor * waiting.foreseen_wait_s * -log(1 - rank)
 
 
 def _due(waiting: Waiting, undated_s: float) -> float:

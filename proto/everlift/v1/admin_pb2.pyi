@@ -64,7 +64,7 @@ class SetPolicyRequest(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
     UNDATED_DUE_FIELD_NUMBER: builtins.int
-    PATIENCE_FIELD_NUMBER: builtins.int
+    AGEING_FACTOR_FIELD_NUMBER: builtins.int
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
@@ -83,7 +83,7 @@ class SetPolicyRequest(google.protobuf.message.Message):
     """requests that may wait; one more is refused"""
     undated_due: builtins.float
     """deadline: seconds after which a request without one is due"""
-    patience: builtins.float
+    ageing_factor: builtins.float
     """shortest, ranked: a request gives way to shorter ones for so many times the wait that was foreseen when it came,
     on the average.
     """
@@ -115,7 +115,7 @@ class SetPolicyRequest(google.protobuf.message.Message):
         order: builtins.str | None = ...,
         max_queued: builtins.int | None = ...,
         undated_due: builtins.float | None = ...,
-        patience: builtins.float | None = ...,
+        ageing_factor: builtins.float | None = ...,
         starvation: builtins.float | None = ...,
         class_floor: builtins.float | None = ...,
         fair_share: builtins.bool | None = ...,
@@ -125,8 +125,10 @@ class SetPolicyRequest(google.protobuf.message.Message):
         tpot_target: builtins.float | None = ...,
         engine_policy: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "reset", b"reset", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ageing_factor", b"_ageing_factor", "_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "ageing_factor", b"ageing_factor", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ageing_factor", b"_ageing_factor", "_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "ageing_factor", b"ageing_factor", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "reset", b"reset", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ageing_factor", b"_ageing_factor"]) -> typing.Literal["ageing_factor"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
     @typing.overload
@@ -137,8 +139,6 @@ class SetPolicyRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_queued", b"_max_queued"]) -> typing.Literal["max_queued"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_queue_ttl", b"_queue_ttl"]) -> typing.Literal["queue_ttl"] | None: ...
     @typing.overload
@@ -161,7 +161,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
     UNDATED_DUE_FIELD_NUMBER: builtins.int
-    PATIENCE_FIELD_NUMBER: builtins.int
+    AGEING_FACTOR_FIELD_NUMBER: builtins.int
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
@@ -173,7 +173,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     order: builtins.str
     max_queued: builtins.int
     undated_due: builtins.float
-    patience: builtins.float
+    ageing_factor: builtins.float
     starvation: builtins.float
     class_floor: builtins.float
     fair_share: builtins.bool
@@ -192,7 +192,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
         order: builtins.str = ...,
         max_queued: builtins.int = ...,
         undated_due: builtins.float = ...,
-        patience: builtins.float = ...,
+        ageing_factor: builtins.float = ...,
         starvation: builtins.float = ...,
         class_floor: builtins.float = ...,
         fair_share: builtins.bool = ...,
@@ -202,7 +202,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
         tpot_target: builtins.float = ...,
         engine_policy: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ageing_factor", b"ageing_factor", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 

@@ -364,18 +364,18 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
     url: str, chromium: Browser
 ) -> None:
     async with opened(chromium, url) as page:
-        patience = page.locator("#policy-patience")
-        held = await patience.input_value()
-        await patience.fill("9")
+        ageing_factor = page.locator("#policy-ageing_factor")
+        held = await ageing_factor.input_value()
+        await ageing_factor.fill("9")
         await page.select_option("#policy-order", "hrrn")
         await page.click("#policy-reset")
         await expect(page.locator("#admin-status")).to_have_text("all is as configured")
-        await expect(patience).to_have_value(held)
+        await expect(ageing_factor).to_have_value(held)
         await expect(page.locator("#policy-order")).to_have_value("fifo")
         # Nothing at all is no setting.
-        await patience.fill("")
+        await ageing_factor.fill("")
         await page.click("#policy-form button[type=submit]")
-        assert await patience.evaluate("input => input.validity.valueMissing")
+        assert await ageing_factor.evaluate("input => input.validity.valueMissing")
         await expect(page.locator("#admin-status")).to_have_text("all is as configured")
 
 

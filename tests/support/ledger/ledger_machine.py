@@ -727,7 +727,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         changes=st.dictionaries(
-            st.sampled_from(["order", "max_queued", "patience"]), st.sampled_from(["", "1", "2"])
+            st.sampled_from(["order", "max_queued", "ageing_factor"]),
+            st.sampled_from(["", "1", "2"]),
         )
     )
     def set_policy(self, changes: dict[str, str]) -> None:

@@ -174,7 +174,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         "queue ttl      0.0         configured\n"
         "refuse late    false       configured\n"
         "undated due    60.0        configured\n"
-        "patience       1.5         configured\n"
+        "ageing factor  1.5         configured\n"
         "starvation     0.0         configured\n"
         "class floor    0.05        configured\n"
         "fair share     true        configured\n"
@@ -191,7 +191,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         "queue ttl      2.0         set\n"
         "refuse late    true        set\n"
         "undated due    30.0        set\n"
-        "patience       1.5         configured\n"
+        "ageing factor  1.5         configured\n"
         "starvation     0.0         configured\n"
         "class floor    0.0         set\n"
         "fair share     false       set\n"
@@ -210,7 +210,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     ("changes", "why"),
     [
         ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
-        ({"patience": -1.0}, "patience must be at least 0, not -1"),
+        ({"ageing_factor": -1.0}, "ageing_factor must be at least 0, not -1"),
         ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
         ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
     ],
@@ -224,7 +224,7 @@ async def test_what_cannot_be_set_is_told(
 
 
 @pytest.mark.parametrize(
-    "option", ["--max-queued=-5", "--patience=long", "--order=lifo", "--engine-policy=lifo"]
+    "option", ["--max-queued=-5", "--ageing-factor=long", "--order=lifo", "--engine-policy=lifo"]
 )
 async def test_the_command_says_what_no_setting_can_be(router: Router, option: str) -> None:
     result = await run("policy", option, "--address", router.address)

@@ -171,8 +171,8 @@ def test_policies_may_be_called_as_papers_call_them() -> None:
 
 
 def test_behind_an_order_stand_settings_of_routers_by_either_name() -> None:
-    named = routers(["shortest patience=3,shortest router.patience=3"], None, None)
-    assert [router.patience for router in named.values()] == [3.0, 3.0]
+    named = routers(["shortest ageing_factor=3,shortest router.ageing_factor=3"], None, None)
+    assert [router.ageing_factor for router in named.values()] == [3.0, 3.0]
 
 
 async def test_policies_that_come_to_the_same_are_named(kind: str, trace: str) -> None:

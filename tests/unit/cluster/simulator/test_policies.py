@@ -64,7 +64,7 @@ def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> Ad
 
 def test_an_order_is_known_by_its_name() -> None:
     assert get_args(Order) == ORDERS
-    config = RouterConfig(undated_due=7.0, patience=0.2)
+    config = RouterConfig(undated_due=7.0, ageing_factor=0.2)
     assert [policy_of(order, config) for order in ORDERS] == [
         Fifo(),
         EarliestDeadline(7.0),
@@ -180,10 +180,10 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
     match policy:
         case EarliestDeadline(undated_s):
             return older.deadline - older.arrived if older.deadline < inf else undated_s
-        case ShortestWork(patience):
-            return patience * older.foreseen_wait_s * -log(1 - older.predicted_work_rank)
-        case PredictedRank(patience):
-            return patience * older.foreseen_wait_s * -log(1 - older.predicted_rank)
+        case ShortestWork(ageing_factor):
+            return ageing_factor * older.foreseen_wait_s * -log(1 - older.predicted_work_rank)
+        case PredictedRank(ageing_factor):
+            return ageing_factor * older.foreseen_wait_s * -log(1 - older.predicted_rank)
         case HighestResponseRatio():
             if tokens >= older.predicted_total:
                 return 0.0

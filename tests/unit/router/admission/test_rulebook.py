@@ -148,7 +148,13 @@ async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> No
 
 async def test_what_is_not_known_here_is_as_configured(replica: Replica) -> None:
     """A newer router may have set it."""
-    texts = {"order": "newer", "newer": "1", "lease": "9", "patience": "-1", "max_queued": "500"}
+    texts = {
+        "order": "newer",
+        "newer": "1",
+        "lease": "9",
+        "ageing_factor": "-1",
+        "max_queued": "500",
+    }
     await replica.ledger.set_policy(texts)
     await replica.beat()
     assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=500))
@@ -162,7 +168,7 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
         "queue_ttl": 2.5,
         "refuse_late": True,
         "undated_due": 0.1 + 0.2,
-        "patience": 0.0,
+        "ageing_factor": 0.0,
         "starvation": 1e-7,
         "class_floor": 0.0,
         "fair_share": False,
@@ -192,8 +198,8 @@ def test_the_console_offers_what_there_is_to_choose_from() -> None:
         ("max_queued", 0),
         ("undated_due", 0.0),
         ("undated_due", nan),
-        ("patience", -0.1),
-        ("patience", inf),
+        ("ageing_factor", -0.1),
+        ("ageing_factor", inf),
         ("starvation", nan),
         ("class_floor", 0.6),
         ("class_floor", nan),
