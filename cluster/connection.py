@@ -13,8 +13,8 @@ from cluster import config as configuration
 from cluster import endpoint
 from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE, TLS_VARIABLES
 from everlift import AsyncClient, Forbidden, Tls, Unauthenticated, Unreachable
+from everlift.client.retries import RETRY_S
 from everlift.handshake import refusal
-from everlift.retries import RETRY_S
 from everlift.settings import SettingsError
 from router.config import RouterConfig
 

@@ -14,7 +14,7 @@ from cluster.errors import ClusterFailed
 from cluster.sse import DONE, Events
 from everlift.address import joined
 from everlift.certificates import client_context
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, Unreachable, from_slug
 
 Body = Mapping[str, object]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.local.gpus import visible_gpus
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError
 from everlift.transport import internal
 

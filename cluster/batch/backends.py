@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from cluster.batch.lines import ChatWork, Work
 from cluster.http_api import HttpApi
 from cluster.llm.completion import Completion, gather
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.retries import RECONNECT_S, Retries
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.messages import OnDisconnect
 from everlift.options import GenerateOptions
-from everlift.retries import RECONNECT_S, Retries
 
 if TYPE_CHECKING:
     from cluster.llm.llm import LLM

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from everlift.client.reception import Chunk
+from everlift.client.stream import Stream
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason
-from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.llm.completion import Choice, Completion
+from everlift.client.reception import Chunk
 from everlift.errors import EngineFailed, EverliftError, from_slug
 from everlift.messages import FinishReason, Request
-from everlift.reception import Chunk
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2

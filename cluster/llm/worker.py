@@ -25,9 +25,9 @@ from cluster.local.gpus import gpus_of_ranks, visible_gpus
 from cluster.local.launch import RankLaunch
 from cluster.local.starter import Child, PlainStarter
 from cluster.threads import rank_environment
+from everlift.client.reception import Chunk
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
 from everlift.messages import Request
-from everlift.reception import Chunk
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig

@@ -30,7 +30,7 @@ from cluster.model import pinned
 from cluster.stages import Stages, listening
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError
 from everlift.transport import GRPC, internal
 from router.config import RouterConfig

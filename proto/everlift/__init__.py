@@ -8,8 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everlift.blocking import BlockingManyStream, BlockingStream, Client
-    from everlift.client import AsyncClient
+    from everlift.client.blocking import BlockingManyStream, BlockingStream, Client
+    from everlift.client.client import AsyncClient
+    from everlift.client.generate_many import ManyStream, Outcome
+    from everlift.client.reception import Chunk
+    from everlift.client.stream import Stream
     from everlift.errors import (
         AttemptsExhausted,
         BodyTooSlow,
@@ -68,12 +71,9 @@ if TYPE_CHECKING:
         UnsupportedContent,
         UnsupportedMediaType,
     )
-    from everlift.many import ManyStream, Outcome
     from everlift.messages import FinishReason, OnDisconnect
     from everlift.options import GenerateOptions
-    from everlift.reception import Chunk
     from everlift.sampling import TokenLogprobs
-    from everlift.stream import Stream
     from everlift.tls import Tls
 
 __all__ = [
@@ -150,17 +150,17 @@ __all__ = [
 
 #: The modules of the names that are not in ``everlift.errors``.
 _MODULES = {
-    "AsyncClient": "everlift.client",
-    "BlockingManyStream": "everlift.blocking",
-    "BlockingStream": "everlift.blocking",
-    "Chunk": "everlift.reception",
-    "Client": "everlift.blocking",
+    "AsyncClient": "everlift.client.client",
+    "BlockingManyStream": "everlift.client.blocking",
+    "BlockingStream": "everlift.client.blocking",
+    "Chunk": "everlift.client.reception",
+    "Client": "everlift.client.blocking",
     "FinishReason": "everlift.messages",
     "GenerateOptions": "everlift.options",
-    "ManyStream": "everlift.many",
+    "ManyStream": "everlift.client.generate_many",
     "OnDisconnect": "everlift.messages",
-    "Outcome": "everlift.many",
-    "Stream": "everlift.stream",
+    "Outcome": "everlift.client.generate_many",
+    "Stream": "everlift.client.stream",
     "Tls": "everlift.tls",
     "TokenLogprobs": "everlift.sampling",
 }

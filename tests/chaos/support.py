@@ -36,10 +36,10 @@ from cluster.config import Config
 from cluster.local.processes import ProcessCluster
 from cluster.local.replica import RouterReplica, WorkerReplica
 from everlift import wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.reception import Chunk
 from everlift.errors import EverliftError
 from everlift.options import submission_message
-from everlift.reception import Chunk
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import RequestConflict
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb

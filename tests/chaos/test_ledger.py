@@ -18,7 +18,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from cluster.errors import ClusterFailed
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import DataLoss, EverliftError, LedgerFull
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.config import LedgerConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import AttemptsExhausted
 from everlift.v1 import session_pb2
 from tests.support import in_process

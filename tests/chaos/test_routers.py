@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.support.router import patient

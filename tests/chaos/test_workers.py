@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cluster.config import DEMO_MODEL, Config
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import AttemptsExhausted, EverliftError, InvalidRequest
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig

@@ -12,7 +12,7 @@ import pytest
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.ray.ray_cluster import RayCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1.inference_pb2 import SPAN_KIND_WORKER_STARTS
 from everlift.v1.session_pb2 import Scaling
 from router.config import RouterConfig

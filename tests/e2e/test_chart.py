@@ -12,7 +12,7 @@ import pytest
 
 from cluster.demo import prompts
 from cluster.ray import local_ray
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.conftest import leaving_nothing

@@ -13,9 +13,9 @@ import pytest
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.local.processes import ProcessCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.stream import Stream
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Stream
 from router.config import RouterConfig
 from tests.chaos.support import paused
 from worker.config import WorkerConfig

@@ -20,8 +20,8 @@ from cluster.demo import prompts
 from cluster.local.processes import ProcessCluster
 from cluster.ray import local_ray
 from cluster.ray.ray_cluster import RayCluster
-from everlift.client import AsyncClient
-from everlift.stream import Stream
+from everlift.client.client import AsyncClient
+from everlift.client.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.observability.metrics.catalogue import STEP_PARTS

@@ -13,7 +13,7 @@ from cluster.config import Config
 from cluster.ray import local_ray
 from cluster.ray.deployments import APPLICATION
 from cluster.ray.ray_cluster import RayCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
 from worker.config import FakeModel, WorkerConfig

@@ -14,7 +14,7 @@ import yaml
 from cluster.config import Config, load
 from cluster.ray import local_ray
 from cluster.ray.build import serve_yaml
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.redis.redis_ledger import connect

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.config import Config
 from cluster.local.processes import ProcessCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc

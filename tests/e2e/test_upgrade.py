@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cluster.ray import local_ray
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.conftest import leaving_nothing

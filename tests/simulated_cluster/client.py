@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.reception import Chunk
+from everlift.client.stream import Stream
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason
 from everlift.options import GenerateOptions, Prompt
-from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Stream
 
 
 class Repeated(AssertionError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import LedgerUnavailable
 from everlift.options import GenerateOptions, Prompt
 from router.config import RouterConfig

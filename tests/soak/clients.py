@@ -12,8 +12,8 @@ from random import Random
 
 from cluster.llm.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
+from everlift.client.reception import Chunk
 from everlift.errors import EverliftError
-from everlift.reception import Chunk
 from tests.soak.pool import Answer, Pool, Task
 from tests.support.router import patient
 

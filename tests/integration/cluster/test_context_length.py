@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.llm.llm import LLM
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import ContextLengthExceeded
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
 from tests.support.router.front_answers import FRONTS, Answer, chat, many

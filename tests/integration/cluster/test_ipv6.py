@@ -12,7 +12,7 @@ from cluster.commands.ledger import parse
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
 from everlift.address import bare, joined
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from tests.support.in_process import receive, right_tokens
 
 

@@ -20,7 +20,7 @@ from cluster import LLM
 from cluster.cli import app
 from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import InvalidGrammar
 from everlift.messages import FinishReason
 from everlift.options import GenerateOptions

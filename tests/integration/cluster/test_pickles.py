@@ -20,7 +20,7 @@ from redis.retry import Retry
 
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from tests.conftest import listening_ports

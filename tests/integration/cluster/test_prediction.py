@@ -10,7 +10,7 @@ import pytest
 
 from cluster.prediction.examples import from_ledger, from_lines
 from cluster.prediction.training import trained
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.ledger.base import Ledger
 from router.requests.tokenizer import ServedModel
 from tests.support.in_process import ROUTER, cluster, receive, until

@@ -20,7 +20,7 @@ from cluster.simulator.command import ledger_requests
 from cluster.simulator.history import finished_requests
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.simulate import simulate
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from router.ledger.base import Ledger
 from tests.support.commands import run

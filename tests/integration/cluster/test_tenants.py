@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from everlift.blockhash import block_hashes
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import (
     EverliftError,
     Forbidden,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import RouterStopping, UnknownModel
 from tests.support.in_process import Cluster, KeptLedger, cluster, until
 from tests.support.router.http_client import get

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from everlift import error_details, wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.support.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until

@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import replace
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from tests.support.in_process import WORKER, cluster, receive, right_tokens, until
 from worker.config import FakeModel
 

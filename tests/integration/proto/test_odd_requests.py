@@ -10,7 +10,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import InvalidRequest, PromptTooLong
 from everlift.v1 import inference_pb2 as pb
 from tests.support.in_process import WORKER, Cluster, cluster, receive, right_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.digest import token_digest
 from tests.support.in_process import Cluster
 from tests.support.router.chat_support import HERMES

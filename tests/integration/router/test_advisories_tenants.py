@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everlift.blockhash import BLOCK_SIZE, block_hashes
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import Unauthenticated
 from everlift.v1 import inference_pb2 as pb
 from router.auth.caller import Scope

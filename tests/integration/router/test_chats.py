@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from cluster.llm.llm import LLM
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2 as pb
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb

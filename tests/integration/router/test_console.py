@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import UnknownModel
 from router.auth import key as keys
 from router.auth.caller import Scope

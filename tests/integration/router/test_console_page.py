@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
 from router.auth.caller import Scope
 from router.console import console

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import BY_SLUG, InvalidRequest, PromptTooLong
 from router.observability.metrics.catalogue import CATALOGUE
 from tests.support.in_process import WORKER, Cluster, cluster, receive

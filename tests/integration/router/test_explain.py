@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import Cancelled, DeadlineExceeded, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from everlift import wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
 from router.api.service import IDEMPOTENCY_KEY

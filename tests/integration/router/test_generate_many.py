@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from everlift import error_details, wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
 from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import LedgerUnavailable
 from router.ledger.base import Membership
 from router.router import Router

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
 from router.api.openai import connection
 from router.api.openai.event_id import BEGIN, EventId

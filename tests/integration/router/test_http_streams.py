@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import DataLoss, ForgottenRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
 from router.observability.metrics.catalogue import (
     CATALOGUE,

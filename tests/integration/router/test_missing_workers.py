@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.status_view import show
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from tests.support.in_process import ROUTER, cluster, until

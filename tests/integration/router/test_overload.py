@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, QueueFull, QueueTimeout, Shed, UnknownRequest
 from tests.support.in_process import ROUTER, cluster, until
 

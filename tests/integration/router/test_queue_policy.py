@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import QueueFull
 from router.ledger.entry import State
 from tests.support.in_process import Cluster, cluster, until

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import DataLoss, UnknownRequest
 from everlift.messages import OnDisconnect
 from router.ledger.base import Membership

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from everlift import wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import NoWorker, PromptTooLong, RouterStopping
 from everlift.messages import OnDisconnect
 from everlift.options import submission_message

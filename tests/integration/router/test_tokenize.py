@@ -14,7 +14,7 @@ import pytest
 
 from cluster.config import DEMO_MODEL
 from everlift import wire
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, OutOfRange, PromptTooLong, UnknownModel
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc

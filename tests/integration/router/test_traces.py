@@ -15,7 +15,7 @@ import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import Cancelled, InvalidRequest, QueueFull, TooManyStops, UnknownModel
 from everlift.messages import OnDisconnect
 from everlift.settings import SettingsError

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.stream import Stream
 from everlift.errors import InvalidRequest
 from everlift.messages import FinishReason
 from everlift.sampling import SamplingParams, TokenLogprobs
-from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from tests.support.in_process import WORKER, Cluster, cluster, until
 from worker.runner.fake_runner import expected_logprobs, expected_tokens

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from everlift.client import AsyncClient
-from everlift.stream import Stream
+from everlift.client.client import AsyncClient
+from everlift.client.stream import Stream
 
 #: The demo model has an answer to it that is long enough, and the fake one to anything.
 PROMPT, COUNT = "count from 17 to 99:", 120

@@ -22,7 +22,7 @@ from playwright.async_api import Browser, Page, expect
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.ray.ray_cluster import RayCluster
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError
 from router.auth.caller import Scope
 from router.config import RouterConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
 
 #: Three times the client's own default: a machine that runs three tests at once was seen to need
 #: more than that to start a router.

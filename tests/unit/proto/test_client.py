@@ -231,7 +231,7 @@ async def test_the_next_router_is_asked_when_one_is_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernel still takes connections."""
-    monkeypatch.setattr(everlift.client, "_TRY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(everlift.client.client, "_TRY_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         async with FakeRouter() as router:
             targets = [f"127.0.0.1:{frozen.getsockname()[1]}", router.address]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import everlift
-from everlift import AsyncClient, Client, ManyStream, Stream, blocking, client, testing
+from everlift import AsyncClient, Client, ManyStream, Stream, testing
+from everlift.client import blocking, client
 from everlift.testing import FakeRouter, FakeTransport
 from everlift.v1 import chaos_pb2
 from everlift.v1.inference_pb2 import RequestState

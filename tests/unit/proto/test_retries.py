@@ -27,11 +27,11 @@ from everlift import (
     Unreachable,
     wire,
 )
-from everlift.deadline import Deadline
-from everlift.patience import Patience
-from everlift.reading import Reading
-from everlift.reception import Reception
-from everlift.retries import Retries
+from everlift.client.deadline import Deadline
+from everlift.client.reading import Reading
+from everlift.client.reception import Reception
+from everlift.client.retries import Retries
+from everlift.client.retry_budget import RetryBudget
 from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
 from everlift.testing.router import Context
 from everlift.v1 import chaos_pb2
@@ -176,7 +176,7 @@ async def test_a_long_wait_for_a_refusal_is_no_success() -> None:
 async def test_who_attached_has_nothing_to_submit() -> None:
     async with AsyncClient("fake", transport=FakeTransport()) as client:
         reception = Reception("r")
-        reading = Reading(client._routers, reception, client._patience(Deadline(None)))
+        reading = Reading(client._routers, reception, client._budget(Deadline(None)))
         reception.take(pb.GenerateResponse(request_id="r"))
         with pytest.raises(Shed):
             await reading.recover(Shed())
@@ -254,13 +254,13 @@ async def test_a_deadline_covers_all_tries_of_a_single_call() -> None:
 async def test_a_last_try_that_is_cut_off_ends_as_those_before_it() -> None:
     cut = DeadlineExceeded("cut off")
     async with AsyncClient("fake", transport=FakeTransport()) as client:
-        patience = Patience(client._routers, retries(), Deadline(9.0))
-        assert patience.cut_off(cut) is cut
-        await patience.wait(RouterStopping(), "fake")
-        assert "no router answered" in str(patience.cut_off(cut))
+        budget = RetryBudget(client._routers, retries(), Deadline(9.0))
+        assert budget.cut_off(cut) is cut
+        await budget.wait(RouterStopping(), "fake")
+        assert "no router answered" in str(budget.cut_off(cut))
         full = QueueFull("no room")
-        await patience.wait(full, "fake")
-        assert patience.cut_off(cut) is full
+        await budget.wait(full, "fake")
+        assert budget.cut_off(cut) is full
 
 
 @in_virtual_time

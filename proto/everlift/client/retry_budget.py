@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from everlift.deadline import Deadline
+from everlift.client.deadline import Deadline
+from everlift.client.retries import Retries, is_unavailable
+from everlift.client.routers import Routers
 from everlift.errors import DeadlineExceeded, EverliftError
-from everlift.retries import Retries, is_unavailable
-from everlift.routers import Routers
 
 #: Of a client's calls that broke all at once so many go on in a second: each costs the router a
 #: look into the ledger, and the one that is first finds out whether there is a router at all.
@@ -15,7 +15,7 @@ _RESUMED_PER_S = 500.0
 _LONGEST_TURN_S = 5.0
 
 
-class Patience:
+class RetryBudget:
     """Of one call and those that take its place."""
 
     def __init__(self, routers: Routers, retries: Retries, deadline: Deadline) -> None:

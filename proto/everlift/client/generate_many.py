@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Self
 
 from everlift import wire
-from everlift.deadline import Deadline
+from everlift.client.deadline import Deadline
+from everlift.client.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
+from everlift.client.reception import Chunk, Reception
+from everlift.client.retries import Retries
+from everlift.client.retry_budget import RetryBudget
+from everlift.client.routers import Metadata, Routers
 from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
 from everlift.messages import MAX_REQUESTS, FinishReason
-from everlift.patience import Patience
-from everlift.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
-from everlift.reception import Chunk, Reception
-from everlift.retries import Retries
-from everlift.routers import Metadata, Routers
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
@@ -221,32 +221,32 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         """Some requests to where each has ended, or goes on by itself: what was accepted does when
         their call breaks, and what was not is sent in another one."""
         deadline = Deadline(self._timeout_s)
-        patience = self._patience(deadline)
+        budget = self._budget(deadline)
         while part:
             router = self._routers.current
             try:
-                await self._read(part, deadline, patience)
+                await self._read(part, deadline, budget)
             except EverliftError as error:
                 for each in [it for it in part.values() if it.reception.is_accepted]:
                     self._hand_over(part, each, deadline, error)
                 if part:
-                    await self._wait(part, patience, error, router)
+                    await self._wait(part, budget, error, router)
 
     async def _wait(
-        self, part: dict[int, _Asked], patience: Patience, error: EverliftError, router: str
+        self, part: dict[int, _Asked], budget: RetryBudget, error: EverliftError, router: str
     ) -> None:
         """Until the next try for what was not accepted. Where there is none all of it ends."""
         try:
-            await patience.wait(error, router)
+            await budget.wait(error, router)
         except EverliftError as final:
             for each in part.values():
                 self._end(each, final)
             part.clear()
 
-    async def _read(self, part: dict[int, _Asked], deadline: Deadline, patience: Patience) -> None:
+    async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
         """All of one call, until nothing in ``part`` is left to come. Raises EverliftError where
         something is."""
-        sent, remaining = list(part.values()), patience.remaining()
+        sent, remaining = list(part.values()), budget.remaining()
         for each in sent:
             limit(each.message, remaining)
         call = self._routers.inference().GenerateMany(
@@ -258,7 +258,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             while part:
                 if (answer := await wire.read(call)) is None:
                     raise Unreachable("the stream broke off")
-                patience.succeeded()
+                budget.succeeded()
                 for piece in answer.pieces:
                     # Of one that goes on by itself, or has ended, no more is taken from here.
                     if (each := sent[piece.index]).index in part:
@@ -293,7 +293,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         reading = Reading(
             self._routers,
             each.reception,
-            self._patience(deadline),
+            self._budget(deadline),
             each.message,
             self._metadata,
         )
@@ -312,8 +312,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         del self._under_way[each.index]
         self._has_ended.set()
 
-    def _patience(self, deadline: Deadline) -> Patience:
-        return Patience(self._routers, self._retries(), deadline)
+    def _budget(self, deadline: Deadline) -> RetryBudget:
+        return RetryBudget(self._routers, self._retries(), deadline)
 
 
 def _error(failure: pb.Failure) -> EverliftError:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
+from everlift.client.reading import Reading, cancel
+from everlift.client.reception import Chunk, Reception
+from everlift.client.retry_budget import RetryBudget
+from everlift.client.routers import Metadata, Routers
 from everlift.messages import FinishReason
-from everlift.patience import Patience
-from everlift.reading import Reading, cancel
-from everlift.reception import Chunk, Reception
-from everlift.routers import Metadata, Routers
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
@@ -36,7 +36,7 @@ class Stream(AsyncIterator[Chunk]):
         self,
         routers: Routers,
         reception: Reception,
-        patience: Patience,
+        budget: RetryBudget,
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
@@ -45,7 +45,7 @@ class Stream(AsyncIterator[Chunk]):
         self._routers = routers
         self._reception = reception
         self._is_ours = submission is not None
-        self._reading = Reading(routers, reception, patience, submission, metadata)
+        self._reading = Reading(routers, reception, budget, submission, metadata)
 
     @property
     def request_id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everlift.backoff import Backoff
+from everlift.client.backoff import Backoff
 from everlift.errors import EverliftError, InvalidRequest, NoWorker
 
 #: Seconds that a stream goes on trying while no router answers.

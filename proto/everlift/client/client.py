@@ -19,17 +19,17 @@ import grpc
 
 from everlift import wire
 from everlift.checks import sendable
-from everlift.deadline import Deadline
+from everlift.client.deadline import Deadline
+from everlift.client.generate_many import ManyStream
+from everlift.client.reception import Reception
+from everlift.client.retries import RECONNECT_S, RETRY_S, Retries, is_unavailable
+from everlift.client.retry_budget import RetryBudget
+from everlift.client.routers import Metadata, Routers
+from everlift.client.stream import Stream
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
-from everlift.many import ManyStream
 from everlift.messages import MAX_REQUESTS
 from everlift.options import GenerateOptions, Prompt, submission_message
-from everlift.patience import Patience
-from everlift.reception import Reception
 from everlift.request_id import check_request_id
-from everlift.retries import RECONNECT_S, RETRY_S, Retries, is_unavailable
-from everlift.routers import Metadata, Routers
-from everlift.stream import Stream
 from everlift.tls import Tls
 from everlift.trace_context import TRACEPARENT, TraceContext
 from everlift.transport import Transport, secured
@@ -93,7 +93,7 @@ class AsyncClient:
         return Stream(
             self._routers,
             Reception(submission.request_id),
-            self._patience(Deadline(options.get("timeout_s"))),
+            self._budget(Deadline(options.get("timeout_s"))),
             submission,
             _trace(traceparent),
         )
@@ -157,7 +157,7 @@ class AsyncClient:
         with sendable():
             reception = Reception(request_id, offsets, received)
             reception.attach_request()
-        return Stream(self._routers, reception, self._patience(Deadline(None)))
+        return Stream(self._routers, reception, self._budget(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
         """Ends a request. One that is over already stays as it is. Raises UnknownRequest.
@@ -400,20 +400,20 @@ class AsyncClient:
     ) -> A:
         """The answer of the first router that has one. Raises EverliftError."""
         retries = retries or Retries(self._retry_s, self._retry_s, random.random)
-        patience = Patience(self._routers, retries, Deadline(timeout_s))
+        budget = RetryBudget(self._routers, retries, Deadline(timeout_s))
         tries = 0
         while True:
             tries += 1
-            router, remaining = self._routers.current, patience.remaining()
+            router, remaining = self._routers.current, budget.remaining()
             try:
                 return await self._try(method, request, remaining, try_s)
             except DeadlineExceeded as error:
-                raise patience.cut_off(error) from None
+                raise budget.cut_off(error) from None
             except EverliftError as error:
                 if is_unavailable(error) and tries < len(self._routers):
                     self._routers.failed(router)
                 else:
-                    await patience.wait(error, router)
+                    await budget.wait(error, router)
 
     async def _try(
         self, method: _Method[Q, A], request: Q, remaining: float | None, most_s: float
@@ -428,8 +428,8 @@ class AsyncClient:
                 raise
             raise Unreachable(f"no answer within {most_s:g} s") from error
 
-    def _patience(self, deadline: Deadline) -> Patience:
-        return Patience(self._routers, self._retries(), deadline)
+    def _budget(self, deadline: Deadline) -> RetryBudget:
+        return RetryBudget(self._routers, self._retries(), deadline)
 
     def _retries(self) -> Retries:
         """For the calls of one stream."""

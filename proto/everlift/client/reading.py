@@ -7,6 +7,10 @@ from typing import Any
 import grpc
 
 from everlift import logs, wire
+from everlift.client.reception import Chunk, Reception
+from everlift.client.retries import is_refusal
+from everlift.client.retry_budget import RetryBudget, now
+from everlift.client.routers import Metadata, Routers
 from everlift.errors import (
     DataLoss,
     EverliftError,
@@ -15,10 +19,6 @@ from everlift.errors import (
     UnknownRequest,
     Unreachable,
 )
-from everlift.patience import Patience, now
-from everlift.reception import Chunk, Reception
-from everlift.retries import is_refusal
-from everlift.routers import Metadata, Routers
 from everlift.v1 import inference_pb2 as pb
 
 log = logs.get(__name__)
@@ -38,7 +38,7 @@ class Reading:
         self,
         routers: Routers,
         reception: Reception,
-        patience: Patience,
+        budget: RetryBudget,
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
@@ -46,7 +46,7 @@ class Reading:
         self.is_over = False
         self._routers = routers
         self._reception = reception
-        self._patience = patience
+        self._budget = budget
         self._submission = submission
         self._metadata = metadata
         self._router = ""
@@ -64,7 +64,7 @@ class Reading:
             if self._reception.is_complete:
                 self.leave()
             if chunk is not None:
-                self._patience.succeeded()
+                self._budget.succeeded()
                 return chunk
         return None
 
@@ -78,12 +78,12 @@ class Reading:
         refused = is_refusal(error)
         # Whoever was refused after a long wait had no success.
         if self._is_steady and not refused:
-            self._patience.succeeded()
+            self._budget.succeeded()
         self._hang_up()
         try:
             if refused:
                 self._take_back(error)
-            await self._patience.wait(error, self._router)
+            await self._budget.wait(error, self._router)
         except EverliftError as final:
             self.is_over = True
             raise self._named(final) from final.__cause__
@@ -113,7 +113,7 @@ class Reading:
 
     def _dial(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
         self._router = self._routers.current
-        stub, remaining = self._routers.inference(), self._patience.remaining()
+        stub, remaining = self._routers.inference(), self._budget.remaining()
         timeout = None if remaining is None else remaining + DEADLINE_MARGIN_S
         metadata = self._routers.metadata
         # Until it is accepted it may be submitted again: the request id makes it one request.

@@ -14,15 +14,15 @@ from collections.abc import Collection, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from everlift.client import AsyncClient
+from everlift.client.client import AsyncClient
+from everlift.client.generate_many import ManyStream, Outcome
+from everlift.client.reception import Chunk
+from everlift.client.retries import RECONNECT_S, RETRY_S
+from everlift.client.stream import Stream
 from everlift.errors import EverliftError
-from everlift.many import ManyStream, Outcome
 from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.options import GenerateOptions, Prompt
-from everlift.reception import Chunk
-from everlift.retries import RECONNECT_S, RETRY_S
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Stream
 from everlift.tls import Tls
 from everlift.transport import Transport
 from everlift.v1 import admin_pb2, chaos_pb2

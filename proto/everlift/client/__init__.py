@@ -1,0 +1,1 @@
+"""The clients: asynchronous, blocking, and what retries and resumes for them."""
