@@ -20,7 +20,7 @@ A_RANK = """
 import atexit, sys, threading
 sys.argv[1:] = ["rank"]
 atexit.register(threading.Event().wait)
-from cluster import process
+from cluster.local import process
 process.main()
 """
 #: Beyond its limit soon, though the first steps have ten timeouts and more.

@@ -437,7 +437,7 @@ async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
         await until(lambda: parts.routers[0]._line.queued)
         answer = await ask(address, "/v1/completions", {**GREEDY, "stream": is_stream})
         assert (answer.status, answer.error[0]) == (429, QueueFull.slug)
-        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["retry-after"] in ("1", "2", "3")
         assert answer.json["error"]["type"] == "rate_limit_error"
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

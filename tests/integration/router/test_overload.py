@@ -38,7 +38,9 @@ async def test_a_higher_class_has_the_place_of_a_lower_one_at_whatever_router() 
         assert isinstance(await refusal(other, "c"), QueueFull)
         high = asyncio.create_task(refusal(other, "d", priority=1))
         shed = await low[1]
-        assert isinstance(shed, Shed) and shed.retry_after_s == 1.0, "nothing is known of workers"
+        assert isinstance(shed, Shed), "the higher class took its place"
+        # A second, times a random factor: nothing is known of workers.
+        assert 0.5 <= (shed.retry_after_s or 0.0) <= 2.5
         with pytest.raises(UnknownRequest):
             await one.get_request("b")
         await parts.add_worker()
