@@ -396,7 +396,6 @@ class AsyncClient:
         request: Q,
         timeout_s: float | None,
         retries: Retries | None = None,
-        try_s: float = _TRY_TIMEOUT_S,
     ) -> A:
         """The answer of the first router that has one. Raises EverliftError."""
         retries = retries or Retries(self._retry_s, self._retry_s, random.random)
@@ -406,7 +405,7 @@ class AsyncClient:
             tries += 1
             router, remaining = self._routers.current, budget.remaining()
             try:
-                return await self._try(method, request, remaining, try_s)
+                return await self._try(method, request, remaining)
             except DeadlineExceeded as error:
                 raise budget.cut_off(error) from None
             except EverliftError as error:
@@ -415,18 +414,16 @@ class AsyncClient:
                 else:
                     await budget.wait(error, router)
 
-    async def _try(
-        self, method: _Method[Q, A], request: Q, remaining: float | None, most_s: float
-    ) -> A:
-        is_last = remaining is not None and remaining <= most_s
-        timeout = remaining if is_last else most_s
+    async def _try(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
+        is_last = remaining is not None and remaining <= _TRY_TIMEOUT_S
+        timeout = remaining if is_last else _TRY_TIMEOUT_S
         call = method()(request, timeout=timeout, metadata=self._routers.metadata)
         try:
             return await wire.answer(call, call)
         except DeadlineExceeded as error:
             if is_last:
                 raise
-            raise Unreachable(f"no answer within {most_s:g} s") from error
+            raise Unreachable(f"no answer within {_TRY_TIMEOUT_S:g} s") from error
 
     def _budget(self, deadline: Deadline) -> RetryBudget:
         return RetryBudget(self._routers, self._retries(), deadline)
