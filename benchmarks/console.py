@@ -96,10 +96,10 @@ class Queue:
 
     def load(self) -> session_pb2.ClusterLoad:
         workers, moment = self._leader.placement.workers.values(), float(self._came)
-        return cluster_load(1, self._leader.tenure, workers, moment, moment)
+        return cluster_load(1, self._leader.leader_state, workers, moment, moment)
 
     def outlook(self) -> session_pb2.Outlook:
-        return self._leader.tenure.outlook()
+        return self._leader.leader_state.outlook()
 
 
 class BusyCluster:

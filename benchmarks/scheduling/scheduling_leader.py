@@ -34,7 +34,7 @@ class LeaderBench:
         for _ in range(waiting):
             self._hear(self._message())
         self._cluster.add_worker(_WORKER, Load(sequence_number=1), capacity=_ROOMY)
-        self._cluster.tenure.look(self._requests.now)
+        self._cluster.leader_state.look(self._requests.now)
 
     def us_per_request(self) -> float:
         messages = [self._message() for _ in range(AT_ONCE)]
@@ -63,18 +63,18 @@ class LeaderBench:
 
     def _hear(self, data: bytes) -> None:
         message = pb.GatewayMessage.FromString(data)
-        self._cluster.tenure.hear(message.router_id, message, self._requests.now)
+        self._cluster.leader_state.hear(message.router_id, message, self._requests.now)
 
     def _dispatch(self) -> None:
-        tenure, now = self._cluster.tenure, self._requests.now
-        tenure.look_out(now, may_act=True)
-        tenure.expire(now)
-        [placed] = tenure.place(now, now, 1, lambda: 1)
-        tenure.begun(placed, placed.waiting.gateway)
-        _told(placed, tenure.queued)
+        leader_state, now = self._cluster.leader_state, self._requests.now
+        leader_state.look_out(now, may_act=True)
+        leader_state.expire(now)
+        [placed] = leader_state.place(now, now, 1, lambda: 1)
+        leader_state.begun(placed, placed.waiting.gateway)
+        _told(placed, leader_state.queued)
         self._cluster.placement.acknowledge(_WORKER, placed.epoch)
         ended = pb.GatewayMessage(withdraw=[placed.waiting.request_id])
-        tenure.hear(placed.waiting.gateway, ended, now)
+        leader_state.hear(placed.waiting.gateway, ended, now)
 
 
 def _told(placed: Placed, queued: int) -> bytes:

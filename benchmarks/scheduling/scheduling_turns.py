@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, order: Order, *, in_turns: bool) -> None:
         weights = CONFIG.prompt_token_weight, CONFIG.output_token_weight
         self._share = FairShare(*weights, lambda tenant: 1.0)
-        self._share.roll_called()
+        self._share.handover_ended()
         self._queue = AdmissionQueue(policy_of(order, CONFIG), 0.0, self._share, in_turns=in_turns)
         self._requests = _requests(random.Random(0))
         self._waiting: Counter[str] = Counter()

@@ -36,10 +36,10 @@ class GlobalQueue:
         self._placement = Placement(config)
         share = None if weights is None else _fair_share(config, weights)
         rules = Rules.of(config)
-        self._tenure = LeaderState(config, rules, self._placement, occupants, "", now, share)
-        self._tenure.recall(())
-        self._tenure.handover.living([GATEWAY])
-        self._tenure.connect(GATEWAY, now)
+        self._leader_state = LeaderState(config, rules, self._placement, occupants, "", now, share)
+        self._leader_state.recall(())
+        self._leader_state.handover.living([GATEWAY])
+        self._leader_state.connect(GATEWAY, now)
         self._hear(session_pb2.GatewayMessage(is_complete=True), now)
         self._wait = EstimatedWait()
         self._epochs = count(1)
@@ -47,15 +47,15 @@ class GlobalQueue:
 
     @property
     def queued(self) -> int:
-        return self._tenure.queued
+        return self._leader_state.queued
 
     @property
     def has_work(self) -> bool:
-        return self._tenure.has_work
+        return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
         """What the autoscaler is told."""
-        return cluster_load(_TERM, self._tenure, self._placement.workers.values(), now, now)
+        return cluster_load(_TERM, self._leader_state, self._placement.workers.values(), now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
         self._placement.join(worker_id, capacity)
@@ -87,28 +87,28 @@ class GlobalQueue:
         self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
-        return self._tenure.hear(GATEWAY, message, now).refused
+        return self._leader_state.hear(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
-        return self._tenure.expire(now)
+        return self._leader_state.expire(now)
 
     def moves(self, now: float) -> list[Move]:
         if now < self._move_after:
             return []
         self._move_after = now + MOVES_S
-        return self._tenure.moves(now, now)
+        return self._leader_state.moves(now, now)
 
     def place(self, now: float) -> list[Placed]:
-        placed = self._tenure.place(now, now, DISPATCHES_AT_ONCE, lambda: next(self._epochs))
+        placed = self._leader_state.place(now, now, DISPATCHES_AT_ONCE, lambda: next(self._epochs))
         for each in placed:
-            self._tenure.begun(each, GATEWAY)
+            self._leader_state.begun(each, GATEWAY)
         return placed
 
     def tick(self, now: float) -> None:
         self._placement.expire(now)
-        self._tenure.look(now)
-        self._tenure.forget(now)
-        self._wait.hear(self._tenure.outlook())
+        self._leader_state.look(now)
+        self._leader_state.forget(now)
+        self._wait.hear(self._leader_state.outlook())
 
 
 def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:

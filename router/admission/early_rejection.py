@@ -25,9 +25,9 @@ from router.config import RouterConfig
 #: Refusals and tenants that are remembered; of more the oldest are forgotten.
 _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
 #: So much before its time is in time: clocks and timers are not exact.
-SLACK_S = 0.05
+_SLACK_S = 0.05
 #: Who has not come so long after its time does not come any more.
-GIVEN_UP_S = 5.0
+_GIVEN_UP_S = 5.0
 #: Moments that may be kept of those that have come since, beside as many as there are others.
 _FEW = 64
 
@@ -59,7 +59,7 @@ class RetryLimiter:
 
     def _give_up(self, now: float) -> None:
         """Those whose time is over. Some are told to come after an hour: they keep no others."""
-        while self._dues[0][0] + GIVEN_UP_S < now:
+        while self._dues[0][0] + _GIVEN_UP_S < now:
             due, request_id = heapq.heappop(self._dues)
             if self._told.get(request_id) == due:
                 del self._told[request_id]
@@ -77,7 +77,7 @@ class RetryLimiter:
         if due is None:
             return 0.0
         early_s = due - now
-        if early_s > SLACK_S and not self._take(tenant_of(request_id), now):
+        if early_s > _SLACK_S and not self._take(tenant_of(request_id), now):
             return early_s
         del self._told[request_id]
         return 0.0

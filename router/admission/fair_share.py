@@ -229,7 +229,7 @@ class FairShare:
 
     # from one leader to the next
 
-    def roll_called(self) -> None:
+    def handover_ended(self) -> None:
         """Whoever waited under the leader before has been told: who comes now was not waiting."""
         self._lifts = True
 

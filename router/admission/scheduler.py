@@ -128,9 +128,9 @@ class LeaderState:
         # By then every gateway has looked twice who leads.
         self.handover = QueueHandover(now, patience_s=2 * config.beat)
         self.generations = Generations(generation, now, patience_s=config.lease)
-        #: to be computed for all requests that came since this tenure began, as predicted
+        #: to be computed for all requests that came since this leader's term began, as predicted
         self.offered_tokens = 0
-        #: what tenants were served before this tenure, or it does not matter
+        #: what tenants were served before this term, or it does not matter
         self.has_recalled = fair_share is None
 
     @property
@@ -442,31 +442,35 @@ class LeaderState:
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.forget(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_over(now):
-            self._fair_share.roll_called()
+            self._fair_share.handover_ended()
 
 
 def cluster_load(
-    term: int, tenure: LeaderState, workers: Iterable[WorkerView], now: float, ledger_now: float
+    term: int,
+    leader_state: LeaderState,
+    workers: Iterable[WorkerView],
+    now: float,
+    ledger_now: float,
 ) -> session_pb2.ClusterLoad:
-    """``now`` and ``ledger_now`` as a tenure's. O(workers + tenants)."""
+    """``now`` and ``ledger_now`` as of a LeaderState. O(workers + tenants)."""
     staying = [worker for worker in workers if worker.is_open]
     rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
     return session_pb2.ClusterLoad(
         term=term,
         workers=len(staying),
-        queued=tenure.queued,
-        queued_tokens=tenure.queued_tokens,
-        waited_s=tenure.waited_s(now, ledger_now),
+        queued=leader_state.queued,
+        queued_tokens=leader_state.queued_tokens,
+        waited_s=leader_state.waited_s(now, ledger_now),
         running=sum(worker.load.num_running + worker.ahead for worker in staying),
         slots=sum(worker.slots for worker in staying),
         blocks_used=sum(worker.load.blocks_used for worker in staying),
         blocks_total=sum(worker.capacity.num_blocks for worker in staying),
-        offered_tokens=tenure.offered_tokens,
+        offered_tokens=leader_state.offered_tokens,
         worker_rate=fmean(rates) if rates else 0.0,
-        services=tenure.services(),
-        service_gap=tenure.service_gap,
-        wait_s=tenure.wait_s,
-        class_queues=tenure.class_queues(),
-        tenant_queues=tenure.tenant_queues(),
+        services=leader_state.services(),
+        service_gap=leader_state.service_gap,
+        wait_s=leader_state.wait_s,
+        class_queues=leader_state.class_queues(),
+        tenant_queues=leader_state.tenant_queues(),
         ray_clusters=Counter(it.capacity.ray_cluster for it in staying if it.capacity.ray_cluster),
     )

@@ -67,7 +67,7 @@ class Reservation:
     """A worker for a request that goes into the ledger as dispatched."""
 
     leader: Leader
-    tenure: LeaderState
+    leader_state: LeaderState
     placed: Placed
     dispatch: Dispatch
 
@@ -105,7 +105,7 @@ class Leader:
         self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
         self.rules = Rules.of(config)
         self._placement = Placement(config)
-        self._tenure: LeaderState | None = None
+        self._leader_state: LeaderState | None = None
         self._lines = LeaderServer(self)
         self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.end)
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
@@ -134,12 +134,12 @@ class Leader:
 
     @property
     def queued(self) -> int:
-        return self._tenure.queued if self._tenure else 0
+        return self._leader_state.queued if self._leader_state else 0
 
     @property
     def running(self) -> int:
         """Requests that workers have, as far as is known here; 0 where another replica knows."""
-        return self._tenure.running if self._tenure else 0
+        return self._leader_state.running if self._leader_state else 0
 
     @property
     def views(self) -> Mapping[str, WorkerView]:
@@ -178,12 +178,12 @@ class Leader:
             self._generation = membership.generation
             self._lease.confirm()
             self._sweep.hold_off()
-            if self._tenure is not None:
-                self._tenure.generations.change(self._generation, now())
+            if self._leader_state is not None:
+                self._leader_state.generations.change(self._generation, now())
 
     def _begin(self) -> None:
         self.num_tenures += 1
-        self._tenure = LeaderState(
+        self._leader_state = LeaderState(
             self._config,
             self.rules,
             self._placement,
@@ -203,7 +203,7 @@ class Leader:
         return FairShare(config.prompt_token_weight, config.output_token_weight, self._weight_of)
 
     def _step_down(self) -> None:
-        self._tenure = None
+        self._leader_state = None
         self._lines.hang_up()
         self.changed.set()
 
@@ -212,14 +212,14 @@ class Leader:
         while True:
             await self._began.wait()
             self._began.clear()
-            tenure = self._tenure
-            while tenure is not None and tenure is self._tenure:
+            leader_state = self._leader_state
+            while leader_state is not None and leader_state is self._leader_state:
                 self._wake.set()
-                if not tenure.handover.is_gathering(now()):
+                if not leader_state.handover.is_gathering(now()):
                     break
                 try:
-                    await self._recall(tenure)
-                    tenure.handover.living(await self._ledger.gateways())
+                    await self._recall(leader_state)
+                    leader_state.handover.living(await self._ledger.gateways())
                 except LedgerUnavailable:
                     log.info("living gateways not known")
                 await asyncio.sleep(_ROLL_CALL_S)
@@ -237,10 +237,10 @@ class Leader:
         while True:
             await self._ruled.wait()
             self._ruled.clear()
-            tenure = self._tenure
-            for _ in tenure.obey(self.rules) if tenure is not None else ():
+            leader_state = self._leader_state
+            for _ in leader_state.obey(self.rules) if leader_state is not None else ():
                 await asyncio.sleep(0)
-                if tenure is not self._tenure or self._ruled.is_set():
+                if leader_state is not self._leader_state or self._ruled.is_set():
                     break
             self._wake.set()
 
@@ -258,20 +258,20 @@ class Leader:
                 yield message
 
     def connected(self, gateway: str) -> None:
-        if self._tenure is None:
+        if self._leader_state is None:
             self._tell(gateway, session_pb2.LeaderMessage(resigned=True))
         else:
-            self._tenure.connect(gateway, now())
+            self._leader_state.connect(gateway, now())
             self._tell(gateway, session_pb2.LeaderMessage())
 
     def disconnected(self, gateway: str) -> None:
-        if self._tenure is not None:
-            self._tenure.disconnect(gateway)
+        if self._leader_state is not None:
+            self._leader_state.disconnect(gateway)
 
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
-        if self._tenure is None:
+        if self._leader_state is None:
             return
-        heard = self._tenure.hear(gateway, message, now())
+        heard = self._leader_state.hear(gateway, message, now())
         self._refuse(heard.refused)
         for taken in heard.taken:
             self._tell_stale(taken)
@@ -282,26 +282,26 @@ class Leader:
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
         """A worker for a request of this replica's own gateway that the ledger does not have yet,
         where it would leave the queue as soon as it came there. None: it has to wait."""
-        tenure = self._tenure
-        if tenure is None or gateway not in self._lines.gateways or not self._may_act():
+        leader_state = self._leader_state
+        if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
             return None
         moment = now()
         waiting = Waiting.told(gateway, request(moment + self._ledger_ahead))
-        placed = tenure.reserve(waiting, moment, _fresh_epoch)
+        placed = leader_state.reserve(waiting, moment, _fresh_epoch)
         if placed is None:
             return None
         dispatch = Dispatch(placed.worker_id, placed.epoch, self._lease.term)
-        return Reservation(self, tenure, placed, dispatch)
+        return Reservation(self, leader_state, placed, dispatch)
 
     def settle(self, reservation: Reservation, *, has_begun: bool) -> bool:
         """What became of it; whether that is known by who leads."""
-        tenure, placed = reservation.tenure, reservation.placed
+        leader_state, placed = reservation.leader_state, reservation.placed
         if has_begun:
-            tenure.came(placed, placed.waiting.gateway)
+            leader_state.came(placed, placed.waiting.gateway)
         else:
-            tenure.give_back(placed)
+            leader_state.give_back(placed)
             self._wake.set()
-        return tenure is self._tenure
+        return leader_state is self._leader_state
 
     def _refuse(self, refusals: Iterable[Refusal]) -> None:
         for refusal in refusals:
@@ -338,7 +338,7 @@ class Leader:
             self._placement.report(worker_id, Load.told(frame.state), now())
             if frame.state.running or not frame.state.num_running:
                 self._slots[worker_id] = frame.state.running
-            if self._tenure is not None and self._tenure.has_work:
+            if self._leader_state is not None and self._leader_state.has_work:
                 self._wake.set()
 
     def _occupants(self, worker_id: str) -> Collection[str]:
@@ -352,39 +352,39 @@ class Leader:
             await self._wake.wait()
             self._wake.clear()
             self._move()
-            if (tenure := self._tenure) is not None:
-                for placed in self._place(tenure):
+            if (leader_state := self._leader_state) is not None:
+                for placed in self._place(leader_state):
                     self._asking += 1
-                    tasks.create_task(self._dispatch(placed, tenure, self._lease.term))
+                    tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
 
     def _may_act(self) -> bool:
         """Whether the ledger knows all that it has to know."""
         return (
-            self._tenure is not None
+            self._leader_state is not None
             and self._lease.is_confirmed
-            and self._tenure.generations.agree(now())
+            and self._leader_state.generations.agree(now())
         )
 
     def _move(self) -> None:
         """Before anything is placed: what was preempted goes before what came later."""
         moment = now()
-        if self._tenure is None or moment < self._move_after or not self._may_act():
+        if self._leader_state is None or moment < self._move_after or not self._may_act():
             return
         self._move_after = moment + MOVES_S
-        for move in self._tenure.moves(moment, moment + self._ledger_ahead):
+        for move in self._leader_state.moves(moment, moment + self._ledger_ahead):
             running = move.running
             log.info(
                 "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id
             )
             self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
-    def _place(self, tenure: LeaderState) -> list[Placed]:
+    def _place(self, leader_state: LeaderState) -> list[Placed]:
         moment, may_act = now(), self._may_act()
-        tenure.look_out(moment, may_act=may_act)
+        leader_state.look_out(moment, may_act=may_act)
         if not may_act:
             return []
-        self._refuse(tenure.expire(moment + self._ledger_ahead))
-        return tenure.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
+        self._refuse(leader_state.expire(moment + self._ledger_ahead))
+        return leader_state.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
 
     @property
     def _limit(self) -> int:
@@ -392,14 +392,14 @@ class Leader:
         at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
         return max(0, at_once) if self._late < _MOST_LATE else 0
 
-    async def _dispatch(self, placed: Placed, tenure: LeaderState, term: int) -> None:
+    async def _dispatch(self, placed: Placed, leader_state: LeaderState, term: int) -> None:
         try:
-            await self._try_dispatch(placed, tenure, term)
+            await self._try_dispatch(placed, leader_state, term)
         finally:
             self._asking -= 1
             self._wake.set()
 
-    async def _try_dispatch(self, placed: Placed, tenure: LeaderState, term: int) -> None:
+    async def _try_dispatch(self, placed: Placed, leader_state: LeaderState, term: int) -> None:
         asked = now()
         try:
             entry = await self._ask(placed, term)
@@ -414,7 +414,7 @@ class Leader:
             return
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
-            tenure.begun(placed, entry.gateway)
+            leader_state.begun(placed, entry.gateway)
         self._tell_dispatched(placed, entry, now() - asked)
         if entry.gateway != placed.waiting.gateway:
             self._tell_stale(placed.waiting)
@@ -476,56 +476,56 @@ class Leader:
         while True:
             await asyncio.sleep(TICK_S)
             self._placement.expire(now())
-            if self._tenure is not None:
-                self._tenure.look(now())
-                self._tenure.forget(now())
+            if self._leader_state is not None:
+                self._leader_state.look(now())
+                self._leader_state.forget(now())
                 if not self._is_reporting:
                     self._is_reporting = True
-                    tasks.create_task(self._report(self._tenure))
+                    tasks.create_task(self._report(self._leader_state))
             self._wake.set()
             self._tell_all()
 
     def _tell_all(self) -> None:
         """What gateways may rely on: that somebody leads, and what the queue is like."""
         gateways = self._lines.gateways
-        outlooks = [self._tenure.outlook()] if self._tenure is not None else []
+        outlooks = [self._leader_state.outlook()] if self._leader_state is not None else []
         for gateway in gateways:
             self._tell(gateway, session_pb2.LeaderMessage(outlooks=outlooks))
 
     def load(self) -> session_pb2.ClusterLoad | None:
         """What work there is; None where another replica knows."""
-        return self._load(self._tenure) if self._tenure is not None else None
+        return self._load(self._leader_state) if self._leader_state is not None else None
 
-    def _load(self, tenure: LeaderState) -> session_pb2.ClusterLoad:
+    def _load(self, leader_state: LeaderState) -> session_pb2.ClusterLoad:
         workers, moment = self._placement.workers.values(), now()
         ledger_now = moment + self._ledger_ahead
-        load = cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
+        load = cluster_load(self._lease.term, leader_state, workers, moment, ledger_now)
         load.autoscale.update(self.autoscale)
-        load.starting_workers = tenure.starts.count(moment)
-        load.starting_s = tenure.starts.longest_s(moment)
-        demand = tenure.demands.total(moment)
+        load.starting_workers = leader_state.starts.count(moment)
+        load.starting_s = leader_state.starts.longest_s(moment)
+        demand = leader_state.demands.total(moment)
         if demand.workers is not None:
             load.wanted_workers = demand.workers
         load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
         return load
 
-    async def _recall(self, tenure: LeaderState) -> None:
+    async def _recall(self, leader_state: LeaderState) -> None:
         """What tenants were served under the leader before. Raises LedgerUnavailable."""
-        if not tenure.has_recalled:
+        if not leader_state.has_recalled:
             report = await self._ledger.load()
-            tenure.recall(report.load.services if report is not None else ())
+            leader_state.recall(report.load.services if report is not None else ())
 
-    async def _read_scaling(self, tenure: LeaderState) -> None:
+    async def _read_scaling(self, leader_state: LeaderState) -> None:
         """Raises LedgerUnavailable."""
-        if tenure.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
-            tenure.demands.scale(report.scaling, now() - report.age_s)
+        if leader_state.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
+            leader_state.demands.scale(report.scaling, now() - report.age_s)
 
-    async def _report(self, tenure: LeaderState) -> None:
+    async def _report(self, leader_state: LeaderState) -> None:
         try:
             # In its place is what the leader before knew.
-            await self._recall(tenure)
-            await self._read_scaling(tenure)
-            await self._ledger.put_load(self._load(tenure))
+            await self._recall(leader_state)
+            await self._read_scaling(leader_state)
+            await self._ledger.put_load(self._load(leader_state))
         except LedgerUnavailable as error:
             log.info("load not reported", cause=str(error))
         finally:

@@ -54,7 +54,7 @@ class Life:
 
     def __init__(self, policy: Policy, dice: random.Random) -> None:
         self._share = FairShare(PROMPT, OUTPUT, lambda tenant: 3.0 if tenant == HEAVY else 1.0)
-        self._share.roll_called()
+        self._share.handover_ended()
         self._queue = AdmissionQueue(policy, 0.0, self._share, in_turns=True)
         self._dice = dice
         self._served = dict.fromkeys((*TENANTS, HEAVY), 0.0)

@@ -50,8 +50,8 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         await until(lambda: all(router._line.is_open for router in parts.routers))
         (leader,) = (router for router in parts.routers if router._leader.is_leading)
-        assert leader._leader._tenure is not None
-        assert leader._leader._tenure._queue.class_floor == 0.2
+        assert leader._leader._leader_state is not None
+        assert leader._leader._leader_state._queue.class_floor == 0.2
         timeouts = {"without": None, "late": 50.0, "soon": 30.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
         await until(lambda: all(router._line.queued == 3 for router in parts.routers))

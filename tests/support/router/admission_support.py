@@ -88,7 +88,7 @@ class Cluster:
     ) -> None:
         self.placement = Placement(config)
         self.slots: dict[str, list[str]] = {}
-        self.tenure = LeaderState(
+        self.leader_state = LeaderState(
             config,
             Rules.of(config),
             self.placement,
@@ -97,7 +97,7 @@ class Cluster:
             now=0.0,
             fair_share=None if weight_of is None else FairShare(1.0, 2.0, weight_of),
         )
-        self.tenure.handover.living(())
+        self.leader_state.handover.living(())
         self._epochs = count(1)
 
     def add_worker(
@@ -113,13 +113,13 @@ class Cluster:
 
     def connect(self, gateway: str = "g", now: float = 0.0) -> None:
         """Of a gateway with nothing to tell."""
-        self.tenure.connect(gateway, now)
+        self.leader_state.connect(gateway, now)
         self.hear(pb.GatewayMessage(is_complete=True), gateway, now)
 
     def hear(
         self, message: pb.GatewayMessage, gateway: str = "g", now: float = 0.0
     ) -> tuple[list[str], list[str]]:
-        heard = self.tenure.hear(gateway, message, now)
+        heard = self.leader_state.hear(gateway, message, now)
         refused = [refusal.waiting.request_id for refusal in heard.refused]
         return refused, [taken.gateway for taken in heard.taken]
 
@@ -142,11 +142,11 @@ class Cluster:
         self.hear(pb.GatewayMessage(running=[told]), gateway)
 
     def place(self, now: float = 0.0, ledger_now: float = 0.0) -> list[Placed]:
-        placed = self.tenure.place(now, ledger_now, 100, lambda: next(self._epochs))
+        placed = self.leader_state.place(now, ledger_now, 100, lambda: next(self._epochs))
         for one in placed:
-            self.tenure.begun(one, one.waiting.gateway)
+            self.leader_state.begun(one, one.waiting.gateway)
         return placed
 
     def moves(self, now: float = 0.0) -> list[tuple[str, str]]:
-        moves = self.tenure.moves(now, now)
+        moves = self.leader_state.moves(now, now)
         return [(move.running.request_id, move.worker_id) for move in moves]

@@ -183,7 +183,7 @@ class VirtualCluster:
         self._unnamed = count()
         self._leader = Cluster(config)
         self._leader.connect()
-        self.tenure = self._leader.tenure
+        self.leader_state = self._leader.leader_state
         self._entrances = [EarlyRejection(config, random.Random(n)) for n in range(num_gateways)]
         self._lengths = OutputLengths()
         self._epochs = count(1)
@@ -211,9 +211,9 @@ class VirtualCluster:
         for name in self._engines:
             self._report(name)
         self._leader.placement.expire(now)
-        self.tenure.look(now)
-        self.tenure.forget(now)
-        outlook = self.tenure.outlook()
+        self.leader_state.look(now)
+        self.leader_state.forget(now)
+        outlook = self.leader_state.outlook()
         for entrance in self._entrances:
             entrance.outlook = outlook
         self._place()
@@ -227,7 +227,7 @@ class VirtualCluster:
         wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:
             entrance = self._early_rejection(asked.name)
-            entrance.admit(asked.name, asked.priority, self.tenure.queued, now)
+            entrance.admit(asked.name, asked.priority, self.leader_state.queued, now)
             entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
         except EverliftError as error:
             self._refused(asked, error)
@@ -246,7 +246,7 @@ class VirtualCluster:
             predicted_tokens=predicted,
             predicted_total=asked.prompt_tokens + predicted,
         )
-        heard = self.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), now)
+        heard = self.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), now)
         if asked.deadline_s < inf:
             self.clock.at(now + asked.deadline_s, lambda: self._cut_off(asked))
         for refusal in heard.refused:
@@ -254,7 +254,7 @@ class VirtualCluster:
         self._place()
 
     def _cut_off(self, asked: Asked) -> None:
-        self.tenure.hear("g", pb.GatewayMessage(withdraw=[asked.name]), self.clock.now)
+        self.leader_state.hear("g", pb.GatewayMessage(withdraw=[asked.name]), self.clock.now)
         for epoch, running in list(self._running.items()):
             if running is asked:
                 asked.is_cut_off = True
@@ -283,10 +283,10 @@ class VirtualCluster:
 
     def _place(self) -> None:
         now = self.clock.now
-        for refusal in self.tenure.expire(now):
+        for refusal in self.leader_state.expire(now):
             self._refuse(refusal)
-        for placed in self.tenure.place(now, now, 64, lambda: next(self._epochs)):
-            self.tenure.begun(placed, "g")
+        for placed in self.leader_state.place(now, now, 64, lambda: next(self._epochs)):
+            self.leader_state.begun(placed, "g")
             asked = self._asked[placed.waiting.request_id]
             asked.predicted_ttft_s = placed.waiting.predicted_ttft_s
             asked.predicted_tpot_s = placed.waiting.predicted_tpot_s
@@ -322,7 +322,7 @@ class VirtualCluster:
         message = pb.GatewayMessage(
             withdraw=[asked.name], tpot_ratios=[] if ratio is None else [ratio]
         )
-        self.tenure.hear("g", message, now)
+        self.leader_state.hear("g", message, now)
 
     def play(self, load: Iterable[Asked], seconds: float) -> list[Asked]:
         """Who came, after so long."""

@@ -106,6 +106,6 @@ def test_a_weight_is_a_share_of_the_cluster_whoever_leads(
         cluster.run_for(12.0)
         shares = tokens_of(cluster, "heavy") / tokens_of(cluster, "flood")
         (leader,) = cluster.leaders()
-        tenure = cluster.routers[leader].router._leader._tenure  # type: ignore[union-attr]
-        assert tenure.has_recalled
+        leader_state = cluster.routers[leader].router._leader._leader_state  # type: ignore[union-attr]
+        assert leader_state.has_recalled
         assert 2.3 < shares < 3.7

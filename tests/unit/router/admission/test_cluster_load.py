@@ -11,7 +11,7 @@ from tests.support.router.admission_support import Cluster, paced
 def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
     """The leader's clock is a hundred seconds behind."""
     workers = cluster.placement.workers.values()
-    return cluster_load(7, cluster.tenure, workers, ledger_now - 100.0, ledger_now)
+    return cluster_load(7, cluster.leader_state, workers, ledger_now - 100.0, ledger_now)
 
 
 def test_without_workers_or_requests_there_is_none() -> None:
@@ -33,7 +33,7 @@ def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
     cluster = Cluster()
     cluster.connect()
     told = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
-    cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
+    cluster.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
     assert say(cluster, ledger_now=600.5).waited_s == 0.5
 
 

@@ -148,20 +148,20 @@ def test_who_made_room_gets_on_before_it_has_to_again() -> None:
     cluster = full(pace=paced(tokens_per_s=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
-    cluster.tenure.forget(now=11.0)
-    assert "d" in cluster.tenure._spared
-    cluster.tenure.forget(now=12.0)
-    assert not cluster.tenure._spared
+    cluster.leader_state.forget(now=11.0)
+    assert "d" in cluster.leader_state._spared
+    cluster.leader_state.forget(now=12.0)
+    assert not cluster.leader_state._spared
 
 
 def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
-    cluster.tenure.forget(now=4.9)
-    assert "d" in cluster.tenure._spared
-    cluster.tenure.forget(now=5.0)
-    assert not cluster.tenure._spared
+    cluster.leader_state.forget(now=4.9)
+    assert "d" in cluster.leader_state._spared
+    cluster.leader_state.forget(now=5.0)
+    assert not cluster.leader_state._spared
 
 
 def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None:
@@ -179,13 +179,13 @@ def test_a_lower_class_whose_turn_it_is_keeps_nobody_above_from_making_room() ->
     cluster = full(config=replace(CONFIG, class_floor=0.5))
     cluster.enqueue("before", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
     cluster.enqueue("low", priority=-1)
-    (before,) = cluster.tenure.place(0.0, 9.0, 1, lambda: 77)
+    (before,) = cluster.leader_state.place(0.0, 9.0, 1, lambda: 77)
     assert before.waiting.request_id == "before"
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
-    turn = cluster.tenure._queue.peek(9.6)
+    turn = cluster.leader_state._queue.peek(9.6)
     assert turn is not None and turn.request_id == "low"
     assert victims(cluster, now=9.6)
-    assert cluster.tenure.queued == 1
+    assert cluster.leader_state.queued == 1
 
 
 def test_prompts_that_would_be_computed_first_leave_no_room_either() -> None:

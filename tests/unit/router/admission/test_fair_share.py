@@ -43,7 +43,7 @@ def waiting(
 
 def fair_share() -> FairShare:
     made = FairShare(PROMPT, OUTPUT, lambda tenant: WEIGHTS.get(tenant, 1.0))
-    made.roll_called()
+    made.handover_ended()
     return made
 
 
@@ -313,7 +313,7 @@ def test_the_next_leader_goes_on_with_the_counters_whoever_is_told_first() -> No
         after.recall(report)
         for tenant in others:
             after.come(waiting(tenant, 1))
-        after.roll_called()
+        after.handover_ended()
         counters = {tenant: after.counters(0).of(tenant) for tenant in "acd"}
         assert counters.pop(first) == {"a": 0, "d": 50}[first] + OUTPUT
         assert counters.items() <= {("a", 0), ("c", 300), ("d", 50)}

@@ -96,7 +96,7 @@ def test_what_has_resumed_or_ended_does_not_move() -> None:
         if change == "resumed":
             cluster.runs("r", "home", preempted=False)
         elif change == "ended":
-            cluster.tenure.disconnect("g")
+            cluster.leader_state.disconnect("g")
         else:
             cluster.enqueue("r")
         assert not cluster.moves()
@@ -107,7 +107,7 @@ def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
     cluster.runs("r", "home", preempted=True, arrived=5.0)
     cluster.enqueue("older", arrived=4.0)
     assert not cluster.moves()
-    cluster.tenure.disconnect("g")
+    cluster.leader_state.disconnect("g")
     cluster.connect()
     cluster.runs("r", "home", preempted=True, arrived=5.0)
     cluster.enqueue("younger", arrived=6.0)
@@ -123,7 +123,7 @@ def test_where_tenants_take_turns_the_queue_goes_first_if_it_is_its_tenants_turn
         ("flood", "flood", 9.0, False),
     ):
         cluster = starved(paced(), weight_of=lambda tenant: 1.0)
-        cluster.tenure.disconnect("g")
+        cluster.leader_state.disconnect("g")
         cluster.connect()
         cluster.hear(pb.GatewayMessage(is_complete=True))
         cluster.enqueue(f"{tenant}/waits", arrived=5.0)
@@ -149,7 +149,7 @@ def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
     assert cluster.place()
     cluster.placement.acknowledge("other", 1)
     cluster.runs("second", "home", preempted=True, arrived=1.0)
-    cluster.tenure.forget(second_at)
+    cluster.leader_state.forget(second_at)
     return cluster.moves(second_at)
 
 
@@ -175,19 +175,19 @@ def test_a_promise_ends_with_the_stay() -> None:
         elif end == "runs elsewhere":
             cluster.runs("r", "home")
         else:
-            cluster.tenure.disconnect("g")
-        cluster.tenure.forget(now=2.2)
-        assert not len(cluster.tenure._growth)
+            cluster.leader_state.disconnect("g")
+        cluster.leader_state.forget(now=2.2)
+        assert not len(cluster.leader_state._growth)
 
 
 def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
     cluster = starved(paced(), TIGHT)
     assert cluster.moves()
-    cluster.tenure.disconnect("g")
-    cluster.tenure.forget(now=1.9)
-    assert len(cluster.tenure._growth)
-    cluster.tenure.forget(now=2.0)
-    assert not len(cluster.tenure._growth)
+    cluster.leader_state.disconnect("g")
+    cluster.leader_state.forget(now=1.9)
+    assert len(cluster.leader_state._growth)
+    cluster.leader_state.forget(now=2.0)
+    assert not len(cluster.leader_state._growth)
 
 
 def test_each_waits_for_the_blocks_of_those_before_it_too() -> None:
@@ -203,7 +203,7 @@ def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
     cluster = starved(paced())
     assert cluster.moves(now=0.0)
     assert not cluster.moves(now=1.0)
-    cluster.tenure.forget(now=5.1)
+    cluster.leader_state.forget(now=5.1)
     cluster.placement.expire(now=5.1)
     assert cluster.moves(now=5.1)
 

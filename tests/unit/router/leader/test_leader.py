@@ -386,12 +386,12 @@ async def test_who_slept_through_another_term_begins_anew_though_nobody_leads(
     """It would go on with the queue of before."""
     async with running(ledger, "old") as old:
         await until(lambda: old.is_leading)
-        term, tenure = old._lease.term, old._tenure
+        term, leader_state = old._lease.term, old._leader_state
         ledger.paused, ledger.ahead = "old", 10.0
         assert await ledger.lead("new", "there:1", 7, lease_s=1000.0)
         await ledger.resign(7)
         ledger.paused = ""
-        await until(lambda: old._tenure not in (None, tenure))
+        await until(lambda: old._leader_state not in (None, leader_state))
         assert old._lease.term not in (term, 7)
         assert ledger._term == old._lease.term
 
@@ -399,10 +399,10 @@ async def test_who_slept_through_another_term_begins_anew_though_nobody_leads(
 async def test_a_leader_goes_on_though_the_ledger_forgot_that_anybody_led(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
-    tenure, term = leader._tenure, leader._lease.term
+    leader_state, term = leader._leader_state, leader._lease.term
     ledger._leader, ledger._term = MemoryLedger(now)._leader, 0
     await until(lambda: ledger._term == term)
-    assert leader._tenure is tenure
+    assert leader._leader_state is leader_state
 
 
 # a ledger that came back without its last second
@@ -534,7 +534,7 @@ async def test_what_is_dispatched_for_a_gateway_that_is_gone_is_not_kept(
     ledger.hangs = frozenset()
     await until(lambda: not leader._asking)
     assert (await ledger.get("r")).state is State.RUNNING
-    assert leader._tenure is not None and leader._tenure.running == 0
+    assert leader._leader_state is not None and leader._leader_state.running == 0
 
 
 async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
@@ -629,9 +629,9 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
     gateway.enqueue("a", arrived=1.0)
     gateway.enqueue("b", arrived=2.0, deadline=9.0)
     leader.obey(rules("deadline", 3))
-    tenure = leader._tenure
-    assert tenure is not None
-    await until(lambda: tenure._queue.peek().request_id == "b")
+    leader_state = leader._leader_state
+    assert leader_state is not None
+    await until(lambda: leader_state._queue.peek().request_id == "b")
     for request_id in ("c", "d"):
         gateway.enqueue(request_id)
     await until(lambda: gateway.told("refusals") == ["d"])
@@ -647,7 +647,9 @@ async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger)
     leader.obey(rules("deadline"))
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
-    assert leader._tenure is not None and leader._tenure._order == policy_of("deadline", CONFIG)
+    assert leader._leader_state is not None and leader._leader_state._order == policy_of(
+        "deadline", CONFIG
+    )
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
@@ -658,18 +660,20 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
     gateway = Gateway(leader, "g")
     leader.obey(rules("deadline", 1000))
-    await until(lambda: leader._tenure and leader._tenure._bounds.rules.max_queued == 1000)
+    await until(
+        lambda: leader._leader_state and leader._leader_state._bounds.rules.max_queued == 1000
+    )
     leader.obey(rules("fifo", 1000))
     for number in range(100):
         gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
     leader.obey(rules("deadline", 1000))
     await asyncio.sleep(0)
     leader.obey(rules("fifo", 999))
-    tenure = leader._tenure
-    assert tenure is not None
-    await until(lambda: tenure._bounds.rules.max_queued == 999)
-    await until(lambda: tenure._order == policy_of("fifo", CONFIG))
-    assert tenure._queue.peek().request_id == "r0"
+    leader_state = leader._leader_state
+    assert leader_state is not None
+    await until(lambda: leader_state._bounds.rules.max_queued == 999)
+    await until(lambda: leader_state._order == policy_of("fifo", CONFIG))
+    assert leader_state._queue.peek().request_id == "r0"
 
 
 # turns of tenants
@@ -708,8 +712,8 @@ async def test_the_next_leader_knows_what_tenants_were_served(ledger: FlakyLedge
             await ledger.open(make_request(name), "g")
             gateway.enqueue(name, accepted=True, arrived=float(number))
         gateway.say(is_complete=True)
-        assert leader._tenure is not None
-        await until(lambda: leader._tenure.has_recalled)
+        assert leader._leader_state is not None
+        await until(lambda: leader._leader_state.has_recalled)
         give_it_a_worker(leader)
         await until(lambda: len(gateway.told("dispatched")) == 4)
         assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
@@ -726,6 +730,6 @@ async def test_what_a_leader_reports_takes_no_unread_report_s_place(ledger: Flak
                 await asyncio.sleep(0.01)
     ledger.loses_loads = 3
     async with leading(ledger, "two") as leader:
-        await until(lambda: leader._tenure and leader._tenure.has_recalled)
+        await until(lambda: leader._leader_state and leader._leader_state.has_recalled)
         assert ledger.loses_loads == 0
         assert await counters(ledger) == {"much": 1000.0}

@@ -338,7 +338,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from router.config import RouterConfig
 from tests.support.router.chat_support import chat_template
-from tests.integration.proto.test_chat_templates import HELLO, HOSTILE, saying
+from tests.integration.router.test_chat_templates import HELLO, HOSTILE, saying
 
 async def main():
     template = chat_template(Path(sys.argv[1]), HOSTILE, RouterConfig(template_timeout=3.0))

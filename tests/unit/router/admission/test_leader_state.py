@@ -42,7 +42,7 @@ def test_a_full_queue_refuses_what_is_new_and_nothing_else() -> None:
     entries = [pb.Waiting(request_id=name) for name in ("a", "b", "c", "d", "a")]
     entries.append(pb.Waiting(request_id="adopted", accepted=True))
     assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
-    assert cluster.tenure.queued == 4
+    assert cluster.leader_state.queued == 4
 
 
 def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
@@ -53,29 +53,29 @@ def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
     cluster.enqueue("a")
     cluster.hear(pb.GatewayMessage(withdraw=["b"]))
     cluster.hear(pb.GatewayMessage(withdraw=["c"]), gateway="stranger")
-    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 1)
+    assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 1)
     cluster.runs("a", "w")
-    assert (cluster.tenure.running, cluster.tenure.queued) == (2, 0)
-    cluster.tenure.disconnect("g")
-    assert cluster.tenure.running == 0
+    assert (cluster.leader_state.running, cluster.leader_state.queued) == (2, 0)
+    cluster.leader_state.disconnect("g")
+    assert cluster.leader_state.running == 0
 
 
 def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> None:
     cluster = Cluster()
     cluster.connect()
-    cluster.tenure.look_out(0.0, may_act=True)
+    cluster.leader_state.look_out(0.0, may_act=True)
     for name in ("a", "b"):
         cluster.enqueue(name)
     cluster.add_worker("w", Load(1))
-    cluster.tenure.look_out(3.0, may_act=True)
-    cluster.tenure.place(3.0, 3.0, 1, lambda: 7)
+    cluster.leader_state.look_out(3.0, may_act=True)
+    cluster.leader_state.place(3.0, 3.0, 1, lambda: 7)
     message = pb.GatewayMessage(withdraw=["a", "b", "stranger"])
-    assert not cluster.tenure.hear("other", message, 4.0).withdrawn
-    (told,) = cluster.tenure.hear("g", message, 5.0).withdrawn
+    assert not cluster.leader_state.hear("other", message, 4.0).withdrawn
+    (told,) = cluster.leader_state.hear("g", message, 5.0).withdrawn
     queue = inference_pb2.QueueStay(found=1, earlier=1, order="fifo", before=["a"])
     stay = pb.Stay(seconds=5.0, no_worker_s=3.0, queue=queue)
     assert told == pb.Withdrawn(request_id="b", stay=stay)
-    assert not cluster.tenure.hear("g", message, 6.0).withdrawn
+    assert not cluster.leader_state.hear("g", message, 6.0).withdrawn
 
 
 def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:
@@ -83,16 +83,16 @@ def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None
     cluster.connect()
     cluster.enqueue("r")
     cluster.add_worker("w", Load(1))
-    (placed,) = cluster.tenure.place(0.0, 0.0, 1, lambda: 7)
-    cluster.tenure.begun(placed, "owner")
-    cluster.tenure.disconnect("g")
-    assert cluster.tenure.running == 1
-    cluster.tenure.disconnect("owner")
-    assert cluster.tenure.running == 0
+    (placed,) = cluster.leader_state.place(0.0, 0.0, 1, lambda: 7)
+    cluster.leader_state.begun(placed, "owner")
+    cluster.leader_state.disconnect("g")
+    assert cluster.leader_state.running == 1
+    cluster.leader_state.disconnect("owner")
+    assert cluster.leader_state.running == 0
 
 
 def reserve(cluster: Cluster, request_id: str = "new", **fields: object) -> Placed | None:
-    return cluster.tenure.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
+    return cluster.leader_state.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
 
 
 def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
@@ -102,9 +102,9 @@ def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
     cluster.add_worker("w", Load(1))
     placed = reserve(cluster)
     assert placed is not None and (placed.worker_id, placed.epoch) == ("w", 7)
-    assert cluster.tenure.offered_tokens == placed.waiting.work_tokens
-    cluster.tenure.begun(placed, "g")
-    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 0)
+    assert cluster.leader_state.offered_tokens == placed.waiting.work_tokens
+    cluster.leader_state.begun(placed, "g")
+    assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 0)
 
 
 def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> None:
@@ -113,14 +113,14 @@ def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> 
     cluster.add_worker("w", Load(1))
     epochs = iter(range(1, 100))
     reserved = [
-        cluster.tenure.reserve(waiting(f"r{n}"), 0.0, lambda: next(epochs)) for n in range(5)
+        cluster.leader_state.reserve(waiting(f"r{n}"), 0.0, lambda: next(epochs)) for n in range(5)
     ]
     assert [it is not None for it in reserved] == [True] * 4 + [False]
     assert reserved[0] is not None
-    offered = cluster.tenure.offered_tokens
-    cluster.tenure.give_back(reserved[0])
-    assert cluster.tenure.offered_tokens == offered - reserved[0].waiting.work_tokens
-    assert cluster.tenure.reserve(waiting("again"), 0.0, lambda: 99) is not None
+    offered = cluster.leader_state.offered_tokens
+    cluster.leader_state.give_back(reserved[0])
+    assert cluster.leader_state.offered_tokens == offered - reserved[0].waiting.work_tokens
+    assert cluster.leader_state.reserve(waiting("again"), 0.0, lambda: 99) is not None
 
 
 def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
@@ -138,7 +138,7 @@ def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
 def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1))
-    cluster.tenure.connect("g", 0.0)
+    cluster.leader_state.connect("g", 0.0)
     assert reserve(cluster) is None
     cluster.hear(pb.GatewayMessage(is_complete=True))
     assert reserve(cluster) is not None
@@ -147,7 +147,7 @@ def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
 def test_nothing_leaves_before_its_turn_is_known() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1), capacity=HUGE)
-    cluster.tenure.connect("g", 0.0)
+    cluster.leader_state.connect("g", 0.0)
     cluster.enqueue("b", arrived=2.0, accepted=True)
     cluster.connect("other")
     cluster.enqueue("c", gateway="other", arrived=3.0)
@@ -215,7 +215,7 @@ def _call_the_roll(
     cluster = Cluster(replace(CONFIG, order=order))
     cluster.add_worker("w", Load(1), capacity=HUGE)
     tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
-    cluster.tenure.handover.living([teller.name for teller in tellers])
+    cluster.leader_state.handover.living([teller.name for teller in tellers])
     late_ones = {it.request_id for teller in tellers for it in teller.late}
     speaking = {teller.name: teller.parts() for teller in tellers}
     told: list[str] = []
@@ -226,7 +226,7 @@ def _call_the_roll(
         if part is None:
             del speaking[name]
         elif part.router_id:
-            cluster.tenure.connect(name, 0.0)
+            cluster.leader_state.connect(name, 0.0)
         if part is not None:
             told.extend(it.request_id for it in part.enqueue)
             cluster.hear(part, name)
@@ -238,7 +238,9 @@ def _call_the_roll(
 
 
 def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
-    for _ in cluster.tenure.obey(Rules.of(replace(CONFIG, order=order, max_queued=max_queued))):
+    for _ in cluster.leader_state.obey(
+        Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
+    ):
         pass
 
 
@@ -252,9 +254,9 @@ def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
 
     def leave(rules: Rules) -> list[str]:
-        for _ in cluster.tenure.obey(rules):
+        for _ in cluster.leader_state.obey(rules):
             pass
-        placed = cluster.tenure.place(1.0, 20.0, 4, lambda: 7)
+        placed = cluster.leader_state.place(1.0, 20.0, 4, lambda: 7)
         return [it.waiting.request_id for it in placed]
 
     by_turns = Rules.of(CONFIG)
@@ -269,12 +271,12 @@ def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
     kept, given_back = reserve(cluster, "a/1"), reserve(cluster, "b/1")
     assert kept is not None and given_back is not None
-    cluster.tenure.came(kept, "g")
-    cluster.tenure.give_back(given_back)
-    assert cluster.tenure.running == 1
+    cluster.leader_state.came(kept, "g")
+    cluster.leader_state.give_back(given_back)
+    assert cluster.leader_state.running == 1
     for name in ("a/2", "b/2"):
         cluster.enqueue(name)
-    assert cluster.tenure.service_gap == kept.waiting.prefill_tokens
+    assert cluster.leader_state.service_gap == kept.waiting.prefill_tokens
 
 
 def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
@@ -296,18 +298,18 @@ def test_as_many_may_wait_as_was_set() -> None:
     obey(cluster, max_queued=2)
     entries = [pb.Waiting(request_id="d"), pb.Waiting(request_id="a", accepted=True)]
     assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
-    assert cluster.tenure.queued == 3
+    assert cluster.leader_state.queued == 3
 
 
 def test_who_tells_in_another_order_is_not_waited_for() -> None:
     """Its next word may go before its last one, whatever it has said."""
     cluster = Cluster(replace(CONFIG, order="deadline"))
     cluster.add_worker("w", Load(1), capacity=HUGE)
-    cluster.tenure.connect("g", 0.0)
+    cluster.leader_state.connect("g", 0.0)
     cluster.enqueue("a", deadline=9.0, accepted=True)
     cluster.enqueue("b", deadline=5.0, accepted=True)
     told = pb.Waiting(request_id="c", deadline=7.0, choices=1, accepted=True)
-    cluster.tenure.connect("other", 0.0)
+    cluster.leader_state.connect("other", 0.0)
     cluster.hear(pb.GatewayMessage(order="fifo", enqueue=[told]), "other")
     assert names(cluster) == ["b", "c", "a"]
 
@@ -315,7 +317,7 @@ def test_who_tells_in_another_order_is_not_waited_for() -> None:
 def test_while_an_order_changes_nobody_who_still_tells_is_waited_for() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1), capacity=HUGE)
-    cluster.tenure.connect("g", 0.0)
+    cluster.leader_state.connect("g", 0.0)
     cluster.hear(pb.GatewayMessage(order="fifo"))
     for name, deadline in (("b", 9.0), ("a", 5.0)):
         cluster.enqueue(name, deadline=deadline, accepted=True)
@@ -328,7 +330,7 @@ def test_what_is_due_moves_before_what_came_first() -> None:
     cluster.connect()
     cluster.runs("old", "home", preempted=True, arrived=1.0)
     cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
-    moving = cluster.tenure._moving.candidates(
-        cluster.tenure._running.preempted(), None, cluster.tenure._key
+    moving = cluster.leader_state._moving.candidates(
+        cluster.leader_state._running.preempted(), None, cluster.leader_state._key
     )
     assert [running.request_id for running, _ in moving] == ["due", "old"]

@@ -103,34 +103,34 @@ async def gateway(leader: Leader) -> AsyncIterator[Gateway]:
     await gateway.line.close()
 
 
-def tenure(leader: Leader) -> tuple[int, int]:
+def leader_state(leader: Leader) -> tuple[int, int]:
     """What waits and what runs, as the leader knows."""
-    assert leader._tenure is not None
-    return leader._tenure.queued, leader._tenure.running
+    assert leader._leader_state is not None
+    return leader._leader_state.queued, leader._leader_state.running
 
 
 async def test_a_new_leader_is_told_all_that_waits_and_runs(
     leader: Leader, gateway: Gateway
 ) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     await until(lambda: gateway.line.queued == 3)
 
 
 async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
     gateway.line.withdraw("g-runs")
-    await until(lambda: tenure(leader) == (4, 0))
+    await until(lambda: leader_state(leader) == (4, 0))
     gateway.line.running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
 
 
 async def test_the_leader_hears_which_ledger_has_been_told(
     leader: Leader, gateway: Gateway
 ) -> None:
-    assert leader._tenure is not None
-    generations = leader._tenure.generations
-    await until(lambda: tenure(leader) == (3, 1))
+    assert leader._leader_state is not None
+    generations = leader._leader_state.generations
+    await until(lambda: leader_state(leader) == (3, 1))
     generations.change("two", now() + 1000.0)
     gateway.line.asserted("two")
     await until(lambda: generations.agree(now()))
@@ -141,7 +141,7 @@ async def test_the_leader_hears_which_ledger_has_been_told(
 
 
 async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     send = leader._lines._sends["g"]
     full = pb.Refusal(request_id="a", slug="queue_full")
     evictions = [pb.Eviction(epoch=5, request_id="high")]
@@ -156,7 +156,7 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
 
 
 async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     leader._lease.lose()
     await until(lambda: not gateway.line.is_open)
     gateway.line.enqueue(pb.Waiting(request_id="g-new"))
@@ -166,7 +166,7 @@ async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gate
 async def test_a_line_on_which_nobody_speaks_is_opened_again(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     assert not gateway.line.is_quiet
     tell = leader._lines.tell
     monkeypatch.setattr(leader._lines, "tell", lambda *_: None)
@@ -184,7 +184,7 @@ async def test_a_line_on_which_nobody_speaks_is_opened_again(
 async def test_what_fails_on_a_line_is_logged(
     leader: Leader, gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
 
     def fail(request_id: str) -> None:
         raise ZeroDivisionError
@@ -223,7 +223,7 @@ async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
         receive(name, message)
 
     monkeypatch.setattr(leader, "receive", heard)
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
         gateway.line.finished(ratio)
         gateway.line.withdraw(name)
@@ -242,7 +242,7 @@ async def test_each_new_leader_is_told_the_workers_of_the_cluster(
         receive(name, message)
 
     monkeypatch.setattr(leader, "receive", heard)
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     line, demand = gateway.line, pb.WorkerDemand(workers=2)
     line.demand(demand)
     line.demand(demand)
@@ -266,7 +266,7 @@ async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
         receive(name, message)
 
     leader.receive = heard  # type: ignore[method-assign]
-    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
     line.served("acme/r", 0, 3)
     line.served("acme/s", 0, 4)
@@ -281,5 +281,5 @@ async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
     await until(lambda: ("other", 0, 8) in told)
     line.tell_served()
     line.withdraw("g-runs")
-    await until(lambda: tenure(leader) == (3, 0))
+    await until(lambda: leader_state(leader) == (3, 0))
     assert len(told) == 3

@@ -22,7 +22,7 @@ from everlift import settings
 from everlift.model_name import is_hub_id
 from router.ledger.config import LedgerConfig
 
-FILES = Path(__file__).parents[4] / "deploy" / "ray-up"
+FILES = Path(__file__).parents[3] / "deploy" / "ray-up"
 CLUSTERS = sorted(path for path in FILES.glob("*.yaml") if path.name != "settings.yaml")
 
 
