@@ -31,7 +31,7 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -45,7 +45,12 @@ using element::narrow;
 using element::Stored;
 using element::wide;
 
+//: Floats of one vector register. GCC keeps vectors that are wider than the registers in memory.
+#ifdef __AVX512F__
 constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
 constexpr int TILE_TOKENS = 8;
 //: Tiles with so few tokens wait for memory: they read all KV heads' parts of a block in one go.
 constexpr int FEW_TOKENS = 2;
@@ -65,7 +70,11 @@ static_assert(BLOCK_SIZE % (2 * LANES) == 0);
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#ifdef __AVX512F__
 constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 
 template <class Vector>
 inline Vector loaded(const void* from) {
@@ -160,6 +169,8 @@ inline Lanes lanes_at(const Stored* from) {
     return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
 #elif defined(FLOAT16) && defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
+#elif defined(FLOAT16) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(loaded<__m128i>(from));
 #elif defined(FLOAT16)
     Floats lanes;
     for (int i = 0; i < LANES; ++i) lanes[i] = wide(from[i]);
@@ -169,7 +180,17 @@ inline Lanes lanes_at(const Stored* from) {
 #endif
 }
 
-inline Floats multiplied(Floats sum, Word word, Lanes lanes) { return sum + word * lanes; }
+// sum + word * lanes, rounded once. The fused operation is named, because GCC, tuned for AMD's Zen, fuses
+// the expression in some loops only. The bits of a token would then depend on the rows beside it.
+inline Floats multiplied(Floats sum, Word word, Lanes lanes) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps(_mm512_set1_ps(word), (__m512)lanes, (__m512)sum);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps(_mm256_set1_ps(word), (__m256)lanes, (__m256)sum);
+#else
+    return sum + word * lanes;
+#endif
+}
 
 inline void pack(Word* to, Floats low, Floats high) {
     store(to, low);
