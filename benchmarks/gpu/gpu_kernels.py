@@ -29,7 +29,7 @@ from benchmarks.gpu.gpu_timing import (
     replayed_s,
     seconds,
 )
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.choice import choose_attention
@@ -201,7 +201,7 @@ def draw_rows(shape: Shape, rows: int, sampling: SamplingParams) -> Times:
     drawn, size = DrawTable(), 4 * rows * shape.vocab
     logits = [torch.randn(rows, shape.vocab, device=DEVICE) for _ in range(_copies(size))]
     for slot in range(rows):
-        drawn.put(slot, sampling, 0)
+        drawn.write(slot, sampling, 0)
     draws = drawn.draws(np.arange(rows), np.arange(rows))
     ours = choose_draw(DEVICE)(draws, Parcel(DEVICE))
     repeats = 2 if IS_SMALL else 5

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from benchmarks.engine_system import Request
@@ -189,7 +189,7 @@ class Bench:
         began = time.perf_counter()
         for _ in range(steps):
             self._take(self._engine.step())
-        self._take(self._engine.settle())
+        self._take(self._engine.commit_in_flight())
         return (time.perf_counter() - began) / steps
 
     def _take(self, outcomes: Iterable[Outcome]) -> None:
@@ -265,7 +265,7 @@ def lengths(rng: Random, mean: float) -> list[int]:
 
 
 def transformers_continuous(shape: Shape) -> Found:
-    from transformers.generation import ContinuousBatchingConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     from benchmarks.engine_transformers import Continuous
 

@@ -39,7 +39,7 @@ from benchmarks import report
 from cluster.config import DEMO_MODEL, load
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import TokenLogprobs
 
 PACKAGES = ("torch", "triton", "transformers", "grpcio")
