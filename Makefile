@@ -76,13 +76,14 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (21 minutes on 2 cores without AVX-512)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (14 minutes on 2 cores with AVX-512)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 2 --dist=loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
+	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
 
 image: ## the container image, with docker or buildah; VARIANT=cpu for CPUs
 	@tools/build_image.sh $(or $(VARIANT),cuda)
@@ -190,7 +191,7 @@ bench-gpu-product: $(VENV)/.installed ## the whole product on one GPU without Ra
 check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check
+	$(BIN)/ruff check --no-cache
 	$(BIN)/ruff format --check
 
 types: $(VENV)/.installed

@@ -38,14 +38,14 @@ from everlift.request_id import qualified
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
 from router.admission.scheduler import cluster_load
-from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Endpoint
 from router.api.openai.server import HttpServer
+from router.api.openai.writer import encode
 from router.auth.caller import ANYONE, OPEN
 from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import FRAME_S, Console
-from router.console.peers import Peers
+from router.console.counts import Peers
 from router.console.slot_grid import MOST_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
@@ -98,8 +98,8 @@ class Queue:
         workers, moment = self._leader.placement.workers.values(), float(self._came)
         return cluster_load(1, self._leader.leader_state, workers, moment, moment)
 
-    def outlook(self) -> session_pb2.Outlook:
-        return self._leader.leader_state.outlook()
+    def queue_estimate(self) -> session_pb2.QueueEstimate:
+        return self._leader.leader_state.queue_estimate()
 
 
 class BusyCluster:
@@ -130,7 +130,7 @@ class BusyCluster:
                     sequence.request_id = self._name()
                     sequence.prefilling = not sequence.prefilling
         self._queue.pass_on(num_busy * SLOTS // 20)
-        self.cluster.outlook = self._queue.outlook()
+        self.cluster.queue_estimate = self._queue.queue_estimate()
         self.cluster.observe("ttft", *(self._rng.randint(1, 9) for _ in range(3)))
 
     def load(self) -> LoadReport:
@@ -150,7 +150,7 @@ def of_router(num_workers: int) -> dict[str, float]:
         busy.pass_on(MOST_LANES)
         now = number * FRAME_S
         snapshot.load = timed(took["load_ms"], busy.load)
-        sections = timed(took["look_ms"], lambda now=now: snapshot.look(now))
+        sections = timed(took["look_ms"], lambda now=now: snapshot.update(now))
         texts = timed(
             took["encode_ms"], lambda it=sections: {name: encode(v) for name, v in it.items()}
         )

@@ -31,8 +31,8 @@ from benchmarks import report
 from benchmarks.child import child
 from benchmarks.cores import cpu_seconds
 from everlift import heap
-from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import CLIENT_OPTIONS, SERVER_OPTIONS
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc, session_pb2, session_pb2_grpc
 from router.config import RouterConfig
@@ -164,7 +164,8 @@ def _serve(config: RouterConfig, ledger: LedgerConfig, pipe: Connection) -> None
 @contextmanager
 def router_process(config: RouterConfig, ledger: LedgerConfig) -> Iterator[RouterProcess]:
     with child(_serve, config, ledger) as process:
-        yield RouterProcess(*process.pipe.recv(), process.pid)
+        address, internal_address = process.pipe.recv()
+        yield RouterProcess(address, internal_address, process.pid)
 
 
 @asynccontextmanager

@@ -8,8 +8,8 @@ from itertools import count
 from random import Random
 from typing import Literal, TypeAlias
 
-from cluster.simulator.dispatcher import GATEWAY
 from cluster.simulator.frame import Frame
+from cluster.simulator.global_queue import GATEWAY
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
@@ -74,19 +74,19 @@ class EarlyQueue:
         self._placement.join(worker_id, capacity)
 
     def worker_lost(self, worker_id: str) -> None:
-        self._placement.leave(worker_id)
+        self._placement.remove_worker(worker_id)
         self._numbers.pop(worker_id, None)
 
-    def hear(self, frame: Frame, now: float) -> None:
+    def on_message(self, frame: Frame, now: float) -> None:
         for epoch in frame.accepted:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
 
-    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
+    def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
         return 0.0
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
-        told = Waiting.told(GATEWAY, waiting)
+        told = Waiting.from_proto(GATEWAY, waiting)
         self._waiting[told.request_id] = told
         return []
 

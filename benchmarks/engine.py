@@ -199,7 +199,7 @@ def run(name: str, setup: Setup, job: Job) -> Result:
     with tempfile.TemporaryDirectory() as directory:
         source, target = Path(directory, "job.json"), Path(directory, "result.json")
         source.write_text(json.dumps(asdict(job)))
-        command = [setup.python, "-m", f"tests.perf.{setup.module}", source, target]
+        command = [setup.python, "-m", f"benchmarks.{setup.module}", source, target]
         environment = os.environ | setup.environment | {"OMP_NUM_THREADS": str(job.threads)}
         with log.open("w") as output:
             status = _run([str(part) for part in command], environment, output.fileno())

@@ -1,6 +1,6 @@
 """One engine in a process of its own, with a batch of requests and then with one at a time.
 
-    python -m tests.perf.engine_NAME JOB RESULT
+    python -m benchmarks.engine_NAME JOB RESULT
 
 reads a Job and writes a Result, both JSON. This module runs in the peers' environments, too: it
 needs nothing but the standard library.

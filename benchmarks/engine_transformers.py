@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.engine_system import Job, Request, System, main

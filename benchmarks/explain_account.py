@@ -1,10 +1,10 @@
-"""What a worker's accounts take of its steps, for bench-explain.
+"""What a worker's breakdowns take of its steps, for bench-explain.
 
 256 sequences decode, one after the other ends, and the next one's prompt comes in, as in
-bench-scheduler. CPU time of the accounts, in the engine's thread and in the event loop's, over the
-time of a step: of an engine on a checkpoint, where it is taken around each of their calls, and
-beside the model, where an engine with accounts and one without take turns step by step, whose
-steps last as long on the accounts' clock as those of the checkpoint do.
+bench-scheduler. CPU time of the breakdowns, in the engine's thread and in the event loop's, over
+the time of a step: of an engine on a checkpoint, where it is taken around each of their calls, and
+beside the model, where an engine with breakdowns and one without take turns step by step, whose
+steps last as long on the breakdowns' clock as those of the checkpoint do.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class HalfSteps:
 def on_checkpoint(name: str) -> dict[str, float]:
     """Means over the steps."""
     bench = Bench(RUNNING, WAITING, OUTPUT, build_runner=lambda *args: _runner(name, *args))
-    meter, accounts, outbox = Meter(), bench.accounts, bench.session.outbox
-    assert accounts is not None
-    for method in ("begin", "left", "end", "tell"):
-        setattr(accounts, method, meter.over(getattr(accounts, method)))
+    meter, breakdowns, outbox = Meter(), bench.breakdowns, bench.session.outbox
+    assert breakdowns is not None
+    for method in ("begin_step", "drop_slots", "end_step", "report"):
+        setattr(breakdowns, method, meter.over(getattr(breakdowns, method)))
     for _ in range(_WARM):
         bench.step()
     meter.seconds, began = 0.0, time.perf_counter()
-    outbox.account = meter.over(outbox.account)  # type: ignore[method-assign]
+    outbox.breakdown = meter.over(outbox.breakdown)  # type: ignore[method-assign]
     for _ in range(STEPS[name]):
         bench.step()
     step_s = (time.perf_counter() - began) / STEPS[name]

@@ -31,7 +31,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.api.service import IDEMPOTENCY_KEY
 from router.auth.caller import ANYONE
 from router.event_loop import now
-from router.requests.at_workers import AtWorkers
+from router.requests.attempts import RunningRequests
 from router.requests.explanation import kept
 from router.requests.request import LiveRequest
 from router.requests.timing import Journal, Unread
@@ -50,14 +50,10 @@ _BEATS = 4
 _RECORDING = {
     Journal: (
         "__init__",
-        "read",
-        "rendered",
-        "tokenised",
-        "charged",
         "accepted",
         "dispatched",
         "joined",
-        "account",
+        "breakdown",
         "progress",
         "left",
         "queued_again",
@@ -65,9 +61,9 @@ _RECORDING = {
         "ended",
         "delivered",
     ),
-    Unread: ("__init__", "begin", "end"),
+    Unread: ("__init__", "mark_late", "mark_caught_up"),
     LiveRequest: ("_look_at_unread", "packed_explanation"),
-    AtWorkers: ("neighbours", "occupants", "newcomers"),
+    RunningRequests: ("neighbours", "occupants", "newcomers"),
 }
 
 
@@ -137,7 +133,7 @@ async def _measured(num_requests: int, rim: Rim) -> list[_Sums]:
             if number == num_requests // 2:
                 await parts.kill_worker(parts.workers[0])
         times = await asyncio.gather(*asked)
-        await asyncio.sleep(_BEATS * ROUTER.beat)
+        await asyncio.sleep(_BEATS * ROUTER.heartbeat)
         return [
             _Sums(*told, await _kept_s(parts, message.request_id))
             for message, told in zip(messages, times, strict=True)

@@ -43,7 +43,7 @@ _NO_HTTP = ("router.http_host=", "router.metrics_host=")
 _MILESTONES = {
     ("up.log", "ledger server started"): "ledger ready",
     ("router-0.log", "router ready"): "router ready",
-    ("up.log", "nursery ready"): "nursery ready",
+    ("up.log", "fork server ready"): "fork server ready",
     ("worker-0.log", "model loaded"): "model loaded",
     ("router-0.log", "worker up"): "worker up",
 }

@@ -116,4 +116,5 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
 def floor_process(config: LedgerConfig, pace_s: float) -> Iterator[Floor]:
     """Tokens after a stream's first come ``pace_s`` apart."""
     with child(_serve, config, pace_s) as process:
-        yield Floor(*process.pipe.recv(), process.pid)
+        transport, ledger = process.pipe.recv()
+        yield Floor(transport, ledger, process.pid)

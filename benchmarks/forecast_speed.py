@@ -19,7 +19,7 @@ from benchmarks import report
 from cluster.simulator.forecast import Forecast
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.simulate import simulate
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.step_time import Roofline
 from worker.config import WorkerConfig
 

@@ -111,7 +111,9 @@ async def measure(url: str, steps: int) -> dict[str, Any]:
     ledger = await connect(url)
     async with redis.asyncio.Redis.from_url(url) as client:
         pings = milliseconds(await timed([client.ping] * 1000))
-        beats = milliseconds(await timed([lambda: ledger.beat("router", "address", 3600.0)] * 500))
+        beats = milliseconds(
+            await timed([lambda: ledger.heartbeat("router", "address", 3600.0)] * 500)
+        )
         ids = await open_all(ledger, SEQUENCES, steps)
         await ledger.lead("router", "address", TERM, 3600.0)
         dispatches = milliseconds(

@@ -4,9 +4,9 @@
 
 The models are "small" (Llama, 125 million parameters) and "medium" (Qwen2, 387 million). A forward
 multiplies with each layer's own weights and the head's, more than caches hold; the forms take
-turns. "packed" is what a rank uses (worker/model/packing.py), "onednn" what it would use without a
-compiler. ``read_once_ms`` is the floor for few rows: the weights' bytes at the rate at which a sum
-over memory reads them.
+turns. "packed" is what a rank uses (worker/model/precompile.py), "onednn" what it would use without
+a compiler. ``read_once_ms`` is the floor for few rows: the weights' bytes at the rate at which a
+sum over memory reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks import report
 from worker.device.device import use_threads
 from worker.model.matrix import Form, Plain
 from worker.model.onednn import OneDnnPacking
-from worker.model.packing import choose_packing
+from worker.model.precompile import choose_packing
 
 ROWS = (1, 4, 8, 16, 32, 64, 256)
 _READ_BYTES = 256 << 20

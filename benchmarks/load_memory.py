@@ -31,7 +31,7 @@ from worker.model import weights
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
-from worker.model.packing import choose_packing
+from worker.model.precompile import choose_packing
 
 #: 62 million parameters.
 SHAPE: dict[str, Any] = {

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import SERVER_OPTIONS
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2, session_pb2_grpc
 
 #: A worker says something so often, tokens or not.
@@ -145,10 +145,10 @@ class _Session:
             await self._change(left_s)
         return []
 
-    async def _change(self, patience_s: float) -> None:
+    async def _change(self, timeout_s: float) -> None:
         """Until something came since the last time."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), patience_s)
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
         self._changed.clear()
 
     def _step(self, sequences: list[_Sequence]) -> session_pb2.WorkerFrame:

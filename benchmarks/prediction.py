@@ -26,10 +26,9 @@ import lightgbm
 from benchmarks import report
 from cluster.prediction.training import PARAMETERS, ROUNDS, table
 from everlift.messages import Request
-from router.prediction.histories import Histories
 from router.prediction.model import Model
-from router.prediction.predictor import Predictor
-from router.prediction.rank_correlation import kendall_tau
+from router.prediction.predictor import Histories, Predictor
+from router.prediction.trust import kendall_tau
 from tests.support.router.mixes import APPLICATIONS, Application, Kind
 from tests.support.router.prediction_support import examples, learnt, mixed, request, served
 

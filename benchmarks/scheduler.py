@@ -10,7 +10,7 @@ line take their places. Medians over the steps, in ms, by where the time goes:
     inputs     what the runner makes of the plan before the model runs, attention's tables included
     sample     what it makes of the logits
     commit     Scheduler.commit
-    account    where the sequences' time goes, but for what schedule has of it
+    breakdown    where the sequences' time goes, but for what schedule has of it
     load       what routers are told of the load
     deliver    in the event loop's thread: the step's outcomes, merged into one frame of bytes
 
@@ -37,12 +37,12 @@ from everlift.v1 import session_pb2
 from worker.attention.choice import choose_attention
 from worker.config import Speculation
 from worker.device.kv_cache import KVCache
-from worker.engine.accounts import TimeBreakdowns, Told
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import Runner
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.step_times import Stopwatch
+from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.grammar.absent import NoGrammars
 from worker.model.layers import Placement
 from worker.parallel.group import Group
@@ -92,7 +92,7 @@ def no_model(num_blocks: int, stopwatch: Stopwatch) -> TorchRunner:
 
 class Bench:
     """An engine with ``running`` sequences that decode and ``waiting`` behind them, and the one
-    router that started them all. ``clock`` is what accounts are kept by; None: there are none.
+    router that started them all. ``clock`` is what breakdowns are kept by; None: there are none.
     ``build_runner`` is told the number of blocks."""
 
     def __init__(
@@ -109,7 +109,9 @@ class Bench:
         runner = build_runner(num_blocks, self._stopwatch)
         self._engine = Engine(runner, self._limits, stopwatch=self._stopwatch)
         self._clock = clock or float
-        self.accounts = self._engine.accounts = TimeBreakdowns(running, clock) if clock else None
+        self.breakdowns = self._engine.breakdowns = (
+            TimeBreakdowns(running, clock) if clock else None
+        )
         self._output = output
         self._inbox = Inbox()
         self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())
@@ -130,15 +132,15 @@ class Bench:
         self._arrived += len(starts)
         frame = session_pb2.RouterFrame(starts=starts)
         self._sessions.receive(self.session, frame, self._clock())
-        self._started = self._inbox.take(timeout_s=0).starts
+        self._started = self._inbox.wait(timeout_s=0).starts
         for sequence in self._started:
             self._engine.add(sequence)
 
-    def _account(self) -> list[Told]:
-        if self.accounts is None:
+    def _account(self) -> list[SequenceBreakdown]:
+        if self.breakdowns is None:
             return []
-        self.accounts.end()
-        return self.accounts.tell()
+        self.breakdowns.end_step()
+        return self.breakdowns.report()
 
     def step(self) -> dict[str, float]:
         """Seconds by part."""
@@ -151,9 +153,9 @@ class Bench:
         loaded = time.perf_counter()
         started = tuple(sequence.key for sequence in self._started)
         self._started = []
-        news = Report(started, tuple(outcomes), load, None, accounts=tuple(told))
-        if self.accounts is not None:
-            news = replace(news, decoding=self.accounts.decoding)
+        news = Report(started, tuple(outcomes), load, None, breakdowns=tuple(told))
+        if self.breakdowns is not None:
+            news = replace(news, decoding=self.breakdowns.decoding)
         self._sessions.deliver(news)
         self._sessions.cut(self.session).SerializeToString()
         delivered = time.perf_counter()

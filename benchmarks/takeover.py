@@ -30,7 +30,7 @@ from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Policy
 from router.config import RouterConfig
-from router.heartbeat import Fleet
+from router.heartbeat import Heartbeat
 from router.internal_server import InternalServer
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
@@ -91,7 +91,7 @@ class Gateway:
 
     def refused(self, refusal: session_pb2.Refusal) -> None: ...
 
-    def foresee(self, outlook: session_pb2.Outlook) -> None: ...
+    def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None: ...
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None: ...
 
@@ -108,12 +108,12 @@ class Gateway:
     def ledger_failed(self) -> None: ...
 
     async def generation_changed(self, generation: str) -> None:
-        self.line.asserted(generation)
+        self.line.report_generation(generation)
 
-    def join(self, leader: Leader, address: str, ledger: RedisLedger) -> Fleet:
+    def join(self, leader: Leader, address: str, ledger: RedisLedger) -> Heartbeat:
         self.line = LeaderClient(self.router_id, leader, GRPC)
         self.line.serve(self)
-        return Fleet(
+        return Heartbeat(
             CONFIG,
             self.router_id,
             address,
@@ -156,10 +156,10 @@ async def be_old(url: str) -> None:
     await server.start()
     ledger = await connect(url)
     while True:
-        await ledger.beat("old", address, CONFIG.lease)
+        await ledger.heartbeat("old", address, CONFIG.lease)
         assert await ledger.lead("old", address, 1, CONFIG.lease)
         say(leading=True)
-        await asyncio.sleep(CONFIG.beat)
+        await asyncio.sleep(CONFIG.heartbeat)
 
 
 # the fleet

@@ -4,10 +4,10 @@
 
 Three ways, in turn, each with the demo model while one worker is there already: plain processes
 with a rank that starts by itself; the same out of a process that has loaded what it needs
-(nursery); and a replica that the autoscaler adds under Ray Serve, because requests wait. From the
-moment of asking, which is the autoscaler's decision, to the moment at which the router says that
-the worker is up; the parts are the rank's own ("rank ready" in its log), and what is left is what
-comes before its process.
+(fork_server); and a replica that the autoscaler adds under Ray Serve, because requests wait. From
+the moment of asking, which is the autoscaler's decision, to the moment at which the router says
+that the worker is up; the parts are the rank's own ("rank ready" in its log), and what is left is
+what comes before its process.
 
 A checkpoint of 1.0 GB, whose pages were dropped, is loaded by one to eight readers in turn: from
 this machine's disk, and as from a storage that takes 10 ms for each read, of 4 MiB at most.
@@ -69,7 +69,7 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--out", type=Path, default=Path("build/bench/worker_start.json"))
     options = arguments.parse_args()
-    ways = {"process": _process, "nursery": _nursery, "ray": _ray}
+    ways = {"process": _process, "fork server": _fork_server, "ray": _ray}
     raw: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(options.repeats):
         for name, way in ways.items():
@@ -88,7 +88,7 @@ def main() -> None:
         raw={"runs": raw, "medians": medians, "weights_s": reading},
         ratios={
             f"{name}_vs_process": round(medians[name]["total_s"] / medians["process"]["total_s"], 3)
-            for name in ("nursery", "ray")
+            for name in ("fork server", "ray")
         }
         | {
             f"weights_{name}_{count}_readers_vs_1": round(
@@ -173,7 +173,7 @@ async def _process(directory: Path) -> dict[str, float]:
         return await _timed(directory, cluster.addresses, cluster.restart_worker(1))
 
 
-async def _nursery(directory: Path) -> dict[str, float]:
+async def _fork_server(directory: Path) -> dict[str, float]:
     """Killed, it comes back by itself."""
     async with ProcessCluster(_config(directory), revive=True) as cluster:
         return await _timed(directory, cluster.addresses, cluster.kill_worker(1))

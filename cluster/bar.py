@@ -41,7 +41,7 @@ def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callab
 
 
 def _unseen(tokens: int) -> None:
-    """What nobody watches."""
+    pass
 
 
 def _tokens_per_second() -> ProgressColumn:

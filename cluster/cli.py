@@ -47,8 +47,8 @@ from cluster.errors import (
 from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
 from everlift import AsyncClient, EverliftError, Stream
+from everlift.errors import SettingsError
 from everlift.explanation import state_name
-from everlift.settings import SettingsError
 from router.console.rates import Rates
 from router.ledger.config import URL_VARIABLE, LedgerSetupError
 
@@ -147,7 +147,7 @@ def up(
         str | None,
         typer.Option(metavar="FORMAT", help="auto, or dummy for weights that are pseudo-random."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="How many workers.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers.")] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(metavar="N", help="Ranks that share the model in each worker.")
     ] = None,
@@ -220,7 +220,9 @@ def doctor(
 
 @app.command(rich_help_panel=_SERVE, epilog="**Example:** `everlift ledger --listen 10.0.0.4:6379`")
 def ledger(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where other machines find it.")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address that other machines connect to.")
+    ],
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
@@ -294,8 +296,12 @@ def capacity(
 
 @app.command(rich_help_panel=_OPERATE, epilog="**Example:** `everlift drain 3f2a --wait`")
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a beginning of it.")],
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has nothing any more.")] = False,
+    worker: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Worker id, or its first characters.")
+    ],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until it has no request left.")
+    ] = False,
     address: Address = None,
 ) -> None:
     """Let a worker hand what it runs back to the queue, and take no more."""
@@ -316,7 +322,7 @@ def demo(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there.")
     ] = None,
     picture: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where to draw who had which batch slot when.")
+        Path, typer.Option(metavar="FILE", help="Picture of the batch slots over time.")
     ] = Path("everlift-demo.png"),
     no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
 ) -> None:
@@ -389,7 +395,6 @@ async def _capacity(address: str | None, as_json: bool) -> None:
 
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:
-    """One that is gone has none; one that has not said yet that it drains may have."""
     workers = {each.worker_id: each for each in (await client.status()).workers if each.alive}
     worker = workers.get(worker_id)
     if worker is None:

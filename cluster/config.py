@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
+
+from pydantic.dataclasses import dataclass
 
 from cluster import settings_file
 from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
-from everlift.model_name import is_hub_id
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
+from everlift.hub import is_hub_id
+from everlift.settings import CHECKED, Count
 from everlift.tls import InternalTls
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
@@ -45,7 +48,6 @@ _UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls
 
 
 def _default_state_dir() -> Path:
-    """Raises SettingsError for a user without a home."""
     home = os.environ.get("XDG_STATE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".local" / "state") / "everlift"
@@ -55,7 +57,7 @@ def _default_state_dir() -> Path:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CHECKED)
 class Config:
     """Relative paths are taken from the working directory, once."""
 
@@ -64,15 +66,15 @@ class Config:
     model: str = str(DEMO_MODEL)
     #: of a hub id: a branch, a tag or a commit; not set: its main branch
     model_revision: str = ""
-    num_routers: int = 1
+    num_routers: Count = 1
     #: the custom resource of Ray's nodes that may have a router, of which each takes one; not set:
     #: any node
     router_resource: str = ""
     #: workers, where their number is fixed: without autoscale.max_workers
-    num_workers: int = 1
+    num_workers: Count = 1
     #: nodes of Ray over which the ranks of a worker are spread; 1: one node, where any is large
     #: enough for all of them
-    nodes_per_worker: int = 1
+    nodes_per_worker: Count = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
     state_dir: Path = field(default_factory=_default_state_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -88,15 +90,13 @@ class Config:
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
 
     def __post_init__(self) -> None:
-        if self.num_routers < 1 or self.num_workers < 1:
-            raise ValueError("num_routers and num_workers must be at least 1")
         most_routers = self.autoscale.max_routers
         if most_routers is not None and most_routers < self.num_routers:
             raise ValueError(
                 f"autoscale.max_routers ({most_routers}) must be at least num_routers "
                 f"({self.num_routers})"
             )
-        if self.nodes_per_worker < 1 or self.worker.tensor_parallel % self.nodes_per_worker:
+        if self.worker.tensor_parallel % self.nodes_per_worker:
             raise ValueError(
                 f"nodes_per_worker must divide worker.tensor_parallel "
                 f"({self.worker.tensor_parallel}), not be {self.nodes_per_worker}"
@@ -122,7 +122,6 @@ class Config:
         return self.autoscale.max_workers or self.num_workers
 
     def _completed(self, part: P) -> P:
-        """A part, with what is set for the whole cluster."""
         return replace(
             part,
             model=self.model,

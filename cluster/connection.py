@@ -1,22 +1,32 @@
-"""The cluster that a command means, and its way there."""
+"""Connections of a command to a cluster and to its ledger."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 
 from cluster import config as configuration
 from cluster import endpoint
-from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE, TLS_VARIABLES
+from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE, TLS_VARIABLES, Config
+from cluster.errors import ClusterFailed
 from everlift import AsyncClient, Forbidden, Tls, Unauthenticated, Unreachable
+from everlift.channels import refusal
 from everlift.client.retries import RETRY_S
-from everlift.handshake import refusal
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
+from everlift.settings import explained
 from router.config import RouterConfig
+from router.ledger.config import EMBEDDED, LedgerConfig
+from router.ledger.embedded.embedded import running_url
+
+if TYPE_CHECKING:
+    from router.ledger.redis.redis_ledger import RedisLedger
+
 
 Address = Annotated[
     str | None,
@@ -41,7 +51,6 @@ async def connected(
 
 
 async def _probe(routers: Sequence[str], key: str | None) -> None:
-    """Asks each router once. Raises as ``connected`` does."""
     async with AsyncClient(routers, tls=tls(), api_key=key, retry_s=0) as client:
         try:
             await client.status()
@@ -57,12 +66,12 @@ async def _probe(routers: Sequence[str], key: str | None) -> None:
 
 
 def api_key() -> str | None:
-    """What the environment has to show to the routers."""
+    """Return the API key from the environment."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def tls() -> Tls | None:
-    """What the environment says of TLS to the routers. Raises SettingsError."""
+    """Return the TLS files from the environment. Raises SettingsError."""
     said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
     try:
         return Tls(**said) if any(said.values()) else None
@@ -73,9 +82,42 @@ def tls() -> Tls | None:
 
 
 def addresses(given: str | None) -> list[str]:
-    """Of the routers: those that are ``given``, else those of the cluster on this machine."""
+    """Return the routers' addresses: ``given``, else those of the cluster on this machine."""
     if given:
         return [address.strip() for address in given.split(",")]
     defaults = RouterConfig()
     state_dir = configuration.load(None, os.environ).state_dir
     return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]
+
+
+def with_ledger(config: Config, url: str | None) -> Config:
+    """Return the configuration with the ledger at ``url``, if given. Raises SettingsError."""
+    if not url:
+        return config
+    try:
+        return replace(config, ledger=replace(config.ledger, url=url))
+    except ValidationError as error:
+        raise SettingsError(f"--ledger: {explained(LedgerConfig, error)}") from None
+
+
+@asynccontextmanager
+async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
+    """The one that is configured, or the one that runs here. Raises ClusterFailed,
+    LedgerSetupError, LedgerUnavailable."""
+    # The other commands, which all import this one, have no use for Redis.
+    from router.ledger.redis.redis_ledger import connect
+
+    url = config.ledger.url
+    if url == EMBEDDED:
+        running = running_url(config.state_dir)
+        if running is None:
+            raise ClusterFailed(
+                f"no ledger has ever run on {config.state_dir}: start a cluster with `everlift up`,"
+                " or set ledger.url"
+            )
+        url = running
+    ledger = await connect(replace(config.ledger, url=url))
+    try:
+        yield ledger
+    finally:
+        await ledger.close()

@@ -1,4 +1,4 @@
-"""Where a cluster that runs on this machine is found: a file in its state directory."""
+"""File in the state directory that tells commands where the local cluster is."""
 
 from __future__ import annotations
 

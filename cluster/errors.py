@@ -1,4 +1,4 @@
-"""What can go wrong with a cluster as a whole."""
+"""Errors of a cluster as a whole."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from everlift import logs, model_files
 from everlift.progress import told
 from worker.config import FAKE
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:

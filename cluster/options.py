@@ -69,10 +69,12 @@ OPTIONS: Mapping[str, Any] = {
     "stop_token_ids": Annotated[
         list[int] | None,
         typer.Option(
-            "--stop-token-id", help="It ends at this token. Repeatable.", rich_help_panel=_FORM
+            "--stop-token-id",
+            help="End the output at this token. Repeatable.",
+            rich_help_panel=_FORM,
         ),
     ],
-    "include_stop": _switch("--include-stop", "It ends after the stop, not before it.", _FORM),
+    "include_stop": _switch("--include-stop", "Keep the stop text in the output.", _FORM),
     "ignore_eos": _switch("--ignore-eos", "Go on after an end-of-sequence token.", _FORM),
     "cache_salt": _text("Share computed blocks with the same salt alone.", _REQUEST),
     "timeout_s": Annotated[
@@ -112,8 +114,10 @@ def _is_switch(kind: Any) -> bool:
 
 
 def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
-    """What was said, as the client takes it. Raises InvalidRequest, also for a file that holds no
-    text, and OSError for one that cannot be read."""
+    """Return the options for the client.
+
+    Raises InvalidRequest, also for a file that is not text, and OSError.
+    """
     given = {name: value for name, value in values.items() if _is_given(value)}
     for name in ("json_schema", "ebnf"):
         if name in given:
@@ -128,7 +132,6 @@ def _is_given(value: object) -> bool:
 
 
 def _read(text: str) -> str:
-    """Of a file where it begins with @. Raises as generate_options does."""
     if not text.startswith("@"):
         return text
     name = text[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 _SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 

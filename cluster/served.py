@@ -1,4 +1,4 @@
-"""What a started cluster serves, and a first request to it."""
+"""Summary of what a started cluster serves, with a first request to try."""
 
 from __future__ import annotations
 

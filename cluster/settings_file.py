@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 if TYPE_CHECKING:
     import yaml

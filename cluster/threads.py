@@ -8,7 +8,7 @@ import sys
 from cluster.config import Config
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 #: Threads that wait sleep, but before they do they look for work so often (GCC's OpenMP): for some

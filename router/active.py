@@ -17,7 +17,7 @@ from router.event_loop import now
 from router.ledger.base import Ledger
 from router.requests.tokenizer import ServedModel
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _LOOK_S = 1.0
 #: Time after which load balancers have noticed that another cluster's routers are ready.

@@ -24,10 +24,10 @@ from router.config import RouterConfig
 from router.leader.policy_store import ROUTER_SETTINGS
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis.redis_ledger import connect
-from router.placement import unplaced
+from router.missing_workers import unplaced
 from router.router import Router
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two looks at the places that Ray has for workers.
 _PLACEMENT_S = 5.0

@@ -1,11 +1,11 @@
-"""The router's clock. It is the event loop's, so that a loop whose time is virtual runs a router
-in virtual time."""
+"""The router's event loop: its clock, its lag, and calls that are repeated while unanswered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -19,7 +19,7 @@ def now() -> float:
     return time.monotonic() if isinstance(loop, uvloop.Loop) else loop.time()
 
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: The event loop is asked for a turn so often.
 _LOOK_S = 0.1
@@ -77,3 +77,26 @@ class Expiry:
         else:
             self.is_extended = True
             self._timer = self._loop.call_later(_LATE_S, self._check)
+
+
+T = TypeVar("T")
+
+
+async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
+    """What the first of the calls answers that has an end; every ``every_s`` there is one more.
+
+    For calls of the ledger on which a lease hangs: each has a connection of its own, so that one
+    that leads nowhere costs a part of the lease, and not the time after which it is given up.
+    Raises what that first call does.
+    """
+    calls = [asyncio.create_task(ask())]
+    try:
+        while not (ended := [call for call in calls if call.done()]):
+            await asyncio.wait(calls, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if not any(call.done() for call in calls):
+                calls.append(asyncio.create_task(ask()))
+        return ended[0].result()
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Who is there: this replica's own beat, the workers it dials, the leader it follows."""
+"""A router's heartbeat in the ledger, the workers that it dials, and the leader that it follows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
-from router.hedged_call import first_answer
+from router.event_loop import first_answer
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger, Membership
 from router.worker_sessions import Sessions
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 #: While nobody leads, or the leader is silent, who leads next is found out sooner than at the next
@@ -27,7 +27,7 @@ _ANXIETY = 3
 
 
 class Gateway(Protocol):
-    """What this replica has of requests, and has to say of them to the ledger."""
+    """Requests of this router, as the heartbeat needs them."""
 
     def ledger_answered(self, membership: Membership) -> None: ...
 
@@ -39,7 +39,7 @@ class Gateway(Protocol):
         ...
 
 
-class Fleet:
+class Heartbeat:
     def __init__(
         self,
         config: RouterConfig,
@@ -82,8 +82,7 @@ class Fleet:
                 self._asserting.cancel()
 
     async def _rest(self) -> None:
-        """Until the next beat, or until it may be another one who leads."""
-        rest = self._config.beat / _ANXIETY if self._line.is_quiet else self._config.beat
+        rest = self._config.heartbeat / _ANXIETY if self._line.is_quiet else self._config.heartbeat
         with suppress(TimeoutError):
             async with asyncio.timeout(rest):
                 await self._leader.changed.wait()
@@ -99,12 +98,12 @@ class Fleet:
         await self._dial()
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """One that is not ready yet. Who leads is told."""
+        """Report to the leader a worker that is not ready yet."""
         self._line.worker_starts(start)
 
     async def _beat(self) -> None:
-        membership = await first_answer(self._renewed, self._config.beat)
-        self._leader.heard(membership)
+        membership = await first_answer(self._renewed, self._config.heartbeat)
+        self._leader.on_heartbeat(membership)
         self._gateway.ledger_answered(membership)
         if membership.generation != self._generation:
             await self._put_workers_back()
@@ -118,10 +117,9 @@ class Fleet:
             await self._forget_unreachable()
 
     def _renewed(self) -> Coroutine[Any, Any, Membership]:
-        return self._ledger.beat(self._router_id, self._address, self._config.lease)
+        return self._ledger.heartbeat(self._router_id, self._address, self._config.lease)
 
     async def _put_workers_back(self) -> None:
-        """A ledger that lost its last moves may not know who joined."""
         for link in self._sessions.links:
             if link.is_up:
                 await self._ledger.put_worker(link.info)
@@ -150,7 +148,7 @@ class Fleet:
     async def _follow(self, membership: Membership) -> None:
         self.leader_id = membership.leader
         await self._line.follow(membership.leader, membership.leader_address)
-        self._line.tell_served()
+        self._line.flush_served()
 
     async def _forget_unreachable(self) -> None:
         for worker_id in self._sessions.unreachable():
@@ -159,7 +157,6 @@ class Fleet:
 
 
 def _check_same(other: session_pb2.WorkerInfo, info: session_pb2.WorkerInfo) -> None:
-    """Workers of one cluster serve the same model in the same blocks."""
     if other.worker_id == info.worker_id:
         return
     for field in ("fingerprint", "block_size"):

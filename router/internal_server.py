@@ -13,15 +13,17 @@ from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from router.console.counting import Counting
 from router.faults.injector import Chaos
-from router.heartbeat import Fleet
+from router.heartbeat import Heartbeat
 from router.leader.leader import Leader
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InternalServer(session_pb2_grpc.RouterInternalServicer):
-    def __init__(self, fleet: Fleet, leader: Leader, chaos: Chaos, counting: Counting) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, heartbeat: Heartbeat, leader: Leader, chaos: Chaos, counting: Counting
+    ) -> None:
+        self._heartbeat = heartbeat
         self._leader = leader
         self._chaos = chaos
         self._counting = counting
@@ -30,7 +32,7 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
         self, request: session_pb2.AnnounceRequest, context: Context
     ) -> session_pb2.AnnounceResponse:
         try:
-            await self._fleet.announce(request.worker)
+            await self._heartbeat.announce(request.worker)
         except EverliftError as error:
             await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
         return session_pb2.AnnounceResponse()
@@ -38,7 +40,7 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
     async def TellStart(
         self, request: session_pb2.WorkerStart, context: Context
     ) -> session_pb2.TellStartResponse:
-        self._fleet.worker_starts(request)
+        self._heartbeat.worker_starts(request)
         return session_pb2.TellStartResponse()
 
     async def Count(

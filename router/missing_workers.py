@@ -1,6 +1,10 @@
-"""Why fewer workers are ready than there are to be, in words. Pure."""
+"""Why fewer workers are ready than there are to be. Pure."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from router.ledger.base import LoadReport
 
@@ -36,3 +40,49 @@ def missing_workers(report: LoadReport | None) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+_WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
+_POD_NOTE = " (a pod that is pending or pulling its image does not count; see kubectl get pods)"
+
+
+def unplaced(
+    groups: Iterable[Mapping[str, Any]], replicas: str, *, is_on_kubernetes: bool
+) -> tuple[int, str]:
+    """Return how many placement groups are pending, and why the first of them is.
+
+    Args:
+        groups: Placement groups as ``ray.util.placement_group_table`` describes them.
+        replicas: Prefix of the names of the groups to count.
+        is_on_kubernetes: Whether nodes are pods. Ray knows a pod only once it runs, so the
+            reason points to the pods.
+    """
+    waiting = [
+        group
+        for group in groups
+        if group["name"].startswith(replicas) and group["state"] in _WAITING
+    ]
+    if not waiting:
+        return 0, ""
+    note = _POD_NOTE if is_on_kubernetes else ""
+    return len(waiting), _cause(waiting[0]) + note
+
+
+def _cause(group: Mapping[str, Any]) -> str:
+    bundles: Sequence[Mapping[str, float]] = [*group["bundles"].values()]
+    is_infeasible = group["stats"]["scheduling_state"] == "INFEASIBLE"
+    if len(bundles) == 1 or group["strategy"] == "STRICT_PACK":
+        needed = _words(bundles)
+        return f"no node has {needed}" if is_infeasible else f"no node with {needed} is free"
+    needed = f"{len(bundles)} x ({_words(bundles[:1])})"
+    return f"no nodes have {needed}" if is_infeasible else f"no nodes with {needed} are free"
+
+
+def _words(bundles: Iterable[Mapping[str, float]]) -> str:
+    """Return the total resources of ``bundles`` as text, GPUs and CPUs first."""
+    total: dict[str, float] = defaultdict(float)
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] += amount
+    names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
+    return " and ".join(f"{total[name]:g} {name}" for name in names)

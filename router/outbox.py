@@ -1,5 +1,4 @@
-"""What waits for a stream to take it: additions merge until then, into few messages of no great
-size."""
+"""Messages that wait for a stream: additions merge into few messages of limited size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chaos does to processes of this machine."""
+"""Faults of local processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.faults import pause
 
 class Processes(Protocol):
     def kill(self, pid: int) -> None:
-        """As by SIGKILL. One that is gone is none."""
+        """Send SIGKILL. A process that is gone is no error."""
         ...
 
     def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
-        """As by SIGSTOP, and SIGCONT in the end; returns then."""
+        """Send SIGSTOP, then SIGCONT, and return."""
         ...
 
 

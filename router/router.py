@@ -1,4 +1,4 @@
-"""One router replica: all its parts, wired together, started and stopped."""
+"""A router replica: construction, start and stop of its parts."""
 
 from __future__ import annotations
 
@@ -39,17 +39,15 @@ from router.auth.access import Access, store_of
 from router.auth.caller import OPEN, Authenticator
 from router.auth.quotas import unlimited
 from router.chat.templates import ChatTemplate
-from router.config import RouterConfig
+from router.config import RouterConfig, exposures
 from router.console.actions import Actions
 from router.console.console import Console
 from router.console.counting import Counting
-from router.console.measured import MeasuredRequests
+from router.console.counts import MeasuredRequests, Peers
 from router.console.parts import Identity
-from router.console.peers import Peers
 from router.console.snapshot import Snapshot
-from router.exposure import exposures
 from router.faults.injector import Chaos
-from router.heartbeat import Fleet
+from router.heartbeat import Heartbeat
 from router.internal_server import InternalServer
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
@@ -58,8 +56,7 @@ from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
 from router.observability.metrics.collector import StateCollector
 from router.observability.metrics.http_server import MetricsServer
-from router.observability.metrics.instruments import Instruments
-from router.observability.metrics.timed_ledger import timed
+from router.observability.metrics.instruments import Instruments, timed
 from router.observability.metrics.vllm import VllmCollector
 from router.observability.traces.exporter import otlp
 from router.observability.traces.traces import Traces
@@ -68,7 +65,7 @@ from router.requests.manager import Requests
 from router.requests.tokenizer import ServedModel
 from router.worker_sessions import Sessions
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class Router:
@@ -160,7 +157,6 @@ class Router:
         log.info("router ready", router_id=self.router_id, address=self.address)
 
     async def _bind(self) -> None:
-        """Raises OSError when a port is taken."""
         config = self.config
         context = server_context(config.tls, ["http/1.1"]) if config.tls else None
         with _naming("http_port", config.http_host, config.http_port):
@@ -195,7 +191,6 @@ class Router:
         self._run()
 
     def _wire_queue(self, cluster_id: str, ledger: Ledger) -> None:
-        """Between what waits and the workers."""
         config = self.config
         hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
         self._sessions = Sessions(config, hello, self, self._transport)
@@ -227,10 +222,9 @@ class Router:
             self._predictor_file = PredictorFile(Path(config.predictor), load)
 
     def _wire_fleet(self, ledger: Ledger) -> None:
-        """Who is there, by what rules, and what may be asked of all that."""
         subjects = self._leader, self._requests
         self._runtime_policy = RuntimePolicy(self.config, ledger, subjects, [self._sessions])
-        self._fleet = Fleet(
+        self._heartbeat = Heartbeat(
             self.config,
             self.router_id,
             self.internal_address,
@@ -247,11 +241,10 @@ class Router:
         self._inference = Inference(self._requests, self._model, self._transport, self._traces)
 
     def _run(self) -> None:
-        """Everything that goes on by itself, each in a task."""
         may_be_there = self._access, self._predictor_file, self._console
         for work in (
             self._leader.run(),
-            self._fleet.run(),
+            self._heartbeat.run(),
             self._active.run(),
             self._requests.attempts.run(),
             self._requests.quotas.run(),
@@ -267,15 +260,15 @@ class Router:
             self.router_id,
             self._ledger,
             self._sessions,
-            self._fleet,
+            self._heartbeat,
             self._transport,
         )
-        door = self._door
+        authenticator = self._authenticator
         services = (
-            server.handlers(door),
-            KserveServer(self._inference, self._requests, self._model).handlers(door),
-            self._admin.handlers(door),
-            ChaosServer(chaos).handlers(door),
+            server.handlers(authenticator),
+            KserveServer(self._inference, self._requests, self._model).handlers(authenticator),
+            self._admin.handlers(authenticator),
+            ChaosServer(chaos).handlers(authenticator),
         )
         names = [*map(service_name, services)]
         health = HealthServer(self._requests, names).handlers()
@@ -284,7 +277,7 @@ class Router:
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
         self._internal.add_generic_rpc_handlers((server.handlers(OPEN),))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
-            InternalServer(self._fleet, self._leader, chaos, self._counting()), self._internal
+            InternalServer(self._heartbeat, self._leader, chaos, self._counting()), self._internal
         )
         if self.config.console and self.config.http_host:
             self._console = self._open_console(chaos)
@@ -296,7 +289,7 @@ class Router:
             self._requests,
             self._sessions,
             self._line,
-            self._fleet,
+            self._heartbeat,
             self._leader,
             self.metrics_address,
             self.http_address,
@@ -314,25 +307,23 @@ class Router:
             self._requests,
             self._leader,
             self._line,
-            self._fleet,
+            self._heartbeat,
             self._runtime_policy,
             MeasuredRequests(self._instruments),
         )
         actions = Actions(self._inference, self._admin, chaos, has_access=has_access)
         peers = Peers(self.router_id, self._ledger, self._transport)
-        return Console(snapshot, actions, self._door, self._ledger, peers)
+        return Console(snapshot, actions, self._authenticator, self._ledger, peers)
 
     def _counting(self) -> Counting:
-        """For the consoles of other routers."""
         measured = MeasuredRequests(self._instruments)
         return Counting(self.router_id, self._sessions, self._requests, measured)
 
     def _api(self) -> ASGIApp:
-        """What HTTP serves."""
         config, model = self.config, self._model
         conversations = Conversations(model, self._template)
         api = Api(
-            self._door,
+            self._authenticator,
             Answering(config, self._inference, model, conversations),
             Texts(model, conversations),
             Explaining(self._inference),
@@ -345,27 +336,25 @@ class Router:
         return api.app(config.cors_origins)
 
     @property
-    def _door(self) -> Authenticator:
-        """Where clients come in, whatever they speak."""
+    def _authenticator(self) -> Authenticator:
         return self._access or OPEN
 
     @property
     def leader(self) -> Leader:
-        """Its part in leading the admission queue, whether it leads or not."""
+        """The replica's leader loop, whether it leads or not."""
         return self._leader
 
     @property
     def http_address(self) -> str:
-        """Where OpenAI's API is served; empty: nowhere."""
+        """Address of OpenAI's API; empty if it is not served."""
         return self._http.address
 
     @property
     def metrics_address(self) -> str:
-        """Where metrics are read; empty: nowhere."""
+        """Address of the metrics; empty if they are not served."""
         return self._metrics.address
 
     def _collect(self) -> None:
-        """Lets the metrics' readers see this router's state."""
         instruments, parts = self._instruments, (self._requests, self._sessions, self._leader)
         instruments.registry.register(StateCollector(*parts))
         if self.config.vllm_metrics:
@@ -374,19 +363,19 @@ class Router:
     # what others ask of it
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
-        await self._fleet.announce(info)
+        await self._heartbeat.announce(info)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        self._fleet.worker_starts(start)
+        self._heartbeat.worker_starts(start)
 
     async def num_workers(self) -> int:
-        """As RouterDeployment says it."""
+        """See RouterDeployment."""
         replaced = await self._ledger.active_load()
         connected = sum(link.is_up for link in self._sessions.links)
         return connected + (replaced.load.workers if replaced is not None else 0)
 
     async def activate(self) -> None:
-        """As RouterDeployment says it."""
+        """See RouterDeployment."""
         await self._ledger.activate()
 
     def reconfigure(
@@ -450,7 +439,7 @@ class Router:
         if self._template is not None:
             await self._template.close()
         try:
-            await self._ledger.leave(self.router_id)
+            await self._ledger.end_lease(self.router_id)
         except LedgerUnavailable:
             log.info("gateway lease left to run out", router_id=self.router_id)
         # Others go on with what is left here already.
@@ -467,8 +456,8 @@ class Router:
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
-        for account in frame.accounts:
-            self._requests.attempts.account(account)
+        for breakdown in frame.breakdowns:
+            self._requests.attempts.breakdown(breakdown)
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         self._requests.attempts.progress(worker_id, progress)
@@ -485,7 +474,6 @@ class Router:
 
 @contextmanager
 def _naming(setting: str, host: str, port: int) -> Iterator[None]:
-    """Name the setting in the OSError for an address that cannot be listened on."""
     failed = f"cannot listen on {joined(host, port)}"
     try:
         yield

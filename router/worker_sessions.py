@@ -14,15 +14,15 @@ from typing import Protocol
 import grpc
 
 from everlift import logs
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import UnknownWorker
+from everlift.hashes import BLOCK_SIZE
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
 from router.config import RouterConfig
 from router.event_loop import FREEZE_S, now
 from router.outbox import Outbox
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two dials of the same worker.
 _RECONNECT_S = 0.2
@@ -40,12 +40,12 @@ _STALL_S = 0.2
 
 
 class Listener(Protocol):
-    """Who hears of the workers. Called from the event loop; must not block."""
+    """Receiver of workers' messages. Called from the event loop; must not block."""
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
-        """What a frame says of the worker itself; its progress follows."""
+        """Handle a frame's state of the worker; its progress follows."""
         ...
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
@@ -54,7 +54,7 @@ class Listener(Protocol):
 
 
 class _Replaced(Exception):
-    """Another incarnation listens at the worker's address by now."""
+    pass
 
 
 class WorkerLink:
@@ -74,7 +74,7 @@ class WorkerLink:
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
         #: of the state, by itself: whoever keeps it keeps no frame
-        self.decoding = session_pb2.Account()
+        self.decoding = session_pb2.TimeBreakdown()
         self.is_up = False
         #: times that it was taken for lost and spoke again
         self.false_alarms = 0
@@ -108,7 +108,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Of its engine: it is told now, and again whenever it is dialled."""
+        """Set the policy of its engine, now and after each reconnection."""
         self._policy = policy
         self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
 
@@ -141,7 +141,6 @@ class WorkerLink:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self) -> None:
-        """On a channel of its own: the one before may lead nowhere any more."""
         try:
             async with self._transport.channel(self.info.address) as channel:
                 await self._talk(session_pb2_grpc.WorkerSessionStub(channel))
@@ -172,14 +171,13 @@ class WorkerLink:
             yield frame
 
     async def _let_go(self) -> None:
-        """Waits while the line is held."""
         while (left := self._held_until - now()) > 0:
             await asyncio.sleep(left)
 
     async def _heard(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):
             self.state = frame.state
-            self.decoding = session_pb2.Account()
+            self.decoding = session_pb2.TimeBreakdown()
             self.decoding.CopyFrom(frame.state.decoding)
             if frame.state.running or not frame.state.num_running:
                 self.running = list(frame.state.running)
@@ -229,7 +227,7 @@ class WorkerLink:
 
 
 class Sessions:
-    """One link for each worker that the ledger's table names."""
+    """One link for each worker in the ledger's table."""
 
     def __init__(
         self,
@@ -278,7 +276,7 @@ class Sessions:
             link.confirm(epoch)
 
     def speaker(self, worker_id: str) -> WorkerLink | None:
-        """Who hears this worker."""
+        """Return the stream to this worker."""
         return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
@@ -289,7 +287,7 @@ class Sessions:
         return link.state.num_running + link.state.num_waiting
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Of all engines, also of those that come."""
+        """Set the policy of all engines, including later ones."""
         self._policy = policy
         for link in self._links.values():
             link.set_policy(policy)

@@ -21,6 +21,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.example_counts import examples
+
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 60.0
 _SHARED_MEMORY = "/dev/shm"
@@ -34,7 +36,10 @@ if not shutil.which("nvidia-smi") and not [*Path("/dev").glob("nvidia[0-9]*")]:
     os.environ["TRITON_INTERPRET"] = "1"
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any machine",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("any machine")
 

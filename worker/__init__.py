@@ -1,1 +1,1 @@
-"""One tensor-parallel group of ranks: one engine, one paged KV cache."""
+"""A worker: a tensor-parallel group of ranks with one engine and one paged KV cache."""

@@ -150,7 +150,7 @@ def _everlift_part(process: Process) -> tuple[str, str]:
     for mark, parts in {
         "valkey-server": ("ledger", "ledger"),
         "cluster.local.process router": ("router", "router"),
-        "cluster.local.prefork_process": ("engine", "worker's event loop"),
+        "cluster.local.fork_server_process": ("engine", "worker's event loop"),
         "ServeReplica:everlift:router": ("router", "router"),
         "ray::RankActor": ("engine and worker's event loop",) * 2,
     }.items():

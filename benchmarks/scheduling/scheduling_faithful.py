@@ -34,7 +34,7 @@ from cluster import endpoint
 from cluster.simulator.hardware import kind_file, learned
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.simulate import simulate
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift import AsyncClient, settings
 from everlift.v1 import admin_pb2
 from router.config import RouterConfig

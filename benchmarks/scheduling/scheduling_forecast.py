@@ -9,7 +9,6 @@ which is found by giving them 1.5 times what an estimate says.
     orders      who leaves first, under loads up to 1.3: chats, 64 slots
     patience    how long a request gives way to shorter ones
     overload    goodput, with and without bounds: conversations
-    fluid       workers in a few numbers each against exact ones
     speed       virtual seconds by seconds of CPU, a hundred exact workers (forecast_speed.py)
 """
 
@@ -28,18 +27,17 @@ from typing import Any, TypeVar
 from benchmarks import forecast_speed
 from benchmarks.early_binding import EarlyBinding
 from cluster.simulator.forecast import Forecast
-from cluster.simulator.hardware.gpu import GPUS
-from cluster.simulator.hardware.kind import on_gpus
+from cluster.simulator.hardware.kind import GPUS, on_gpus
 from cluster.simulator.hardware.model_size import MODELS
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import saturation_rate
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.simulate import simulate
 from cluster.simulator.summary import Slo, Summary
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from cluster.simulator.workloads.known import WORKLOADS
 from cluster.simulator.workloads.workload import Workload
 from everlift import settings
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from router.config import Order, RouterConfig
 from worker.config import WorkerConfig
 
@@ -91,7 +89,6 @@ class Run:
     duration_s: float
     router: RouterConfig = RouterConfig(max_queued=10**9)  # noqa: RUF009 it is frozen
     early: EarlyBinding | None = None
-    fluid: bool = False
     foresight_sigma: float | None = None
     #: of what the workload brings, by the number of a request
     change: Callable[[int, Arrival], Arrival] | None = None
@@ -110,7 +107,6 @@ class Run:
         scenario = Scenario(
             self.workers,
             self.router,
-            fluid=self.fluid,
             foresight_sigma=self.foresight_sigma,
             weights=self.weights,
         )
@@ -149,7 +145,7 @@ def _rate(workload: Workload, worker: WorkerSpec) -> float:
         estimate = saturation_rate([next(sample) for _ in range(2000)], worker)
         rate, until = 1.5 * estimate, 4 * _WARM_UP_S
         arrivals = workload.at_rate(rate).arrivals(_SEED)
-        scenario = Scenario((worker,), RouterConfig(max_queued=10**9), fluid=True, weights=None)
+        scenario = Scenario((worker,), RouterConfig(max_queued=10**9), weights=None)
         forecast = simulate(takewhile(lambda it: it.at < until, arrivals), scenario)
         ended = sum(_WARM_UP_S <= it.finished < until for it in forecast.records)
         _rates[key] = ended / (until - _WARM_UP_S)
@@ -183,18 +179,15 @@ def _p99_ttft_ms(run: Run) -> float:
 
 
 def binding_runs() -> dict[str, Run]:
-    """Exact workers where the ratios are taken from, and where blocks are short: fluid ones know
-    nothing of who is preempted then."""
     uniform, slow = (spec(),), (spec(slowness=2.0),)
-    exact = Run(CONVERSATIONS, 8 * uniform, 0.9, 60.0)
-    rough = replace(exact, duration_s=120.0, fluid=True)
+    run = Run(CONVERSATIONS, 8 * uniform, 0.9, 60.0)
     return {
-        "8 workers, load 0.9": exact,
-        "8 workers, load 0.7": replace(rough, load=0.7),
-        "8 workers, one at half speed, load 0.9": replace(rough, workers=7 * uniform + slow),
+        "8 workers, load 0.9": run,
+        "8 workers, load 0.7": replace(run, load=0.7),
+        "8 workers, one at half speed, load 0.9": replace(run, workers=7 * uniform + slow),
         "8 workers, 60,000 tokens of KV, reasoning, load 0.85": _short_of_blocks(),
-        "64 workers, load 0.9": replace(rough, workers=64 * uniform, duration_s=30.0),
-        "1,000 workers, load 0.9": replace(rough, workers=1000 * uniform, duration_s=5.0),
+        "64 workers, load 0.9": replace(run, workers=64 * uniform, duration_s=30.0),
+        "1,000 workers, load 0.9": replace(run, workers=1000 * uniform, duration_s=5.0),
     }
 
 
@@ -233,7 +226,7 @@ def orders() -> dict[str, dict[str, Figures]]:
 
 def _chats(load: float, order: Order = "fifo") -> Run:
     router = RouterConfig(order=order, max_queued=10**9)
-    return Run(CHATS, 4 * (spec(max_num_seqs=64),), load, 120.0, router, fluid=True)
+    return Run(CHATS, 4 * (spec(max_num_seqs=64),), load, 120.0, router)
 
 
 def _is_marked(index: int) -> bool:
@@ -260,7 +253,7 @@ def patience() -> dict[str, dict[str, Figures]]:
     way, and fifo."""
     found: dict[str, dict[str, Figures]] = {}
     for workload, slots in ((CHATS, 64), (CONVERSATIONS, 256)):
-        run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0, fluid=True)
+        run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0)
         run = replace(run, foresight_sigma=TAUS["tau 0.6"])
         shortest = replace(run.router, order="shortest")
         patient = {f"{it:g}": replace(shortest, ageing_factor=it) for it in PATIENCES}
@@ -277,7 +270,7 @@ def _latencies(run: Run) -> Figures:
         "ttft_p99_s": summary.ttft_s.p99,
         "normalised_latency_mean_ms": 1e3 * summary.normalised_latency_s.mean,
         "good_share": summary.good_share,
-        "overtaken_p99": summary.overtaken.p99,
+        "bypassed_p99": summary.bypassed.p99,
         "tenth_ttft_mean_s": tenth.ttft_s.mean,
         "tenth_ttft_p99_s": tenth.ttft_s.p99,
     }
@@ -296,7 +289,7 @@ def overload() -> dict[str, Figures]:
     found: dict[str, Figures] = {}
     for name, router in routers.items():
         runs = {
-            f"{load:g}": Run(targeted, workers, load, 60.0, router, fluid=True)
+            f"{load:g}": Run(targeted, workers, load, 60.0, router)
             for load in (0.8, 1.0, 1.1, 1.3, 1.6)
         }
         good = each(_good_share, runs)
@@ -308,53 +301,7 @@ def _good_share(run: Run) -> float:
     return run.summary().good_share
 
 
-# fluid workers, and speed
-
-
-_ORDERS_HELD: tuple[Order, ...] = ("fifo", "shortest")
-#: Whose errors make the report's ratio; those of the others are one of their own.
-_PLAIN_FLUID = ("8 workers", "64 workers")
-
-
-def fluid() -> dict[str, dict[str, Figures]]:
-    """Of fluid and of exact workers the same figures, and by how much the first are off, in each
-    kind of run that other parts do with fluid ones."""
-    found = {}
-    for name, run in fluid_runs().items():
-        exact, rough = each(
-            _summed, {"exact": replace(run, fluid=False), "fluid": replace(run, fluid=True)}
-        ).values()
-        errors = {figure: rough[figure] / exact[figure] - 1 for figure in exact}
-        found[name] = {"exact": exact, "fluid": rough, "error": errors}
-        print("fluid,", name, errors, flush=True)
-    return found
-
-
-def fluid_runs() -> dict[str, Run]:
-    conversations = Run(CONVERSATIONS, 8 * (spec(),), 0.9, 60.0)
-    chats = {f"4 workers, chats, {order}, load 1.1": _chats(1.1, order) for order in _ORDERS_HELD}
-    return {
-        "8 workers": conversations,
-        "64 workers": replace(conversations, workers=64 * (spec(),), duration_s=5.0),
-        "8 workers, one at half speed": replace(
-            conversations, workers=(*conversations.workers[1:], spec(slowness=2.0))
-        ),
-        "8 workers, 60,000 tokens of KV, reasoning, load 0.85": _short_of_blocks(),
-        **{name: replace(run, foresight_sigma=TAUS["tau 0.6"]) for name, run in chats.items()},
-    }
-
-
-def _summed(run: Run) -> Figures:
-    summary = run.summary()
-    ttft, latency = summary.ttft_s, summary.latency_s
-    return {
-        "ttft_p50_s": ttft.p50,
-        "ttft_p90_s": ttft.p90,
-        "ttft_p99_s": ttft.p99,
-        "latency_p50_s": latency.p50,
-        "latency_p90_s": latency.p90,
-        "normalised_latency_mean_s": summary.normalised_latency_s.mean,
-    }
+# speed
 
 
 def speed(workers: int = 100, seconds: float = 5.0) -> float:
@@ -370,7 +317,6 @@ def measure() -> dict[str, Any]:
         "orders": orders,
         "patience": patience,
         "goodput": overload,
-        "fluid": fluid,
         "speed_100_workers": speed,
     }.items():
         began = time.perf_counter()
@@ -386,12 +332,5 @@ def ratios(found: Mapping[str, Any]) -> Figures:
         "global_p99_ttft_vs_p2c": at_90["global"] / at_90["p2c"],
         "global_p99_ttft_vs_jsq": at_90["global"] / at_90["jsq"],
         "goodput_1_3_vs_1_0": bounded["1.3"] / bounded["1"],
-        "fluid_model_error": max(_errors(found["fluid"][it]) for it in _PLAIN_FLUID),
-        "fluid_model_error_anywhere": max(map(_errors, found["fluid"].values())),
         "simulator_speed_100_workers": found["speed_100_workers"],
     }
-
-
-def _errors(run: Mapping[str, Figures]) -> float:
-    """The largest one."""
-    return max(map(abs, run["error"].values()))

@@ -34,7 +34,7 @@ class LeaderBench:
         for _ in range(waiting):
             self._hear(self._message())
         self._cluster.add_worker(_WORKER, Load(sequence_number=1), capacity=_ROOMY)
-        self._cluster.leader_state.look(self._requests.now)
+        self._cluster.leader_state.update_estimates(self._requests.now)
 
     def us_per_request(self) -> float:
         messages = [self._message() for _ in range(AT_ONCE)]
@@ -53,28 +53,25 @@ class LeaderBench:
             max_tokens=told.max_tokens,
             choices=1,
             predicted_tokens=told.predicted_tokens,
-            predicted_total=told.predicted_total,
-            predicted_rank=told.predicted_rank,
-            predicted_work_rank=told.predicted_work_rank,
-            foreseen_wait_s=told.foreseen_wait_s,
+            **told.queue_key._asdict(),
         )
         message = pb.GatewayMessage(router_id=told.gateway, enqueue=[waiting])
         return message.SerializeToString()
 
     def _hear(self, data: bytes) -> None:
         message = pb.GatewayMessage.FromString(data)
-        self._cluster.leader_state.hear(message.router_id, message, self._requests.now)
+        self._cluster.leader_state.on_message(message.router_id, message, self._requests.now)
 
     def _dispatch(self) -> None:
         leader_state, now = self._cluster.leader_state, self._requests.now
-        leader_state.look_out(now, may_act=True)
+        leader_state.note_workers(now)
         leader_state.expire(now)
         [placed] = leader_state.place(now, now, 1, lambda: 1)
         leader_state.begun(placed, placed.waiting.gateway)
         _told(placed, leader_state.queued)
         self._cluster.placement.acknowledge(_WORKER, placed.epoch)
         ended = pb.GatewayMessage(withdraw=[placed.waiting.request_id])
-        leader_state.hear(placed.waiting.gateway, ended, now)
+        leader_state.on_message(placed.waiting.gateway, ended, now)
 
 
 def _told(placed: Placed, queued: int) -> bytes:
@@ -83,9 +80,9 @@ def _told(placed: Placed, queued: int) -> bytes:
         worker_id=placed.worker_id,
         epoch=placed.epoch,
         attempt=1,
-        overtaken=placed.overtaken,
+        bypassed=placed.bypassed,
         predicted_ttft_s=placed.waiting.predicted_ttft_s,
         predicted_tpot_s=placed.waiting.predicted_tpot_s,
-        stay=placed.stay,
+        queue_wait=placed.queue_wait,
     )
     return pb.LeaderMessage(dispatched=[dispatched], queued=queued).SerializeToString()

@@ -18,7 +18,7 @@ from everlift.request_id import qualified
 from router.admission.fair_share import FairShare
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import QueueKey, Waiting
 from router.config import Order, RouterConfig
 
 WAITING = (100, 10_000, 100_000)
@@ -53,10 +53,9 @@ class Requests:
             prefill_tokens=prompt,
             max_tokens=500,
             predicted_tokens=output,
-            predicted_total=prompt + output,
-            predicted_rank=output / 500,
-            predicted_work_rank=(prompt + output) / 2500,
-            foreseen_wait_s=self._wait_s,
+            queue_key=QueueKey(
+                prompt + output, output / 500, (prompt + output) / 2500, self._wait_s
+            ),
         )
 
 
@@ -68,7 +67,7 @@ class QueueBench:
         self._requests = Requests(waiting, tenants)
         share = FairShare(1.0, 2.0, lambda tenant: 1.0) if tenants else None
         policy = policy_of(order, config)
-        self._queue = AdmissionQueue(policy, config.class_floor, share, in_turns=tenants > 0)
+        self._queue = AdmissionQueue(policy, config.class_floor, share, is_fair=tenants > 0)
         for _ in range(waiting):
             self._queue.push(self._requests.make())
 

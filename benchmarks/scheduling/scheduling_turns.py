@@ -22,7 +22,7 @@ from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.policy import ORDERS, policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import QueueKey, Waiting
 from router.config import Order, RouterConfig
 
 SLOTS, STEPS, STEPS_UNTOLD, STEP_S = 32, 20_000, 5, 0.05
@@ -51,11 +51,11 @@ def bound() -> float:
 
 
 class Worker:
-    def __init__(self, order: Order, *, in_turns: bool) -> None:
+    def __init__(self, order: Order, *, is_fair: bool) -> None:
         weights = CONFIG.prompt_token_weight, CONFIG.output_token_weight
         self._share = FairShare(*weights, lambda tenant: 1.0)
         self._share.handover_ended()
-        self._queue = AdmissionQueue(policy_of(order, CONFIG), 0.0, self._share, in_turns=in_turns)
+        self._queue = AdmissionQueue(policy_of(order, CONFIG), 0.0, self._share, is_fair=is_fair)
         self._requests = _requests(random.Random(0))
         self._waiting: Counter[str] = Counter()
         self._running: list[tuple[str, list[int]]] = []
@@ -70,7 +70,7 @@ class Worker:
             self.served[tenant] += CONFIG.output_token_weight
         self._running = [it for it in self._running if it[1][0]]
         if number % STEPS_UNTOLD == 0:
-            self._share.told(
+            self._share.on_handover(
                 session_pb2.ServedTokens(tenant=tenant, tokens=tokens)
                 for tenant, tokens in self._untold.items()
             )
@@ -104,13 +104,13 @@ def _requests(dice: random.Random) -> Iterator[Waiting]:
                     prefill_tokens=prompt,
                     max_tokens=tenant.output,
                     predicted_tokens=output,
-                    predicted_total=prompt + output,
+                    queue_key=QueueKey(prompt + output),
                 )
 
 
-def gap(order: Order, *, in_turns: bool, steps: int = STEPS) -> float:
+def gap(order: Order, *, is_fair: bool, steps: int = STEPS) -> float:
     """The most that one was served more than the other over any time, in weighted tokens."""
-    worker, gaps = Worker(order, in_turns=in_turns), []
+    worker, gaps = Worker(order, is_fair=is_fair), []
     one, other = (it.name for it in TENANTS)
     for number in range(1, steps + 1):
         worker.step(number)
@@ -121,7 +121,7 @@ def gap(order: Order, *, in_turns: bool, steps: int = STEPS) -> float:
 def gaps() -> dict[str, dict[str, float]]:
     """By order."""
     return {
-        order: {"turns": gap(order, in_turns=True), "arrival": gap(order, in_turns=False)}
+        order: {"turns": gap(order, is_fair=True), "arrival": gap(order, is_fair=False)}
         for order in ORDERS
     }
 

@@ -24,12 +24,11 @@ from statistics import fmean
 from unittest import mock
 
 from benchmarks.scheduling.scheduling_forecast import CHATS, spec
-from cluster.simulator.record import Record
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import saturation_rate
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.simulate import simulate
-from cluster.simulator.summary import Quantiles, Slo
-from everlift.blockhash import BLOCK_SIZE
+from cluster.simulator.summary import Quantiles, Record, Slo
+from everlift.hashes import BLOCK_SIZE
 from router.config import RouterConfig
 from worker.engine import scheduler
 from worker.engine.sequence import Sequence

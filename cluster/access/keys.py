@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from cluster.access.opening import Assignments, SettingsFile, changed, kept
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.auth import key as keys
 from router.auth.caller import Scope
 from router.auth.document import Document
@@ -39,12 +39,12 @@ KeyId = Annotated[
 """
 )
 def create(
-    tenant: Annotated[str, typer.Option(help="Whose it is.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the key.")],
     scope: Annotated[
         list[Scope] | None,
-        typer.Option(help="What it is good for; default infer. Repeatable."),
+        typer.Option(help="Scope that the key grants; default infer. Repeatable."),
     ] = None,
-    name: Annotated[str, typer.Option(help="For you, to know it by.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d. Default: never.")
     ] = None,
@@ -115,7 +115,6 @@ def rotate(
 def _key(
     tenant: str, scopes: tuple[Scope, ...], secret: str, now: float, until: str | None, name: str
 ) -> Key:
-    """Raises SettingsError."""
     try:
         return Key(tenant, scopes, keys.hash_of(secret), keys.moment(now), until, name)
     except ValueError as error:
@@ -150,5 +149,4 @@ def _table(document: Document, now: float) -> Table:
 
 
 def _day(moment: str | None) -> str:
-    """JSON has it to the second."""
     return moment[:10] if moment else "never"

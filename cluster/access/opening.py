@@ -1,4 +1,4 @@
-"""Where a configuration says that keys and tenants are kept."""
+"""Opening of the configured store of keys and tenants."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 
 from cluster import config as configuration
 from cluster.config import Config
-from cluster.ledger_connection import connected_ledger
-from everlift.settings import SettingsError
+from cluster.connection import connected_ledger
+from everlift.errors import SettingsError
 from router.auth.document import Document
 from router.auth.store import Edit, LedgerStore, Store
 
@@ -28,12 +28,15 @@ Assignments = Annotated[
 
 
 def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
-    """What is kept from now on. Raises SettingsError, LedgerSetupError, EverliftError, OSError."""
+    """Open the store for changes.
+
+    Raises SettingsError, LedgerSetupError, EverliftError, OSError.
+    """
     return asyncio.run(_changed(_config(file, assignments), edit))
 
 
 def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
-    """What is kept. Raises what ``changed`` does."""
+    """Read what is stored. Raises what ``changed`` does."""
     return changed(file, assignments, lambda document: document)
 
 

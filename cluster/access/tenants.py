@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.access.opening import Assignments, SettingsFile, changed, kept
-from everlift.errors import InvalidRequest
+from everlift.errors import InvalidRequest, SettingsError
 from everlift.request_id import check_tenant
-from everlift.settings import SettingsError
 from router.auth.document import EVERYBODY, Document
 from router.auth.limits import Limits
 
@@ -66,7 +65,10 @@ def change(
     max_priority: Annotated[str | None, _limit("The highest class of a request.")] = None,
     weight: Annotated[
         str | None,
-        typer.Option(metavar=f"N|{_DEFAULT}", help="Its shares of what tenants that wait get."),
+        typer.Option(
+            metavar=f"N|{_DEFAULT}",
+            help="Weight of the tenant in fair scheduling of queued requests.",
+        ),
     ] = None,
     config: SettingsFile = None,
     assignments: Assignments = None,
@@ -118,7 +120,6 @@ def _check_tenant(tenant: str) -> None:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number, None for no limit, or _DEFAULT. Raises SettingsError."""
     if text == _DEFAULT:
         return text
     if text == _NONE:

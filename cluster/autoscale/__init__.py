@@ -1,1 +1,1 @@
-"""How many workers a cluster has: decided by what waits, carried out by Ray Serve."""
+"""Autoscaling by queued work, carried out by Ray Serve."""

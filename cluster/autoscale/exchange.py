@@ -1,5 +1,4 @@
-"""What the leader says of the cluster's work, read from the ledger again and again, and what was
-decided, told there."""
+"""Exchange with the ledger: the leader's load reports, and the autoscaler's decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from router.ledger.base import Ledger, LoadReport
 from router.ledger.config import LedgerConfig, LedgerSetupError
 from router.ledger.redis.redis_ledger import connect
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: As often as the leader says what work there is.
 _READ_S = 0.2
@@ -42,7 +41,7 @@ class LedgerExchange:
         self._thread.start()
 
     def latest(self) -> LoadReport | None:
-        """With its age by now; None as long as nothing was read."""
+        """Latest load report with its current age; None if none was read."""
         if self._latest is None:
             return None
         report, read_at = self._latest
@@ -53,7 +52,7 @@ class LedgerExchange:
         return self._replaced
 
     def say(self, scaling: session_pb2.Scaling) -> None:
-        """In place of what was said before, if that is not told yet."""
+        """Report decisions, in place of those that are not written yet."""
         self._said = scaling
 
     def stop(self) -> None:

@@ -142,18 +142,15 @@ class Autoscaler:
         return min(max(workers, self._config.min_workers), self._most)
 
     def _flow(self, load: ClusterLoad, comes: float) -> float:
-        """What is needed for what comes and waits."""
         config, rate = self._config, self._capacity.rate
         if not rate:
             return 0.0
         return (comes / config.utilisation + load.queued_tokens / config.drain_target) / rate
 
     def _rush(self) -> float:
-        """What is needed for what comes of late. What waits has come with it."""
         return self._arrivals.soon_at_least / (self._config.utilisation * self._capacity.rate)
 
     def _held(self, load: ClusterLoad) -> float:
-        """What is needed for what runs. While a queue is worked off that is all there is."""
         config, one = self._config, self._capacity
         slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
         blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
@@ -184,23 +181,19 @@ class Autoscaler:
         return self._fewer(load, workers, now)
 
     def _is_rush(self, workers: int) -> bool:
-        """More is about to come than all workers can take, those on their way included."""
         arrivals = self._arrivals
         return 0 < workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
 
     def _is_short(self, wait_s: float, is_rush: bool, now: float) -> bool:
-        """Whether requests wait for too long, or are about to."""
         if now < self._calm_until:
             return wait_s > self._config.ttft_target
         patience = _PATIENCE_IN_A_RUSH if is_rush else _PATIENCE
         return wait_s > patience * self._config.ttft_target
 
     def _has_settled(self, now: float) -> bool:
-        """The last worker that came has shown what it changes."""
         return now - self._complete_at >= self._config.ttft_target
 
     def _awaits_any(self, workers: int, now: float) -> bool:
-        """Some are on their way, and may still come."""
         return self._own < workers and now - self._missing_at < _COMES_S
 
     def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
@@ -240,7 +233,7 @@ class Arrivals:
         self._observed_s = 0.0
 
     def note(self, load: ClusterLoad, moment: float) -> None:
-        """What had come at that moment. Another leader counts from 0."""
+        """Record the number of arrivals at a moment. A new leader counts from 0."""
         since, came = moment - self._at, load.offered_tokens - self._offered
         if since <= 0:
             return
@@ -265,16 +258,14 @@ class Arrivals:
 
     @property
     def _deviation(self) -> float:
-        """Of ``soon``: an average that forgets in ``T`` seconds varies like one over ``2 T``."""
         return sqrt(self._variance / (2 * _SOON_S))
 
     def _weight(self, since: float, memory_s: float) -> float:
-        """Until so much is remembered, all that came counts the same."""
         return max(1.0 - exp(-since / memory_s), since / self._observed_s)
 
 
 class Capacity:
-    """Of one worker, as it was known last: there may be none now."""
+    """Capacity of one worker, as known last: there may be none now."""
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -309,7 +300,7 @@ class Largest:
         return self._falling[0][1] if self._falling else 0.0
 
     def covers(self, now: float) -> bool:
-        """Whether numbers have come for all of the while."""
+        """Return whether there are numbers for the whole period."""
         return self._since is not None and now - self._since >= self._seconds
 
     def clear(self) -> None:

@@ -21,14 +21,14 @@ from cluster.autoscale.exchange import LedgerExchange
 from cluster.autoscale.policy import Largest
 from cluster.autoscale.serve_policy import ledger_config
 from everlift import logs, settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class Routers:
-    """How many routers the requests need. Pure."""
+    """Number of routers that the requests need. Pure."""
 
     def __init__(self) -> None:
         self._needs = Largest(0.0)
@@ -79,7 +79,6 @@ class RouterPolicy:
 
 
 def _config(load: ClusterLoad | None) -> AutoscaleConfig:
-    """The settings that the leader reports; those of another version are not taken."""
     try:
         return settings.load(AutoscaleConfig, dict(load.autoscale) if load is not None else {})
     except SettingsError:

@@ -17,17 +17,16 @@ from ray.serve.config import AutoscalingContext
 from ray.util.metrics import Gauge
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.autoscale.decisions import Decisions
+from cluster.autoscale.decisions import Decisions, Gauges
 from cluster.autoscale.exchange import LedgerExchange
-from cluster.autoscale.gauges import Gauges
 from cluster.autoscale.policy import Autoscaler, Decision
 from cluster.local.own_ledger import url_file
 from everlift import logs, settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class QueuePolicy:
@@ -80,7 +79,7 @@ class QueuePolicy:
 
     def _say(self, decision: Decision, target: int, most: int, now: float) -> None:
         self._decisions.note(decision, target, now)
-        self._exchange.say(self._decisions.told(now, most, _ray_cluster()))
+        self._exchange.say(self._decisions.as_json(now, most, _ray_cluster()))
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
 

@@ -1,4 +1,4 @@
-"""Who answers a batch: a cluster, or a model in this process."""
+"""Backends of a batch: a cluster, or a model in this process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class _Job:
         return len(self.known) - self.results.num_done(self.known.keys())
 
     async def run(self, backend: Backend) -> None:
-        """What is left of it; then says in a line what was done, also where it was cut off."""
+        """Run the rest of the batch, then print a summary line, also if it was interrupted."""
         total, began = len(self.known), time.monotonic()
         done, shown = total - self.num_left, sys.stderr.isatty()
         with bar(self.file.name, total, done, shown=shown) as advance:

@@ -65,7 +65,7 @@ Key = str | int
 
 
 class Survey:
-    """What is known of a file before anything runs; ``digest`` is of its content."""
+    """Facts about a file before anything runs; ``digest`` is of its content."""
 
     def __init__(self, path: Path) -> None:
         """Reads all of it once. Raises BatchFailed for an id that occurs twice, OSError."""
@@ -82,7 +82,7 @@ class Survey:
         return len(self._numbers) + len(self._nameless)
 
     def keys(self) -> Iterator[Key]:
-        """Of all lines."""
+        """Keys of all lines."""
         return chain(self._numbers, self._nameless)
 
     def _add(self, line_id: str | None, number: int) -> None:
@@ -121,8 +121,6 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Request id and seed of a line that has none of its own."""
-
     digest: bytes
     number: int
     attempt: int
@@ -169,7 +167,6 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _id_of(data: bytes, number: int) -> str | None:
-    """None where there is none that can be read."""
     try:
         return _given_id(_parse(data)) or _default_id(number)
     except InvalidRequest:
@@ -188,7 +185,6 @@ def _default_id(number: int) -> str:
 
 
 def _asked(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
-    """The prompt and what is said about it. Raises InvalidRequest."""
     body = _openai_body(fields) if "body" in fields else fields
     given = {name: value for name, value in body.items() if value is not None}
     given.pop("id", None)
@@ -231,7 +227,6 @@ def _check_option(name: str) -> None:
 
 
 def _by_token(bias: object) -> dict[int, float]:
-    """JSON has only text as keys."""
     if not isinstance(bias, dict):
         raise InvalidRequest("logit_bias must be an object of token ids and numbers")
     try:

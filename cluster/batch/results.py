@@ -57,7 +57,7 @@ class Results(Container[Key]):
         self._retrying = set(self._failed) if retry_failed else set[Key]()
 
     def __contains__(self, line: object) -> bool:
-        """Whether the line of this Key is done."""
+        """Return whether the line of this Key is done."""
         return line in self._keys and line not in self._retrying
 
     def attempt(self, line: Key) -> int:
@@ -65,11 +65,11 @@ class Results(Container[Key]):
         return self._failed.get(line, 0) + 1
 
     def num_done(self, lines: Iterable[Key]) -> int:
-        """How many of ``lines`` are done."""
+        """Return how many of ``lines`` are done."""
         return sum(line in self for line in lines)
 
     def num_failed(self, lines: Iterable[Key]) -> int:
-        """How many of ``lines`` are done and failed."""
+        """Return how many of ``lines`` are done and failed."""
         return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
@@ -99,7 +99,6 @@ class Results(Container[Key]):
         self.close()
 
     def _opened(self) -> int:
-        """Raises BatchFailed for another batch's file, OSError."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
@@ -185,13 +184,11 @@ def _encoded(record: Mapping[str, object]) -> bytes:
 
 
 def _write(descriptor: int, data: bytes, path: Path) -> None:
-    """Raises OSError where it cannot be written whole."""
     if os.write(descriptor, data) != len(data):
         raise OSError(f"{path}: no room for the next result")
 
 
 def _is_torn(data: bytes) -> bool:
-    """Whether it may be the beginning of a line of ours."""
     if begun := _BEGINNING.match(data):
         rest = data[begun.end() :]
         return any(rest.startswith(each) or each.startswith(rest) for each in _NEXT)

@@ -18,7 +18,7 @@ Advance = Callable[[int], None]
 
 
 class Backend(Protocol):
-    """Who answers."""
+    """Interface of what answers a batch."""
 
     async def complete(self, work: Work) -> Completion:
         """Raises EverliftError for this one, anything else for all that would follow."""
@@ -92,7 +92,6 @@ def _answer(line: Work, completion: Completion) -> describe.Json:
 
 
 def _chat_answer(line: ChatWork, chat: Any) -> describe.Json:
-    """In the form of a completion's record, with a message in the place of the text."""
     kept = ("message", "finish_reason", "logprobs")
     choices = [
         {name: choice[name] for name in kept if choice.get(name) is not None}

@@ -186,7 +186,6 @@ def _write_page(text: str, path: Path) -> None:
 
 
 def _fields(text: str | None) -> dict[str, object]:
-    """Raises BenchFailed."""
     try:
         found = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -197,7 +196,6 @@ def _fields(text: str | None) -> dict[str, object]:
 
 
 def _percents(text: str) -> tuple[float, ...]:
-    """Ascending. Raises BenchFailed."""
     try:
         found = sorted({float(each) for each in text.split(",")})
     except ValueError:
@@ -210,7 +208,6 @@ def _percents(text: str) -> tuple[float, ...]:
 def _ramp(
     text: str | None, rate: float | None, duration: float | None
 ) -> tuple[float, float] | None:
-    """Raises BenchFailed."""
     if text is None:
         return None
     if rate is not None or duration is None:
@@ -269,7 +266,6 @@ def _setting(asked: Asked, model: str, now: datetime) -> Setting:
 
 
 def _described(load: Load, asked: Asked) -> Mapping[str, object]:
-    """By the options' names; what is as usual and says nothing is left out."""
     has_own_lengths = load.workloads or load.trace
     found = {
         "workload": ", ".join(load.workloads) if load.workloads else None,

@@ -66,7 +66,7 @@ class Comparison:
 
 
 def compare(a: Json, b: Json) -> Comparison:
-    """What only one of them has is left out."""
+    """Compare two reports; figures that only one of them has are left out."""
     return Comparison(tuple(_rows(a, b)), tuple(_warnings(a, b)))
 
 

@@ -1,4 +1,4 @@
-"""Who answers a load, and what is heard of one answer."""
+"""Endpoints that answer a load, and the times and sizes of an answer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Answer:
 
 
 def slug(said: object) -> str:
-    """Of what an endpoint calls an error; empty where that is no single word."""
+    """Return the slug of an endpoint's error; empty if it is not a single word."""
     return said if isinstance(said, str) and _SLUG.fullmatch(said) else ""
 
 
@@ -120,7 +120,10 @@ _NO_LIMIT = 0
 
 
 def base_url(text: str) -> str:
-    """As clients of OpenAI take it, with /v1 where it has no path. Raises BenchFailed."""
+    """Return the base URL for OpenAI's clients, with /v1 if there is no path.
+
+    Raises BenchFailed.
+    """
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchFailed(f"--url {text!r}: must be as http://127.0.0.1:8000/v1")
@@ -145,7 +148,10 @@ async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.C
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """What it serves. Raises BenchFailed, in which it is called by its ``url``."""
+    """Return the first model that the endpoint serves.
+
+    Raises BenchFailed, which names the ``url``.
+    """
     try:
         async with session.get("models", allow_redirects=False) as response:
             if response.status != 200:
@@ -236,7 +242,6 @@ class OpenAiEndpoint:
         return not self._is_chat
 
     def _text(self, choice: Mapping[str, Any]) -> str:
-        """Reasoning and calls of tools are output too."""
         if not self._is_chat:
             return str(choice.get("text") or "")
         delta = choice.get("delta") or {}
@@ -258,7 +263,6 @@ def _parsed(event: bytes) -> dict[str, Any]:
 
 
 async def _cause(response: aiohttp.ClientResponse) -> str:
-    """The status, and the slug where the body has one."""
     said = await response.content.read(_MOST_ERROR_BYTES)
     try:
         found = _error_slug(json.loads(said))

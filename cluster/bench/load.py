@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from cluster.errors import BenchFailed
 from cluster.simulator.workloads import options
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival, Traffic
 from cluster.simulator.workloads.lengths import Exactly
 from cluster.simulator.workloads.traces.trace import Trace
-from cluster.simulator.workloads.traffic import Traffic
 from cluster.simulator.workloads.workload import Workload, merged
 
 #: Each is one token behind a space in the vocabularies of most models.
@@ -29,8 +28,7 @@ _WORDS = (
 
 class Prompts(Protocol):
     def prompt(self, arrival: Arrival, number: int) -> tuple[str | tuple[int, ...], int]:
-        """That of the load's ``number``-th request, and how many tokens it has as far as is
-        known."""
+        """Return the prompt of the ``number``-th request, and its number of tokens if known."""
         ...
 
 
@@ -73,7 +71,6 @@ class WordPrompts:
 
 
 def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
-    """``arrival.prompt_tokens`` of ``units``."""
     drawn: list[Any] = []
     for part in arrival.prefix:
         drawn += Random(f"part/{part}").choices(units, k=arrival.prefix_part_tokens)
@@ -155,7 +152,7 @@ class Load:
 
     @property
     def has_moments(self) -> bool:
-        """Whether something says when requests come."""
+        """True if the times of arrival are given."""
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))
 
@@ -175,7 +172,6 @@ class Load:
         return islice(arrivals, self._most())
 
     def _most(self) -> int | None:
-        """None: until they end by themselves."""
         ends = self.trace is not None or self.duration_s is not None
         return self.requests if self.requests is not None or ends else REQUESTS
 
@@ -208,6 +204,5 @@ class Load:
 
 
 def _request(arrival: Arrival, number: int, prompts: Prompts) -> Request:
-    """It may have as many tokens as its output is to become long."""
     prompt, tokens = prompts.prompt(arrival, number)
     return Request(arrival.at, prompt, tokens, arrival.output_tokens)

@@ -1,4 +1,4 @@
-"""What may be said of a load on the command line, besides its requests."""
+"""Command line options of a load, other than its requests."""
 
 from __future__ import annotations
 
@@ -69,10 +69,16 @@ TokenizerFile = Annotated[
 ]
 
 InputTokens = Annotated[
-    int, _option("--input-tokens", panel=_WHICH, min=1, help="Of each prompt, else.")
+    int,
+    _option(
+        "--input-tokens", panel=_WHICH, min=1, help="Tokens of each prompt, if no dataset says it."
+    ),
 ]
 OutputTokens = Annotated[
-    int, _option("--output-tokens", panel=_WHICH, min=1, help="Of each output, else.")
+    int,
+    _option(
+        "--output-tokens", panel=_WHICH, min=1, help="Tokens of each output, if no dataset says it."
+    ),
 ]
 LongestInput = Annotated[
     int | None,
@@ -141,7 +147,7 @@ WarmUp = Annotated[
     int, _option("--warm-up", panel=_WHEN, min=0, metavar="N", help="Requests that do not count.")
 ]
 Timeout = Annotated[
-    float, _option("--timeout", panel=_WHEN, min=0.001, metavar="S", help="Of one request.")
+    float, _option("--timeout", panel=_WHEN, min=0.001, metavar="S", help="Timeout of one request.")
 ]
 
 Goodput = Annotated[
@@ -150,12 +156,12 @@ Goodput = Annotated[
         "--goodput",
         panel=_OUT,
         metavar="NAME:MS",
-        help='What a good request keeps to: "ttft:500 tpot:50", also e2el. Repeatable.',
+        help='Limits of a good request in ms: "ttft:500 tpot:50", also e2el. Repeatable.',
     ),
 ]
 Percentiles = Annotated[
     str,
-    _option("--percentiles", panel=_OUT, metavar="P,P,...", help="Those that are reported."),
+    _option("--percentiles", panel=_OUT, metavar="P,P,...", help="Percentiles to report."),
 ]
 DEFAULT_PERCENTILES = "50,90,95,99"
 JsonFile = Annotated[

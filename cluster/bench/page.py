@@ -49,8 +49,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Where a value is on the paper."""
-
     ticks: Sequence[float]
     place: Callable[[float], float]
 
@@ -79,7 +77,6 @@ def _within(points: Sequence[tuple[float, float]], is_log: bool) -> list[tuple[f
 
 
 def _axis(values: Sequence[float], begin: float, end: float) -> _Axis:
-    """From 0 or below to a whole tick above all."""
     low, high = min(0.0, *values), max(values)
     step = _step((high - low) or 1.0)
     ticks = [step * n for n in range(floor(low / step), max(1, ceil(high / step)) + 1)]
@@ -87,7 +84,6 @@ def _axis(values: Sequence[float], begin: float, end: float) -> _Axis:
 
 
 def _log_axis(values: Sequence[float], begin: float, end: float) -> _Axis:
-    """From a tick below all to one above."""
     marks = [
         10.0**power * n
         for power in range(floor(log10(min(values))), floor(log10(max(values))) + 2)
@@ -137,7 +133,6 @@ def _curve(style: int, points: Sequence[tuple[float, float]], x: _Axis, y: _Axis
 
 
 def _key(lines: Sequence[Line]) -> Iterator[str]:
-    """Above the curves, on the right."""
     if len(lines) < 2:
         return
     at = _WIDTH - _RIGHT - sum(map(_key_width, lines))
@@ -304,7 +299,6 @@ def comparison_page(a: Json, b: Json, comparison: Comparison) -> str:
 
 
 def _under(found: Json) -> str:
-    """Not every release of vLLM's says all of it."""
     parts = (found.get(name) for name in ("label", "backend", "date"))
     return " · ".join(str(part) for part in parts if part)
 
@@ -332,7 +326,6 @@ def _notes(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _cards(found: Json) -> str:
-    """What is looked for first."""
     shown = {
         "requests a second": found["request_throughput"],
         "output tokens a second": found["output_throughput"],
@@ -384,7 +377,6 @@ def _pairs(rows: Iterator[tuple[str, str]]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column names its row."""
     first, *others = columns
     head = f'<th scope="col">{escape(first)}</th>' + "".join(
         f'<th scope="col" class="number">{escape(name)}</th>' for name in others

@@ -24,7 +24,7 @@ from cluster.errors import BenchFailed
 
 
 class CountedBy(Enum):
-    """Who says how many tokens an output has."""
+    """Source of the number of tokens of an output."""
 
     #: the endpoint, in its stream
     USAGE = "usage"
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """By so much the generator was late with it."""
+        """Seconds by which the generator sent it late."""
         return self.sent - self.admitted
 
 
@@ -134,7 +134,7 @@ def itls(outcome: Outcome) -> list[float]:
 
 
 def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
-    """Of answers that are whole."""
+    """Return latencies of complete answers, by name."""
     return {
         "ttft": [ttft(each, begin) for each in complete],
         "tpot": [tpot(each) for each in complete if each.output_tokens > 1],
@@ -203,7 +203,6 @@ def most_at_once(outcomes: Iterable[Outcome]) -> int:
 
 
 def _tokens(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float]]:
-    """A piece's share of its output's tokens."""
     for each in outcomes:
         if each.is_complete:
             share = each.output_tokens / len(each.pieces)
@@ -243,7 +242,7 @@ class Slo:
     most_ms: Mapping[str, float] = field(default_factory=dict)
 
     def is_good(self, outcome: Outcome, begin: Begin) -> bool:
-        """It is whole, and no later than it may be in anything."""
+        """Return whether it is complete and within all its limits."""
         if not outcome.is_complete:
             return False
         taken = {
@@ -338,7 +337,7 @@ class Ramp:
             return None
         return sqrt(self.kept * self.too_much)
 
-    def tell(self, rate: float, is_kept: bool) -> None:
+    def report(self, rate: float, is_kept: bool) -> None:
         if is_kept:
             self.kept = rate
         else:
@@ -393,7 +392,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
 def more_figures(
     outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float], cpu_share: float
 ) -> Json:
-    """What vLLM does not have."""
+    """Return the figures that vLLM does not report."""
     complete = [each for each in outcomes if each.is_complete]
     pieces = sum(len(each.pieces) for each in complete)
     found = lag(outcomes, cpu_share)
@@ -417,7 +416,7 @@ def more_figures(
 
 
 def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
-    """What keeps the figures from being what they seem."""
+    """Return warnings about the validity of the figures."""
     found = {
         "the generator fell behind: latencies are partly its own": is_behind,
         "output tokens are not known everywhere: pieces were counted for them": bool(
@@ -496,7 +495,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of one run of a load, in which the generator took ``cpu_share`` of a core."""
+    """Result of one run of a load, in which the generator used ``cpu_share`` of a core."""
 
     outcomes: Sequence[Outcome]
     cpu_share: float
@@ -504,7 +503,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Of a ramp: so many requests a second, and whether they were kept up with."""
+    """Stage of a ramp: a rate in requests per second, and whether it was sustained."""
 
     rate: float
     seen: Seen
@@ -552,7 +551,7 @@ def write(found: Json, path: Path) -> None:
 
 
 def read(path: Path) -> Json:
-    """Of ours or of vLLM's. Raises BenchFailed, OSError."""
+    """Read a report of ours or of vLLM's. Raises BenchFailed, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -563,7 +562,7 @@ def read(path: Path) -> Json:
 
 
 def ours(found: Json) -> Json:
-    """What stands under our name: nothing in a report of vLLM's."""
+    """Return our own section; empty in a report of vLLM's."""
     return dict(found.get(OURS) or {})
 
 
@@ -584,7 +583,6 @@ def _head(setting: Setting, number: int) -> Json:
 
 
 def _lists(outcomes: Sequence[Outcome], is_detailed: bool) -> Json:
-    """Without details two of them, as vLLM has it."""
     return {
         name: values
         for name, values in each_request(outcomes).items()

@@ -70,7 +70,7 @@ class Run:
                 raise BenchFailed("there are not enough requests for a stage of the ramp")
             is_kept = is_kept_up(seen.outcomes, load.duration_s, slo)
             stages.append(Stage(rate, seen, is_kept))
-            ramp.tell(rate, is_kept)
+            ramp.report(rate, is_kept)
         return stages
 
     async def warm_up(self, load: Load) -> None:

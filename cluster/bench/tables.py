@@ -44,7 +44,6 @@ def _latencies(found: Json, source: Json, title: str) -> Table:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column names its row."""
     table = Table(*columns, box=SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"

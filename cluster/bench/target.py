@@ -1,4 +1,4 @@
-"""Whom a load is sent to, as the command line says it, and the way there."""
+"""Target of a load, from the command line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncItera
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Of a model's directory, or its tokenizer.json itself. Raises BenchFailed."""
+    """Load the tokenizer of a model's directory, or a tokenizer.json. Raises BenchFailed."""
     # Some 20 ms that most loads do not need.
     from tokenizers import Tokenizer
 
@@ -112,7 +112,7 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def counted(outcomes: Sequence[Outcome], tokenizer: Any | None) -> list[Outcome]:
-    """With the tokens of those outputs that their endpoint did not count."""
+    """Count the tokens of outputs that their endpoint did not count."""
     if tokenizer is None:
         return [replace(each, text="") for each in outcomes]
     return [_counted(each, tokenizer) for each in outcomes]

@@ -39,8 +39,7 @@ def shown(value: object) -> str:
 
 
 def statistics(found: Json) -> list[str]:
-    """What is said of each latency: the mean, the median and the percentiles that the report
-    has."""
+    """Return the reported statistics of a latency: mean, median and percentiles."""
     names = [percent_name(percent) for percent in ours(found).get("percents", [99.0])]
     return ["mean", "median", *(name for name in names if name != "p50")]
 
@@ -95,14 +94,14 @@ def error_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 
 def stage_row(stage: Json) -> tuple[str, ...]:
-    """Of a ramp, under STAGE_COLUMNS."""
+    """Return a stage of a ramp as a row under STAGE_COLUMNS."""
     keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
     how = "kept up with" if stage["is_kept"] else "too much"
     return (how, *(shown(stage.get(key)) for key in keys))
 
 
 def goodput(wanted: Mapping[str, float]) -> str:
-    """As it is said on the command line."""
+    """Return the goodput limits in command line form."""
     return " ".join(f"{name}:{most:g}" for name, most in wanted.items())
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.chaos.checker import Finding, Living, examine
-from router.ledger.audit import Audit, Audited, Item
 from router.ledger.base import Ledger
 from router.ledger.entry import State
+from router.ledger.listing import Audit, Audited, Item
 
 #: Longer than a cluster takes to notice a death and to find heirs.
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 
 class AuditedLedger(Ledger, Protocol):
@@ -36,7 +36,7 @@ class Result:
 
 async def check(
     ledger: AuditedLedger,
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Result:
     """Changes nothing. Raises LedgerUnavailable."""
@@ -51,14 +51,13 @@ async def check(
             suspects.append(item)
     if not suspects:
         return Result(states, tokens, ())
-    await sleep(patience_s)
+    await sleep(timeout_s)
     return Result(states, tokens, await _still_wrong(ledger, audit, living, suspects))
 
 
 async def _still_wrong(
     ledger: Ledger, audit: Audit, before: Living, suspects: Sequence[Item]
 ) -> tuple[Finding, ...]:
-    """What was wrong then and is wrong in the same way now."""
     known = {finding for item in suspects for finding in examine(item, before)}
     items, living = await audit.again(suspects), await _living(ledger)
     again = (finding for item in items for finding in examine(item, living))

@@ -1,4 +1,4 @@
-"""What must hold for every request in the ledger, whatever has happened to the cluster. Pure."""
+"""Invariants of every request in the ledger, whatever happened to the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import Entry, Event, Move, State
+from router.ledger.listing import Audited, Claim, Item, Listed, Stray
 
 
 class Kind(Enum):
@@ -41,7 +41,7 @@ class Living:
 
 
 def examine(item: Item, living: Living) -> list[Finding]:
-    """What is wrong with it."""
+    """Return the violations of a request."""
     match item:
         case Audited():
             return [Finding(kind, item.request_id, detail) for kind, detail in _all(item, living)]
@@ -148,7 +148,6 @@ def _moves(item: Audited) -> Wrong:
 
 
 def _is_whole(item: Audited) -> bool:
-    """Every move that there was has left its event."""
     return len(item.events) == item.entry.moves and not _was_told_again(item)
 
 
@@ -157,7 +156,6 @@ def _was_told_again(item: Audited) -> bool:
 
 
 def _after(event: Event, states: frozenset[State]) -> frozenset[State]:
-    """What may be after it, of what may be before; nothing where it cannot be."""
     if event.move == "reassert":
         return _ANY
     move = _TARGETS.get(event.move)

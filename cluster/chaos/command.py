@@ -13,12 +13,11 @@ import typer
 from rich.console import Console
 
 from cluster import config as configuration
-from cluster.chaos.check import PATIENCE_S, Result, check
+from cluster.chaos.check import TIMEOUT_S, Result, check
 from cluster.chaos.run import run
 from cluster.chaos.view import as_json, done, happened, outcome, result_table
 from cluster.config import Config
-from cluster.connection import Address, connected
-from cluster.ledger_connection import connected_ledger, with_ledger
+from cluster.connection import Address, connected, connected_ledger, with_ledger
 from everlift.checks import sendable
 from everlift.errors import EverliftError, Forbidden
 from everlift.v1 import chaos_pb2 as pb
@@ -36,8 +35,8 @@ Target = Annotated[
         help="A worker's or router's id or its beginning, any-worker, any-router, leader, ledger.",
     ),
 ]
-Seconds = Annotated[float, typer.Option(help="How long.")]
-Rank = Annotated[int, typer.Option(help="Of a worker.")]
+Seconds = Annotated[float, typer.Option(help="Duration in seconds.")]
+Rank = Annotated[int, typer.Option(help="Rank of the worker.")]
 
 
 @app.command(epilog="**Example:** `everlift chaos kill any-worker`")
@@ -109,7 +108,7 @@ def check_ledger(
     ] = None,
     patience: Annotated[
         float, typer.Option(help="Seconds after which what is wrong is looked at again.")
-    ] = PATIENCE_S,
+    ] = TIMEOUT_S,
     as_lines: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Search the ledger for lost, repeated, reordered and orphaned requests. It is not changed, and
@@ -136,13 +135,12 @@ async def _run(
             console.print(f"no status after the faults: {error}", markup=False)
 
 
-async def _check(config: Config, patience_s: float) -> Result:
+async def _check(config: Config, timeout_s: float) -> Result:
     async with connected_ledger(config) as ledger:
-        return await check(ledger, patience_s)
+        return await check(ledger, timeout_s)
 
 
 def _inject(address: str | None, kind: pb.FaultKind.ValueType, **how: Any) -> None:
-    """``how`` are other fields of the fault."""
     with sendable():
         fault = pb.Fault(kind=kind, **how)
     typer.echo(asyncio.run(_injected(address, fault)))

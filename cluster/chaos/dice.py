@@ -1,4 +1,4 @@
-"""Which fault comes next, at random, so that at least one worker stays healthy. Pure."""
+"""Random choice of the next fault, such that at least one worker stays healthy. Pure."""
 
 from __future__ import annotations
 

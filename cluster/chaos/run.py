@@ -75,14 +75,13 @@ async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
 
 
 async def _replace(client: AsyncClient, worker_id: str) -> None:
-    """What fails is done at the next look."""
     with suppress(EverliftError):
         fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target=worker_id)
         await client.inject(fault)
 
 
 def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
-    """Those that take requests."""
+    """Return the workers that accept requests."""
     return [worker.worker_id for worker in workers if not worker.draining]
 
 

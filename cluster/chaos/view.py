@@ -71,7 +71,7 @@ def outcome(
 
 
 def happened(log: Sequence[Happened]) -> Table:
-    """How often each fault was made, and how often it was refused."""
+    """Return how often each fault was injected, and how often refused."""
     made = Counter(each.name for each in log if not each.error)
     refused = Counter(each.name for each in log if each.error)
     table = Table("fault", "made", "refused", box=SIMPLE_HEAD, pad_edge=False)

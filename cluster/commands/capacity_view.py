@@ -1,4 +1,4 @@
-"""What a cluster can hold and do, for the terminal and for programs."""
+"""Capacity of a cluster, for the terminal and for programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import admin_pb2 as pb
 
 _UNKNOWN = "not known"

@@ -92,8 +92,6 @@ def _here(config: Config, prompt: str, options: GenerateOptions, screen: _Screen
 
 @dataclass(frozen=True, slots=True)
 class _Screen:
-    """One choice is written as it comes; several, or JSON, when they are whole."""
-
     as_json: bool
     is_live: bool
 
@@ -138,7 +136,6 @@ def _write_output_logprobs(choice: Choice) -> None:
 def _write_logprobs(
     where: str, logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int]
 ) -> None:
-    """A line a token; ``token_ids`` may be unknown."""
     if not logprobs:
         return
     typer.echo(f"log probabilities of the {where}:")
@@ -156,7 +153,6 @@ _CAUSES = {
 
 
 def _explain_empty(completion: Completion) -> None:
-    """Tell on standard error why an output has no text."""
     for index, choice in enumerate(completion.choices):
         if not choice.text and choice.finish_reason is not None:
             name = f"choice {index}" if len(completion.choices) > 1 else "the output"

@@ -12,12 +12,12 @@ from cluster.local.own_ledger import OwnLedger, url_file, write_url
 from cluster.ray.ray_cluster import log_dir
 from everlift import logs
 from everlift.address import bare
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 
 
 def parse(listen: str) -> tuple[str, int]:
-    """Of HOST:PORT. Raises SettingsError."""
+    """Parse HOST:PORT. Raises SettingsError."""
     host, _, port = listen.rpartition(":")
     host = bare(host)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -42,7 +42,7 @@ meanwhile.
 
 
 def measure(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it, NAME.json.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, NAME.json.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -118,7 +118,6 @@ def _measure(
 
 @contextmanager
 def _engine(config: Config) -> Iterator[Engine]:
-    """Of a worker in this process. Raises ForecastFailed where it cannot run here."""
     wait_passively()
     # After that, since OpenMP reads it with torch's import.
     from cluster.model import fetched
@@ -142,7 +141,6 @@ def _engine(config: Config) -> Iterator[Engine]:
 
 
 def _worker(engine: Engine) -> Mapping[str, object]:
-    """Its settings that a forecast needs."""
     limits = engine.limits
     return {
         "num_blocks": limits.num_blocks,

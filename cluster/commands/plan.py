@@ -18,8 +18,7 @@ from cluster.simulator.command import ledger_requests, load, machines
 from cluster.simulator.command.load import Requests
 from cluster.simulator.command.progress import watched
 from cluster.simulator.hardware.kind import Kind
-from cluster.simulator.plan import Plan, Trial, fewest, is_kept
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import Plan, Trial, fewest, is_kept, saturation_rate
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.target import Target
 from cluster.simulator.workloads import options
@@ -40,7 +39,7 @@ Wanted = Annotated[
     typer.Option(
         "--slo",
         metavar="TARGETS",
-        help="What is to be attained: of ttft, tpot and latency any percentile, or the mean.",
+        help="Targets to meet: any percentile, or the mean, of ttft, tpot and latency.",
     ),
 ]
 Kinds = Annotated[
@@ -75,7 +74,6 @@ def plan(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
-    fluid: machines.Fluid = False,
     foresight: machines.Foresight = None,
     json_file: JsonFile = None,
     picture: Picture = None,
@@ -90,7 +88,6 @@ def plan(
     asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
     how = {
         "router": settings.router,
-        "fluid": fluid,
         "foresight_sigma": foresight,
         "seed": seed,
         "weights": asked.weights,
@@ -108,7 +105,6 @@ def plan(
 
 
 def _by_name(kinds: Iterable[Kind]) -> Mapping[str, Kind]:
-    """Raises ForecastFailed."""
     found: dict[str, Kind] = {}
     for kind in kinds:
         if found.setdefault(kind.name, kind) is not kind:
@@ -147,7 +143,6 @@ def _plan(
 
 
 def _guess(asked: Requests, spec: WorkerSpec) -> int:
-    """As many as the requests' rate needs. Raises ForecastFailed where there is no request."""
     arrivals = list(islice(asked.arrivals(()), load.SAMPLE))
     if not arrivals:
         raise ForecastFailed("there is no request to plan for")

@@ -93,7 +93,6 @@ def policy(
 
 
 async def _policy(address: str | None, texts: Mapping[str, str]) -> None:
-    """Raises SettingsError for what nobody could be configured with."""
     given = {name: text for name, text in texts.items() if text != _DEFAULT}
     ruling = Ruling(RouterConfig())
     for name, text in given.items():

@@ -59,7 +59,6 @@ def replay(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
-    fluid: machines.Fluid = False,
     foresight: machines.Foresight = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -76,7 +75,7 @@ def replay(
     answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
     arrivals = list(asked.arrivals(specs))
     with machines.as_modelled():
-        scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
+        scenario = Scenario(specs, foresight_sigma=foresight, weights=asked.weights)
     for name, router in policies.items():
         answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
     console = Console(highlight=False, markup=False)

@@ -41,7 +41,7 @@ def requests(
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="So many at most.")] = 100,
     tenant: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help='Whose; "" is everybody. Default: your own.'),
+        typer.Option(metavar="NAME", help='Tenant; "" for all. Default: your own.'),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line for each, for programs.")] = False,
     address: Address = None,
@@ -52,7 +52,6 @@ def requests(
 
 
 def _state(name: str) -> pb.RequestState.ValueType:
-    """Raises InvalidRequest."""
     states = {state_name(state): state for state in pb.RequestState.values()[1:]}
     if name not in states:
         raise InvalidRequest(f"--state must be one of {', '.join(states)}, not {name!r}")

@@ -79,7 +79,6 @@ def simulate(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
-    fluid: machines.Fluid = False,
     foresight: machines.Foresight = None,
     lose: faults.Lose = None,
     drain: faults.Drain = None,
@@ -106,7 +105,6 @@ def simulate(
             router=settings.router,
             autoscale=settings.autoscale,
             start_s=start_time,
-            fluid=fluid,
             foresight_sigma=foresight,
             events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
             seed=seed,
@@ -139,7 +137,6 @@ def _show(
 
 
 def _say_what_came_too_late(answer: Forecast, scenario: Scenario) -> None:
-    """Nobody is to take a loss for harmless that was none."""
     last = answer.samples[-1].at
     if late := sum(event.at > last + scenario.sample_s for event in scenario.events):
         typer.echo(

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import inference_pb2 as pb
 from router.console.rates import Rates
 from router.ledger.config import PROMISES
@@ -104,7 +104,6 @@ def _counters(status: pb.GetStatusResponse) -> Text:
 
 
 def _engine_policy(status: pb.GetStatusResponse) -> str:
-    """With how many workers have which, where they differ."""
     policies = Counter(it.engine_policy for it in status.workers if it.alive and it.engine_policy)
     several = (f"{policy} ({workers})" for policy, workers in sorted(policies.items()))
     told = ", ".join(several if len(policies) > 1 else policies)

@@ -21,7 +21,7 @@ from cluster.ray.ray_cluster import LOCAL, RayCluster
 from cluster.served import Served, curl, first_request
 from cluster.stages import Stages
 from everlift import logs
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.ledger.config import EMBEDDED
 
 Cluster = ProcessCluster | RayCluster
@@ -78,7 +78,7 @@ def on_signal(stop: Callable[[], object]) -> None:
 
 
 def workers(config: Config) -> str:
-    """How many there are, in words."""
+    """Return the number of workers in words."""
     count, scaling = config.num_workers, config.autoscale
     if scaling.is_on:
         return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
@@ -121,7 +121,6 @@ def _welcome(config: Config, cluster: Cluster, served: Served, console: Console)
 
 
 def _places(config: Config, cluster: Cluster) -> list[tuple[str, list[str]]]:
-    """Where it is reached, by what is spoken there; nowhere if that is not served."""
     scheme = "https" if config.router.tls is not None else "http"
     http = [f"{scheme}://{address}" for address in cluster.http_addresses if address]
     return [
@@ -148,7 +147,6 @@ def _key_line(config: Config) -> str:
 
 
 def _curl_line(config: Config, cluster: Cluster, served: Served) -> str:
-    """Empty where no HTTP is served, or a client needs certificates."""
     http = [address for address in cluster.http_addresses if address]
     if not http or config.router.tls is not None:
         return ""
@@ -156,7 +154,6 @@ def _curl_line(config: Config, cluster: Cluster, served: Served) -> str:
 
 
 def _is_elsewhere(config: Config) -> bool:
-    """Not where other commands look for a cluster by themselves."""
     try:
         return config.state_dir != Config().state_dir
     except SettingsError:
@@ -164,7 +161,6 @@ def _is_elsewhere(config: Config) -> bool:
 
 
 def _tls_line(config: Config) -> str:
-    """What clients need to get in."""
     if not config.router.tls_cert:
         return ""
     names = ("ca", "cert", "key") if config.router.tls_client_ca else ("ca",)

@@ -29,7 +29,7 @@ class Percentiles(TypedDict):
 
 
 class Summary(TypedDict):
-    """What `everlift demo --json` writes. Latencies are milliseconds, seen by the clients."""
+    """Summary that `everlift demo --json` writes. Latencies are client-side milliseconds."""
 
     requests: int
     completed: int
@@ -45,7 +45,7 @@ class Summary(TypedDict):
 
 @dataclass
 class Transcript:
-    """One request as its client saw it. Times are monotonic seconds."""
+    """A request as its client saw it. Times are monotonic seconds."""
 
     task: Example
     request_id: str = ""

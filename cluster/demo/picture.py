@@ -1,4 +1,4 @@
-"""Who occupied which batch slot when, as a picture."""
+"""Picture of the batch slots over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 @dataclass
 class Stay:
-    """One request in one slot of one worker, in seconds since the load began."""
+    """A request in a slot of a worker, in seconds since the load began."""
 
     worker_id: str
     slot: int

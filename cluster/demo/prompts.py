@@ -1,4 +1,4 @@
-"""What the demo asks: tasks of mixed lengths, each with exactly one right answer."""
+"""Prompts of the demo: tasks of mixed lengths, each with exactly one right answer."""
 
 from __future__ import annotations
 

@@ -32,8 +32,6 @@ _KILL_AT = 0.3
 
 @dataclass
 class _Scene:
-    """What happens on the stage, apart from the load."""
-
     occupancy: Occupancy = field(default_factory=Occupancy)
     rates: Rates = field(default_factory=Rates)
     killed: str = ""
@@ -92,7 +90,6 @@ def _is_in_the_middle(load: Load) -> bool:
 
 
 def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
-    """The worker that runs most loses its process, without a warning."""
     victim = max((w for w in status.workers if w.alive), key=lambda w: w.num_running)
     os.kill(victim.pid, signal.SIGKILL)
     scene.killed, scene.killed_at = victim.worker_id, now

@@ -94,7 +94,7 @@ class Example:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt of one line, in canonical form, is kept from training."""
+    """Return whether a one-line prompt in canonical form is kept from training."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 

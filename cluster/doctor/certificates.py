@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from cluster.config import Config
 from cluster.doctor.finding import Finding, broken, fine
 from everlift import certificates
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.tls import Tls
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Of those that are configured."""
+    """Check the configured certificates."""
     if config.router.tls is not None:
         yield _finding("TLS for clients", config.router.tls)
     if config.internal_tls.is_on:

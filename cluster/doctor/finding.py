@@ -1,4 +1,4 @@
-"""What the doctor says of one thing. Pure."""
+"""Findings of the doctor. Pure."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from cluster.doctor.finding import Finding, broken, doubtful, fine
 from cluster.threads import threads_per_rank
 from everlift import model_files
 from everlift.errors import EverliftError
-from everlift.model_name import is_hub_id
+from everlift.hub import is_hub_id
 from worker.config import FAKE
 
 _OLDEST_PYTHON = (3, 11)
@@ -81,7 +81,6 @@ def _is_needed(requirement: Requirement) -> bool:
 
 
 def _version(requirement: Requirement) -> str | None:
-    """A build for another device has a local part, which is left out: 2.13.0+cpu."""
     try:
         return importlib.metadata.version(requirement.name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -164,7 +163,6 @@ def _memory(config: Config) -> Finding:
 
 
 def _available_mib() -> int:
-    """With what the kernel gives up of its page cache, where it says how much that is (Linux)."""
     try:
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -209,7 +207,6 @@ def _model(config: Config) -> Finding:
 
 
 def _try_architecture(config: Config) -> bool:
-    """Asks what a start asks; False where only a start can say. Raises UnsupportedModel."""
     from worker.runner.build import spec_of, try_modules
 
     if config.model == FAKE or spec_of(config.worker, Path(config.model)) is not None:
@@ -257,7 +254,6 @@ def _ports(config: Config) -> Finding:
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Why nobody can listen there; None: one can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,7 +34,10 @@ class NodeReport:
 
 
 def examine(address: str) -> Iterator[Finding]:
-    """Of the cluster at ``address``, of Ray. Raises ConnectionError where there is none."""
+    """Check the nodes of the Ray cluster at ``address``.
+
+    Raises ConnectionError if there is none.
+    """
     with _joined(address):
         reports, silent = asked(_alive(), _ask)
         if silent:
@@ -49,8 +52,6 @@ def examine(address: str) -> Iterator[Finding]:
 
 
 class _joined:
-    """A driver of the cluster, which leaves in the end."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -79,7 +80,7 @@ class _joined:
 def asked(
     nodes: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any]], NodeReport]
 ) -> tuple[list[NodeReport], list[str]]:
-    """What nodes answer, and of those that do not, why. A node may go at any time."""
+    """Ask all nodes; return their answers, or why one has none. A node may go at any time."""
     from ray.exceptions import RayError
 
     reports, silent = [], []
@@ -92,7 +93,6 @@ def asked(
 
 
 def _ask(node: dict[str, Any]) -> NodeReport:
-    """Raises RayError."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -107,7 +107,6 @@ def _ask(node: dict[str, Any]) -> NodeReport:
 
 
 def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
-    """On a node."""
     import torch
 
     versions = {name: version(name) for name in _PACKAGES}
@@ -119,7 +118,7 @@ def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
 def compare(
     subject: str, reports: Sequence[NodeReport], facts: Callable[[NodeReport], dict[str, str]]
 ) -> Finding:
-    """What most nodes have is taken for right."""
+    """Compare the nodes' versions; the most frequent one counts as right."""
     different = []
     for name in facts(reports[0]):
         usual, _ = Counter(facts(each)[name] for each in reports).most_common(1)[0]
@@ -149,7 +148,6 @@ def clocks(reports: Sequence[NodeReport]) -> Finding:
 
 
 def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
-    """Over all GPUs, or over a process on each node, as the ranks of a worker do it."""
     import ray
 
     gpus = sum(len(each.gpus) for each in reports)
@@ -207,7 +205,7 @@ class Reducer:
     """One rank of the all-reduce."""
 
     def open(self) -> str:
-        """Where the others find it."""
+        """Return the address for the other ranks."""
         from ray.util import get_node_ip_address
 
         from worker.parallel.group import create_store

@@ -44,7 +44,6 @@ def figure(explanation: pb.Explanation) -> Figure:
 
 
 def _begins(panel: Axes, explanation: pb.Explanation) -> None:
-    """A line where the time of each attempt but the first begins."""
     at, attempt = 0.0, 1
     for span in explanation.spans:
         if span.attempt > attempt:

@@ -18,14 +18,14 @@ _MUCH_UNREAD = 0.05
 
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
-    """For a rich console."""
+    """Return the tables for a rich console."""
     return [
         *headline(explanation),
         *reading(explanation),
         spans(explanation),
         *([attempts(explanation)] if explanation.attempts else []),
         *neighbours(explanation),
-        *stays(explanation),
+        *queue_waits(explanation),
     ]
 
 
@@ -57,7 +57,7 @@ def reading(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def spans(explanation: pb.Explanation) -> Table:
-    """With their sum."""
+    """Return the spans, with their sum."""
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
@@ -78,7 +78,6 @@ def spans(explanation: pb.Explanation) -> Table:
 
 
 def _share(part_s: float, whole_s: float) -> tuple[str, str]:
-    """In seconds and percent."""
     return f"{part_s:.3f}", f"{100 * part_s / whole_s:.1f}" if whole_s else "0.0"
 
 
@@ -115,7 +114,7 @@ def _state(attempt: pb.ExplainedAttempt) -> str:
 
 
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
-    """Who of its own tenant was at the worker already, came there, or was at another one."""
+    """Return the requests of its tenant that shared the worker, came later, or were elsewhere."""
     for attempt in explanation.attempts:
         number = attempt.number
         others = {
@@ -128,8 +127,8 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
                 yield f"{where}, of your own: {', '.join(map(escape, names))}"
 
 
-def stays(explanation: pb.Explanation) -> Iterator[str]:
-    """In the queue, where others left it first."""
+def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
+    """Return which requests left the queue first."""
     for attempt in explanation.attempts:
         reasons = ", ".join(_reasons(attempt.queue))
         if reasons:
@@ -141,11 +140,11 @@ def stays(explanation: pb.Explanation) -> Iterator[str]:
             )
 
 
-def _reasons(queue: pb.QueueStay) -> Iterator[str]:
+def _reasons(queue: pb.QueueBypass) -> Iterator[str]:
     reasons = {
         "that came earlier": queue.earlier,
         "later ones of higher classes": queue.higher,
-        "later ones by turns": queue.turns,
+        "later ones by turns": queue.fair_share,
         "later ones by the order": queue.ordered,
         "later ones of lower classes": queue.lower,
     }

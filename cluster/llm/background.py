@@ -21,7 +21,7 @@ from router.requests.tokenizer import ServedModel
 
 
 class Background:
-    """From birth on; ``close`` ends it. Every method may be called from any thread."""
+    """A background event loop; ``close`` ends it. Every method may be called from any thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = _alone(config)
@@ -31,7 +31,7 @@ class Background:
         self._living: asyncio.Task[None]
         self._has_loop = threading.Event()
         #: whatever came through is still answered by the loop
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="everlift-llm", daemon=True)
         self._thread.start()
@@ -41,8 +41,8 @@ class Background:
         return self._ready.result()
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """As LocalWorker.submit. Raises RuntimeError after ``close``."""
-        with self._door:
+        """See LocalWorker.submit. Raises RuntimeError after ``close``."""
+        with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
             self._loop.call_soon_threadsafe(self._worker.submit, task, done, show)
@@ -74,7 +74,6 @@ class Background:
             self._ready.set_exception(error)
 
     async def _serve(self) -> None:
-        """Until it is cancelled. Raises what keeps the worker from its start."""
         config = await fetched(self._config)
         model = ServedModel.load(
             config.model,
@@ -89,7 +88,7 @@ class Background:
             self._ready.set_result(model)
             await asyncio.Event().wait()
         finally:
-            with self._door:
+            with self._lock:
                 self._is_closed = True
             await self._worker.stop()
 

@@ -1,4 +1,4 @@
-"""What became of a prompt, whole: its choices with text, tokens and log probabilities."""
+"""Complete result of a prompt: its choices with text, tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first choice. Raises the ``error``, if there is one."""
+        """Text of the first choice. Raises the ``error``, if there is one."""
         if self.error is not None:
             raise self.error
         return self.choices[0].text

@@ -42,7 +42,7 @@ class Generation:
         return self._reasons[choice] is not None
 
     def starts(self) -> list[session_pb2.Start]:
-        """One a choice."""
+        """Return the Start messages, one for each choice."""
         request = self.request
         return [
             session_pb2.Start(
@@ -59,15 +59,14 @@ class Generation:
         ]
 
     def _sampling(self, choice: int) -> SamplingParams:
-        """The choices share their prompt: its log probabilities are told once."""
         sampling = self.request.sampling
         return replace(sampling, prompt_logprobs=None) if choice else sampling
 
     def num_tokens(self, choice: int) -> int:
         return len(self._outputs[choice])
 
-    def take(self, progress: session_pb2.Progress) -> None:
-        """What the worker says of one choice."""
+    def add(self, progress: session_pb2.Progress) -> None:
+        """Add a worker's progress of a choice."""
         self._prompt_logprobs += map(TokenLogprobs.from_proto, progress.prompt_logprobs)
         output = self._outputs[progress.choice]
         logprobs = [TokenLogprobs.from_proto(each) for each in progress.logprobs]
@@ -80,7 +79,7 @@ class Generation:
             self.error = _error(progress)
 
     def chunk(self, choice: int, offset: int) -> Chunk | None:
-        """What there is of a choice from ``offset`` on; None where that is nothing."""
+        """Return the output of a choice from ``offset`` on; None if there is none."""
         output = self._outputs[choice]
         text = output.text(offset, len(output)) + output.tail
         if offset == len(output) and not text:

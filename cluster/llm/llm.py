@@ -22,8 +22,7 @@ from cluster.bar import bar
 from cluster.config import Config
 from cluster.llm.background import Background
 from cluster.llm.completion import Completion
-from cluster.llm.stream import CompletionStream
-from cluster.llm.window import in_window
+from cluster.llm.window import CompletionStream, in_window
 from cluster.llm.worker import Task
 from cluster.threads import wait_passively
 from everlift import settings
@@ -37,8 +36,11 @@ _WINDOW = 4
 
 
 class LLM:
-    """Its methods may be called from several threads. What is not closed is closed when it is
-    garbage, or when the process ends."""
+    """A model in this process.
+
+    Methods may be called from several threads. It closes itself when it is garbage collected or the
+    process ends.
+    """
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
         """``model`` as in ``everlift up``; ``overrides`` are settings of the worker by their names.
@@ -52,7 +54,7 @@ class LLM:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """One with the model and the worker of a whole cluster's configuration."""
+        """Make an LLM of the model and worker settings of a cluster."""
         llm = cls.__new__(cls)
         llm._open(config)
         return llm
@@ -97,8 +99,7 @@ class LLM:
         return CompletionStream(self._task(prompt, options), self._background)
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Future[Completion]:
-        """One prompt's completion, for programs that keep many going by themselves. Cancelling the
-        future ends it."""
+        """Start one prompt and return a future of its completion. Cancelling the future ends it."""
         return self._begin(self._task(prompt, options))
 
     def close(self) -> None:

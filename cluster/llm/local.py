@@ -1,4 +1,4 @@
-"""What commands say about a model in their own process."""
+"""Command line settings of a model in the command's own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster import config as configuration
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from everlift import logs
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 if TYPE_CHECKING:
     from cluster.llm.llm import LLM
@@ -48,7 +48,7 @@ Assignments = Annotated[
 def local_config(
     local: bool, model: str | None, assignments: Sequence[str] | None
 ) -> Config | None:
-    """What is to run in this process; None where a cluster is meant. Raises SettingsError."""
+    """Return the settings of a local model; None if a cluster is meant. Raises SettingsError."""
     if local:
         options = {} if model is None else {"model": model}
         return configuration.load(None, os.environ, assignments or (), options)

@@ -50,7 +50,7 @@ class LocalSession:
         """There is nowhere else to go on."""
 
     async def stop(self) -> None:
-        self._sessions.leave(self._session)
+        self._sessions.end_session(self._session)
 
     def _notify(self) -> None:
         if not self._is_due:

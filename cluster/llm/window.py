@@ -1,13 +1,61 @@
-"""Many tasks, of which the engine has a few at a time."""
+"""Output of prompts as it comes: of one, or of many of which the engine has a few at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
 
+from cluster.llm.background import Background
 from cluster.llm.completion import Completion
 from cluster.llm.worker import Task
+from everlift.client.reception import Chunk
+
+
+class CompletionStream(Iterator[Chunk]):
+    """Iterate it; best inside ``with``, whose end closes it. After the last chunk ``completion`` is
+    set, and its error raised if it has one."""
+
+    def __init__(self, task: Task, background: Background) -> None:
+        self.request_id = task.request.request_id
+        self.completion: Completion | None = None
+        self._is_over = False
+        self._done: Future[Completion] = Future()
+        #: chunks, then the future itself
+        self._items: SimpleQueue[Chunk | Future[Completion]] = SimpleQueue()
+        self._done.add_done_callback(self._items.put)
+        background.submit(task, self._done, self._items.put)
+
+    def __next__(self) -> Chunk:
+        if self._is_over:
+            raise StopIteration
+        item = self._items.get()
+        if isinstance(item, Chunk):
+            return item
+        self._is_over = True
+        self.completion = item.result()
+        if self.completion.error is not None:
+            raise self.completion.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        self._is_over = True
+        self._done.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 Begin = Callable[[Task], Future[Completion]]
 
@@ -19,10 +67,10 @@ def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[
     try:
         for index, task in enumerate(tasks):
             while not window.has_room(task):
-                yield window.take()
+                yield window.next_done()
             window.begin(index, task)
         while window:
-            yield window.take()
+            yield window.next_done()
     finally:
         window.cancel()
 
@@ -38,7 +86,7 @@ class _Window:
         return len(self._begun)
 
     def has_room(self, task: Task) -> bool:
-        """One that is larger than the window has it for itself."""
+        """Return whether the window has room. A prompt larger than the window gets it alone."""
         return not self._begun or task.request.n <= self._room
 
     def begin(self, index: int, task: Task) -> None:
@@ -46,7 +94,7 @@ class _Window:
         self._begun[index] = task, self._begin(task)
         self._begun[index][1].add_done_callback(lambda _: self._ended.put(index))
 
-    def take(self) -> tuple[int, Completion]:
+    def next_done(self) -> tuple[int, Completion]:
         """Waits for the next one that ends. Raises ClusterFailed."""
         index = self._ended.get()
         task, done = self._begun.pop(index)

@@ -23,7 +23,7 @@ from cluster.llm.generation import Generation
 from cluster.llm.session import LocalSession
 from cluster.local.gpus import gpus_of_ranks, visible_gpus
 from cluster.local.launch import RankLaunch
-from cluster.local.starter import Child, PlainStarter
+from cluster.local.launcher import Child, SubprocessLauncher
 from cluster.threads import rank_environment
 from everlift.client.reception import Chunk
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
@@ -43,7 +43,7 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be run, and for how long at most."""
+    """A generation to run, and its timeout."""
 
     request: Request
     timeout_s: float | None
@@ -97,8 +97,8 @@ class LocalWorker:
         name = f"offline-{os.getpid()}.{rank}"
         launch = RankLaunch(name, config.log_level, config.worker, rank, rendezvous, gpu)
         assert config.worker.num_threads is not None
-        starter = PlainStarter(rank_environment(config.worker.num_threads))
-        child = Child(launch, starter, log_dir / f"offline.{rank}.log")
+        launcher = SubprocessLauncher(rank_environment(config.worker.num_threads))
+        child = Child(launch, launcher, log_dir / f"offline.{rank}.log")
         self._children.append(child)
         await child.start()
 
@@ -141,7 +141,6 @@ class LocalWorker:
         return self._loop.call_later(timeout_s, self._fail, epoch, error)
 
     def _notice(self, epoch: int, done: Future[Completion]) -> None:
-        """Called in the thread that has resolved or cancelled it."""
         if done.cancelled() and epoch in self._running:
             self._loop.call_soon_threadsafe(self._abandon, epoch)
 
@@ -156,7 +155,7 @@ class LocalWorker:
             return
         generation, choice = running.generation, progress.choice
         offset = generation.num_tokens(choice)
-        generation.take(progress)
+        generation.add(progress)
         if running.show is not None and (chunk := generation.chunk(choice, offset)):
             running.show(chunk)
         if generation.error is not None:

@@ -21,7 +21,7 @@ _NONE = ("", "-1")
 
 
 def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[str]:
-    """By rank of the ``worker``-th; empty where it is left to CUDA, since there is no choice."""
+    """Return the GPU of each rank of a worker; empty if CUDA decides."""
     ranks = range(config.worker.tensor_parallel)
     if len(gpus) < 2:
         return ["" for _ in ranks]
@@ -29,7 +29,7 @@ def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[
 
 
 def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """As CUDA_VISIBLE_DEVICES calls them; none where no rank would use one."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; none if no rank would use one."""
     if config.worker.is_fake or config.worker.device == "cpu":
         return []
     if (visible := environment.get(VISIBLE)) is not None:
@@ -47,7 +47,7 @@ def _listed(visible: str) -> list[str]:
 
 
 def count_gpus(nvml: Any) -> int:
-    """Those that this process may use, by NVML's library: a container may not have all of them."""
+    """Return the number of usable GPUs, by NVML: a container may not have all."""
     if nvml.nvmlInit_v2():
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What a process of a cluster without Ray is told at its start, and how its reports are read."""
+"""Start parameters and reports of the processes of a cluster without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RouterLaunch:
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """One rank of a worker. Rank 0 of several reports the ``rendezvous`` of the others."""
+    """Start parameters of a rank. Rank 0 of several reports the ``rendezvous`` of the others."""
 
     role: ClassVar[str] = "rank"
 

@@ -12,7 +12,7 @@ from everlift import logs
 from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
 from router.ledger.embedded.embedded import EmbeddedLedger
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two looks whether the server runs, and after a start of it that failed.
 _LOOK_S, _RESTART_S = 0.2, 1.0
@@ -42,7 +42,7 @@ class OwnLedger:
 
     @property
     def place(self) -> str:
-        """Where it keeps its data, without a password."""
+        """Return where it keeps its data, without a password."""
         if self._config.ledger.url == EMBEDDED:
             return f"embedded, in {self._config.state_dir}"
         return "that of ledger.url"
@@ -53,7 +53,7 @@ class OwnLedger:
         return self._server.pid
 
     async def start(self) -> LedgerConfig:
-        """Where the ledger is. Raises LedgerSetupError."""
+        """Start it and return its URL. Raises LedgerSetupError."""
         config = self._config.ledger
         if config.url != EMBEDDED:
             return config

@@ -25,17 +25,16 @@ from cluster.local.gpus import VISIBLE
 from cluster.local.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from cluster.local.starting import Announcer, Starting
 from everlift import heap, logs
-from everlift.errors import EverliftError
-from everlift.settings import SettingsError
+from everlift.errors import EverliftError, SettingsError
 from everlift.transport import internal
 from everlift.v1 import session_pb2
 from router.ledger.config import LedgerSetupError
-from worker.process.parent import die_with_parent
+from worker.child_process import die_with_parent
 
 if TYPE_CHECKING:
     from worker.serving.rank import Rank
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 Tell = Callable[[Report], None]
 
@@ -58,7 +57,6 @@ def main() -> None:
 
 
 def _take_stdout() -> Tell:
-    """Reports alone go where stdout leads: what others print goes to the log."""
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -150,7 +148,6 @@ async def _announce(
 
 
 async def _first(*works: Coroutine[Any, Any, object]) -> None:
-    """Until the first of them ends. Raises its error; the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

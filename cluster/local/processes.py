@@ -2,7 +2,7 @@
 
     this process ─┬─ valkey-server          unless the ledger has a url
                   ├─ router-0 ...
-                  └─ worker-0, worker-0.1 ... one process a rank; out of a nursery where what
+                  └─ worker-0, worker-0.1 ... one process a rank; out of a fork server where what
                                               ends is started again
 
 All of them end with this process, however it ends.
@@ -19,13 +19,13 @@ from typing import Any, Self
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.local.fork_server import ForkServer, is_possible
 from cluster.local.gpus import gpus_of_ranks, visible_gpus
 from cluster.local.launch import RankLaunch, RouterLaunch
+from cluster.local.launcher import Launcher, SubprocessLauncher
 from cluster.local.own_ledger import OwnLedger
-from cluster.local.prefork import Nursery, is_possible
 from cluster.local.replica import Replica, RouterReplica, WorkerReplica
 from cluster.local.router_ports import consecutive
-from cluster.local.starter import PlainStarter, Starter
 from cluster.model import pinned
 from cluster.stages import Stages, listening
 from cluster.threads import rank_environment, threads_per_rank
@@ -36,7 +36,7 @@ from everlift.transport import GRPC, internal
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Until every router is connected with every worker, at most; and between two looks.
 _SETTLE_S, _LOOK_S = 60.0, 0.05
@@ -54,7 +54,7 @@ class ProcessCluster:
     def __init__(
         self, config: Config, *, revive: bool = False, stages: Stages | None = None
     ) -> None:
-        """With ``revive`` whatever ends by itself is started again; ``stages`` show the start."""
+        """Restart processes that end if ``revive``; ``stages`` show the start."""
         self.config = config
         self._stages = stages or Stages()
         self._revive = revive
@@ -63,13 +63,13 @@ class ProcessCluster:
         self.workers: list[WorkerReplica] = []
         self._log_dir = config.state_dir / "logs"
         self._ledger = OwnLedger(config)
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._gpus: list[str] = []
         self._transport = GRPC
 
     @property
     def address(self) -> str:
-        """Of the first router."""
+        """Address of the first router."""
         return self.addresses[0]
 
     @property
@@ -78,7 +78,7 @@ class ProcessCluster:
 
     @property
     def internal_address(self) -> str:
-        """Of the first router, where nobody asks for a key or for a certificate of clients."""
+        """Internal address of the first router, which needs no key and no client certificate."""
         return self.routers[0].internal_address
 
     @property
@@ -93,7 +93,7 @@ class ProcessCluster:
 
     @property
     def pids(self) -> list[int]:
-        """Of every process: the embedded ledger, the routers, the ranks of the workers."""
+        """Process ids of the embedded ledger, the routers, and the workers' ranks."""
         ledger = [self._ledger.pid] if self._ledger.pid else []
         replicas = (*self.routers, *self.workers)
         return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
@@ -118,7 +118,7 @@ class ProcessCluster:
         self.config = await pinned(self.config)
         self._gpus = await asyncio.to_thread(visible_gpus, self.config, os.environ)
         self._warn_of_shared_gpus()
-        await _together(self._load_nursery(), self._start_routers())
+        await _together(self._load_fork_server(), self._start_routers())
         for index in range(self.config.num_workers):
             self.workers.append(self._worker(index))
         name = self.config.worker.name
@@ -134,17 +134,19 @@ class ProcessCluster:
         if 0 < len(self._gpus) < ranks:
             log.warning("ranks share GPUs", ranks=ranks, gpus=len(self._gpus))
 
-    async def _load_nursery(self) -> None:
-        """What takes longest of a start, as long as Python imports torch."""
+    async def _load_fork_server(self) -> None:
         if self._revive and is_possible():
-            environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
-            self._nursery = Nursery(self.config.worker, environment, log_path)
+            environment, log_path = (
+                rank_environment(self._threads),
+                self._log_dir / "fork-server.log",
+            )
+            self._fork_server = ForkServer(self.config.worker, environment, log_path)
             try:
-                await self._nursery.load()
+                await self._fork_server.load()
             except ClusterFailed as error:
                 log.warning("workers start by themselves, slower", cause=str(error))
-                self._nursery.close()
-                self._nursery = None
+                self._fork_server.close()
+                self._fork_server = None
 
     async def _start_routers(self) -> None:
         with self._stages.stage("ledger", "starting") as stage:
@@ -163,8 +165,8 @@ class ProcessCluster:
             await asyncio.gather(self._reviving, return_exceptions=True)
         for replicas in (self.routers, self.workers):
             await asyncio.gather(*(replica.stop() for replica in replicas))
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         await self._ledger.stop()
 
     # for tests and demonstrations: one replica by its number
@@ -206,10 +208,9 @@ class ProcessCluster:
         launch = RouterLaunch(
             f"router-{index}", self.config.log_level, router, ledger, self.config.num_workers
         )
-        return RouterReplica(launch, PlainStarter({}), self._log_dir)
+        return RouterReplica(launch, SubprocessLauncher({}), self._log_dir)
 
     def _router_configs(self) -> list[RouterConfig]:
-        """Raises SettingsError for ports that overlap."""
         return consecutive(self.config.router, self.config.num_routers)
 
     def _worker(self, index: int) -> WorkerReplica:
@@ -227,11 +228,10 @@ class ProcessCluster:
     def _threads(self) -> int:
         return threads_per_rank(self.config, len(os.sched_getaffinity(0)))
 
-    def _ranks(self) -> Starter:
-        return self._nursery or PlainStarter(rank_environment(self._threads))
+    def _ranks(self) -> Launcher:
+        return self._fork_server or SubprocessLauncher(rank_environment(self._threads))
 
     async def _settle(self) -> None:
-        """Until every running router is connected with every running worker."""
         try:
             async with asyncio.timeout(_SETTLE_S):
                 for router in self.routers:
@@ -257,7 +257,6 @@ class ProcessCluster:
 
 
 async def _together(*starts: Coroutine[Any, Any, None]) -> None:
-    """At the same time. The first error is raised when all have come to an end with starting."""
     results = await asyncio.gather(*starts, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -265,7 +264,6 @@ async def _together(*starts: Coroutine[Any, Any, None]) -> None:
 
 
 async def _keep_alive(replica: Replica) -> None:
-    """Until cancelled. No other replica waits while this one starts."""
     while True:
         await asyncio.sleep(_RESTART_S)
         if not replica.is_running:

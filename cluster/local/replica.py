@@ -1,4 +1,4 @@
-"""What a cluster without Ray has several of: a router, or a worker with all its ranks."""
+"""Replicas of a cluster without Ray: a router, or a worker with all its ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.errors import ClusterFailed
-from cluster.local.kept_ports import KeptPorts
 from cluster.local.launch import Launch, RankLaunch, RouterLaunch
-from cluster.local.starter import Child, Starter
+from cluster.local.launcher import Child, Launcher
+from cluster.local.router_ports import KeptPorts
 
 #: Beyond what a process may take by its own configuration to end.
 _STOP_MARGIN_S = 5.0
@@ -20,15 +20,15 @@ _STOP_MARGIN_S = 5.0
 class Replica(ABC):
     """The first of its processes is the one that others speak with."""
 
-    def __init__(self, name: str, starter: Starter, log_dir: Path) -> None:
+    def __init__(self, name: str, launcher: Launcher, log_dir: Path) -> None:
         self.name = name
-        self._starter = starter
+        self._launcher = launcher
         self._log_dir = log_dir
         self._children: list[Child] = []
 
     @property
     def pids(self) -> list[int]:
-        """Of its processes, the first one's first."""
+        """Ids of its processes, in order."""
         return [child.pid for child in self._children]
 
     @property
@@ -50,10 +50,10 @@ class Replica(ABC):
     @property
     @abstractmethod
     def _bound_s(self) -> float:
-        """The longest that its good order may take."""
+        pass
 
     async def stop(self) -> None:
-        """In good order, which the first of its processes keeps for all."""
+        """Stop in good order; the first process coordinates it."""
         for child in self._children:
             await child.stop(self._bound_s + _STOP_MARGIN_S)
 
@@ -62,7 +62,7 @@ class Replica(ABC):
         await asyncio.gather(*(child.kill() for child in self._children))
 
     async def _spawn(self, launch: Launch) -> Child:
-        child = Child(launch, self._starter, self._log_dir / f"{launch.name}.log")
+        child = Child(launch, self._launcher, self._log_dir / f"{launch.name}.log")
         self._children.append(child)
         await child.start()
         return child
@@ -71,8 +71,8 @@ class Replica(ABC):
 class RouterReplica(Replica):
     """Takes its ports at the first start and keeps them until it is stopped."""
 
-    def __init__(self, launch: RouterLaunch, starter: Starter, log_dir: Path) -> None:
-        super().__init__(launch.name, starter, log_dir)
+    def __init__(self, launch: RouterLaunch, launcher: Launcher, log_dir: Path) -> None:
+        super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
         self._ports = KeptPorts()
         self.address = self.internal_address = self.http_address = self.metrics_address = ""
@@ -98,13 +98,13 @@ class RouterReplica(Replica):
 
 
 class WorkerReplica(Replica):
-    """One process a rank. Every start makes another worker of it."""
+    """A worker, one process for each rank. Every start makes a new worker."""
 
     def __init__(
-        self, launch: RankLaunch, starter: Starter, log_dir: Path, gpus: Sequence[str]
+        self, launch: RankLaunch, launcher: Launcher, log_dir: Path, gpus: Sequence[str]
     ) -> None:
         """``gpus`` by rank."""
-        super().__init__(launch.name, starter, log_dir)
+        super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
         self._gpus = gpus
         self.worker_id = ""

@@ -17,7 +17,7 @@ from everlift.errors import InvalidRequest
 from everlift.transport import GRPC, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: How often it is said.
 _SAY_S = 1.0
@@ -52,7 +52,7 @@ class Starting:
         await self.end()
 
     async def end(self) -> None:
-        """It is ready, or will never be. Once more changes nothing."""
+        """Note that it is ready, or will never be. A second call does nothing."""
         if self._saying is not None:
             self._saying.cancel()
             await asyncio.gather(self._saying, return_exceptions=True)

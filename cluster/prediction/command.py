@@ -25,7 +25,9 @@ EXAMPLES = """
 
 
 def train_predictor(
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where routers find it.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File that routers load (router.predictor).")
+    ],
     examples: Annotated[
         list[Path] | None,
         typer.Option(metavar="JSONL", help="Outputs that ended. Default: those of the ledger."),
@@ -53,8 +55,8 @@ def train_predictor(
 ) -> None:
     """Learn how long outputs become, and say how well it is learnt. Routers take a new file within
     a second or two."""
+    from cluster.prediction.report import table
     from cluster.prediction.run import train
-    from cluster.prediction.view import table
 
     loaded = configuration.load(config, os.environ, assignments or ())
     report = asyncio.run(train(loaded, out, keep, examples or (), ledger, limit))

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from everlift.errors import EverliftError, UnknownRequest
-from everlift.settings import SettingsError
+from everlift.errors import EverliftError, SettingsError, UnknownRequest
 from router.ledger.base import MOST_LISTED, Page, Position
 from router.ledger.entry import State, Stored
-from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of
+from router.prediction.model import GROUPS, STATIC
+from router.prediction.predictor import Asked, asked, asked_of
 from router.requests.tokenizer import ServedModel
 
 #: Requests whose records are asked for at once.
@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One output of a request. ``application`` is its name where it has one."""
+    """An output of a request. ``application`` is its name, if it has one."""
 
     asked: Asked
     output_tokens: int
@@ -55,7 +55,7 @@ class Example:
         return self.asked.static[0]
 
     def line(self) -> str:
-        """Of a file, without a prompt."""
+        """Return the line of a file, without the prompt."""
         plain = {**self.asked._asdict(), "output_tokens": self.output_tokens}
         plain["arrived"] = plain.pop("moment")
         optional = {"application": self.application, "expected_tokens": self.expected_tokens}
@@ -148,7 +148,6 @@ async def _pages(ledger: Requests, limit: int) -> AsyncIterator[list[tuple[str, 
 
 
 async def _read(ledger: Requests, request_id: str, num_tokens: tuple[int, ...]) -> Stored | None:
-    """None of one that expired meanwhile. Of outputs no token is read."""
     try:
         return await ledger.read(request_id, num_tokens)
     except UnknownRequest:

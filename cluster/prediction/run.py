@@ -1,4 +1,4 @@
-"""From outputs that ended, in files or in a ledger, to a file that routers read."""
+"""Training of a predictor: from ended outputs, in files or in a ledger, to a file for routers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.ledger_connection import connected_ledger, with_ledger
+from cluster.connection import connected_ledger, with_ledger
 from cluster.prediction.examples import Example, from_ledger, from_lines
 from cluster.prediction.report import Report
 from cluster.prediction.training import trained
 from everlift import model_files
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.requests.tokenizer import ServedModel
 
 
@@ -38,7 +38,6 @@ async def train(
 async def _found(
     config: Config, files: Sequence[Path], ledger_url: str | None, limit: int
 ) -> tuple[ServedModel, list[Example]]:
-    """By arrival."""
     await model_files.fetch(config.model, config.model_revision, weights=False)
     model = ServedModel.load(
         config.model,
@@ -64,7 +63,6 @@ def _of_file(file: Path, model: ServedModel) -> list[Example]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole, or not at all: routers may be reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

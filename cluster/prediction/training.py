@@ -13,9 +13,8 @@ import numpy.typing as npt
 from cluster.errors import ClusterFailed
 from cluster.prediction.examples import Example, by_request
 from cluster.prediction.report import Report, examine
-from router.prediction.histories import FEATURES, Histories
-from router.prediction.learned import Learned
-from router.prediction.model import QUANTILES, Model, text
+from router.prediction.model import FEATURES, QUANTILES, Model, text
+from router.prediction.predictor import Histories, Learned
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -43,7 +42,7 @@ PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(slots=True)
 class Nodes:
-    """Of all trees, as Forest has them."""
+    """Nodes of all trees, as in Forest."""
 
     roots: list[list[int]] = field(default_factory=list)
     feature: list[int] = field(default_factory=list)
@@ -76,9 +75,9 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
     histories = Histories()
     nodes = asdict(_nodes(learnt, histories))
     # Examined as a router has it: read from its file, and told of what ends.
-    model = Model.parse(text(served, nodes, histories.told(), {"tau": 1.0}))
+    model = Model.parse(text(served, nodes, histories.as_dict(), {"tau": 1.0}))
     report = examine(Learned(model, histories, min_tau=0.0), held_out, count)
-    return text(served, nodes, histories.told(), report.plain()), report
+    return text(served, nodes, histories.as_dict(), report.plain()), report
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from cluster.config import Config
 from cluster.model import pinned
 from cluster.ray import deployments, ray_cluster
 from everlift import settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.ledger.config import EMBEDDED, URL_VARIABLE
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def check_shown(config: Config) -> None:
 
 
 def _set(config: Config) -> dict[str, Any]:
-    """What differs from the defaults. The model is there in any case, since people look for it."""
+    """Return the settings that differ from the defaults, and always the model."""
     # What is set for the whole cluster is no setting of a part.
     whole = Config(
         model=config.model,

@@ -15,7 +15,7 @@ from typing import Any
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 #: Between two looks of Serve's controller, and two times that its metrics are sent. Who has set one
@@ -27,14 +27,14 @@ _INTERVALS = {
 
 
 def prepare() -> None:
-    """In the process that starts Ray, before ray is imported; what Ray starts inherits it."""
+    """Prepare the process that starts Ray, before ray is imported; Ray's processes inherit it."""
     os.environ.update(_SETTINGS)
     for name, value in _INTERVALS.items():
         os.environ.setdefault(name, value)
 
 
 def bind_replicas() -> None:
-    """In each of Ray's worker processes, before a replica starts its server."""
+    """Bind servers to loopback, in each of Ray's worker processes, before a replica starts."""
     from ray.serve._private import replica
 
     module: Any = replica
@@ -45,7 +45,7 @@ def bind_replicas() -> None:
 
 
 def log_messages() -> None:
-    """In the process that starts Ray: its messages go to our log."""
+    """Send Ray's messages to our log, in the process that starts Ray."""
     from ray._private import worker
 
     module: Any = worker

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.schema import ApplicationStatusOverview
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 LOCAL = "local"
 #: Little passes through Ray, and no token.
@@ -61,7 +61,7 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Of the first router."""
+        """Address of the first router."""
         return self.addresses[0]
 
     async def start(self) -> None:
@@ -299,7 +299,6 @@ def _router_resources(config: Config) -> dict[str, float]:
 def _rank_resources(
     device: str, nodes: Sequence[Mapping[str, float]], threads: int
 ) -> dict[str, float]:
-    """What one rank takes: a core a thread, and a GPU, where the cluster has any or is to have."""
     has_gpus = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
     return {"CPU": float(threads)} | ({"GPU": 1.0} if has_gpus else {})
 

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.ray import deployments
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _LOOK_S = 0.5
 #: The autoscaler has seen the other cluster's workers by then, and asked for all that it may.
@@ -31,7 +31,7 @@ _SETTLED_S = 10.0
 
 
 class Progress:
-    """Whether the workers of this cluster carry the load. Pure."""
+    """Progress of an upgrade: whether this cluster's workers carry the load. Pure."""
 
     def __init__(self) -> None:
         self._complete_since: float | None = None

@@ -1,1 +1,1 @@
-"""What a cluster would do with a workload: decisions of the product in virtual time."""
+"""Simulator of a cluster: the product's decisions in virtual time."""

@@ -1,4 +1,4 @@
-"""What was, beside what would have been under other policies."""
+"""Comparison of recorded requests with forecasts under other policies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.table import Table
 
 from cluster.simulator.as_json import summary_as_json
 from cluster.simulator.forecast import Forecast
-from cluster.simulator.record import Record
-from cluster.simulator.summary import Summary
+from cluster.simulator.summary import Record, Summary
 from cluster.simulator.tables import groups, share
 
 _COLUMNS = (
@@ -27,12 +26,12 @@ _COLUMNS = (
 
 
 def past(records: list[Record]) -> Forecast:
-    """What was, as if it had been forecast."""
+    """Return the recorded requests in the form of a forecast."""
     return Forecast(tuple(records), (), 0, 0, 0.0)
 
 
 def table(answers: Mapping[str, Forecast]) -> Table:
-    """Of all requests, of each class and of each tenant the answers one below the other."""
+    """Return a table of the results of all requests, of each class, and of each tenant."""
     shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
         column.justify, column.no_wrap = "right", True

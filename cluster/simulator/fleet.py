@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
-from cluster.simulator.any_worker import AnyWorker
-from cluster.simulator.fluid_worker import FluidWorker
 from cluster.simulator.frame import Frame
 from cluster.simulator.scenario import (
     Event,
@@ -22,15 +20,15 @@ from cluster.simulator.worker import SimulatedWorker
 
 
 class Router(Protocol):
-    """Who hears of the workers."""
+    """Receiver of the workers' messages."""
 
-    def worker_up(self, worker: AnyWorker) -> None: ...
+    def worker_up(self, worker: SimulatedWorker) -> None: ...
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
         """``occupants`` are the ids of the requests that had a slot there."""
         ...
 
-    def hear(self, frame: Frame) -> None: ...
+    def on_message(self, frame: Frame) -> None: ...
 
 
 class Fleet:
@@ -41,14 +39,13 @@ class Fleet:
         self, scenario: Scenario, router: Router, timeline: Timeline, one_by_one: bool
     ) -> None:
         self._link_s = scenario.link_s
-        self._is_fluid = scenario.fluid
         self._router = router
         self._timeline = timeline
         self._one_by_one = one_by_one
         self._num_came = 0
         #: those that the router takes to be there, with the moment of their coming; of others only
         #: sums are kept
-        self._up: dict[str, tuple[AnyWorker, float]] = {}
+        self._up: dict[str, tuple[SimulatedWorker, float]] = {}
         self._worker_s = 0.0
         self._num_steps = self._num_jumped = 0
         self.num_starting = 0
@@ -57,12 +54,12 @@ class Fleet:
         return len(self._up)
 
     @property
-    def staying(self) -> list[AnyWorker]:
+    def staying(self) -> list[SimulatedWorker]:
         """The last one that came is the last one."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
     @property
-    def rooms(self) -> Iterator[int]:
+    def max_model_lens(self) -> Iterator[int]:
         """Tokens of the longest sequence of each that the router takes to be there."""
         return (worker.limits.max_model_len for worker, _ in self._up.values())
 
@@ -94,21 +91,16 @@ class Fleet:
             self._timeline.after(self._link_s, self._up[worker_id][0].abort, epoch)
 
     def _tell(self, frame: Frame) -> None:
-        self._timeline.after(self._link_s, self._router.hear, frame)
+        self._timeline.after(self._link_s, self._router.on_message, frame)
 
     # coming and going
 
     def come(self, spec: WorkerSpec) -> None:
         name = _name(self._num_came)
         self._num_came += 1
-        worker = self._worker(name, spec)
+        worker = SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
         self._up[name] = worker, self._timeline.now
         self._router.worker_up(worker)
-
-    def _worker(self, name: str, spec: WorkerSpec) -> AnyWorker:
-        if self._is_fluid:
-            return FluidWorker(name, spec, self._timeline, self._tell)
-        return SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
 
     def start_worker(self, spec: WorkerSpec, start_s: float) -> None:
         self.num_starting += 1
@@ -118,7 +110,7 @@ class Fleet:
         self.num_starting -= 1
         self.come(spec)
 
-    def gone(self, worker: AnyWorker) -> None:
+    def gone(self, worker: SimulatedWorker) -> None:
         """The router takes it for gone."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)
@@ -128,7 +120,7 @@ class Fleet:
             self._router.worker_lost(worker.worker_id, worker.occupants())
 
     def drained(self, worker_id: str) -> None:
-        """It has handed back all it had."""
+        """Note that a worker has handed back everything."""
         if worker_id in self._up:
             self.gone(self._up[worker_id][0])
 
@@ -138,7 +130,7 @@ class Fleet:
         elif (name := _name(event.worker)) in self._up:
             self._end(event, self._up[name][0])
 
-    def _end(self, event: WorkerLoss | WorkerDrain, worker: AnyWorker) -> None:
+    def _end(self, event: WorkerLoss | WorkerDrain, worker: SimulatedWorker) -> None:
         if isinstance(event, WorkerLoss):
             worker.lose()
             self._timeline.after(event.detection_s, self.gone, worker)

@@ -1,4 +1,4 @@
-"""What a cluster would do with a workload."""
+"""Forecast of a cluster under a workload."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.simulator.record import Record
-from cluster.simulator.summary import Slo, Summary, summarise
+from cluster.simulator.summary import Record, Slo, Summary, summarise
 
 K = TypeVar("K", int, str)
 
@@ -52,7 +51,7 @@ class Forecast:
     def summary(
         self, slo: Slo | None = None, where: Callable[[Record], bool] = lambda _: True
     ) -> Summary:
-        """Of those requests ``where`` says so."""
+        """Return a summary of the requests that ``where`` selects."""
         return summarise(filter(where, self.records), slo)
 
     def by_class(self, slo: Slo | None = None) -> dict[int, Summary]:

@@ -11,11 +11,8 @@ from math import exp
 from random import Random
 from typing import NamedTuple
 
-from cluster.simulator.workloads.arrival import Arrival
-from router.prediction.learned import LEAST
-from router.prediction.length_distribution import LengthDistribution
-from router.prediction.output_lengths import OutputLengths
-from router.prediction.recent_ranks import RecentRanks
+from cluster.simulator.workloads.arrivals import Arrival
+from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths, RecentRanks
 
 #: As in router.prediction, where nothing tells requests apart.
 _NO_RANK = 0.0
@@ -55,7 +52,6 @@ class Foresight:
         return Foretold(length, rank, work_rank, least_tokens=self._least(arrival, length))
 
     def _least(self, arrival: Arrival, length: LengthDistribution) -> int:
-        """Where it is known how sharply it is seen."""
         if self._sigma is None:
             return 1
         least = LengthDistribution(length.median, self._sigma).quantile(LEAST)

@@ -1,4 +1,4 @@
-"""What a simulated worker says. Pure."""
+"""Message of a simulated worker. Pure."""
 
 from __future__ import annotations
 

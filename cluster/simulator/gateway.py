@@ -16,14 +16,14 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.simulator.dispatcher import Dispatcher
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.frame import Frame
+from cluster.simulator.global_queue import GlobalQueue
 from cluster.simulator.life import Life
-from cluster.simulator.record import Record
 from cluster.simulator.sequence import BlockNames, NamedSequence
+from cluster.simulator.summary import Record
 from cluster.simulator.timeline import Timeline
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
@@ -45,8 +45,8 @@ class Workers(Protocol):
     """The streams to the workers."""
 
     @property
-    def rooms(self) -> Iterable[int]:
-        """Of each, the tokens of the longest sequence that it can hold."""
+    def max_model_lens(self) -> Iterable[int]:
+        """Longest sequence of each worker, in tokens."""
         ...
 
     def start(self, worker_id: str, sequence: NamedSequence) -> None: ...
@@ -58,7 +58,7 @@ class Gateway:
     def __init__(
         self,
         config: RouterConfig,
-        dispatcher: Dispatcher,
+        dispatcher: GlobalQueue,
         workers: Workers,
         timeline: Timeline,
         foresight: Foresight,
@@ -101,7 +101,7 @@ class Gateway:
         name = qualified(arrival.tenant, f"r{index}")
         foretold = self._foresight.foretell(arrival)
         life = Life(record, name, BlockNames(index, arrival), foretold)
-        life.foreseen_wait_s = self._dispatcher.foreseen_wait_s(
+        life.estimated_wait_s = self._dispatcher.estimated_wait_s(
             arrival.priority, life.predicted_work
         )
         self._lives[life.request_id] = life
@@ -144,7 +144,7 @@ class Gateway:
         self._over(life)
 
     def decide(self) -> None:
-        """Whatever can be decided by now."""
+        """Make all decisions that are due."""
         for refusal in self._dispatcher.expired(self._timeline.now):
             self._refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
@@ -156,7 +156,7 @@ class Gateway:
 
     def _dispatched(self, placed: Placed) -> None:
         life = self._lives[placed.waiting.request_id]
-        life.record.overtaken += placed.overtaken
+        life.record.bypassed += placed.bypassed
         life.predicted_tpot_s = placed.waiting.predicted_tpot_s or life.predicted_tpot_s
         sequence = life.begin(placed.worker_id, placed.epoch, self._timeline.now)
         self._by_epoch[placed.epoch] = life
@@ -173,24 +173,22 @@ class Gateway:
         return life
 
     def _return(self, life: Life) -> None:
-        """Back into the queue, with its tokens."""
         self._leave(life)
         life.release()
         self._enqueue(life)
 
     def _leave(self, life: Life) -> None:
-        """Its attempt is over. What has come of it stays."""
         del self._by_epoch[life.epoch]
         self._count_served(life)
 
     # workers
 
     def tell_served(self) -> None:
-        """What came of outputs since the last time."""
+        """Report output tokens since the last call."""
         for life in self._by_epoch.values():
             self._count_served(life)
         if self._served:
-            self._dispatcher.served(self._served.take(), self._timeline.now)
+            self._dispatcher.served(self._served.drain(), self._timeline.now)
 
     def _count_served(self, life: Life) -> None:
         life.drew(self._steps[life.worker_id])
@@ -198,7 +196,7 @@ class Gateway:
             arrival = life.record.arrival
             self._served.add(arrival.tenant, arrival.priority, number)
 
-    def hear(self, frame: Frame) -> None:
+    def on_message(self, frame: Frame) -> None:
         step = self._steps[frame.worker_id] = frame.load.work.step
         for outcome in frame.outcomes:
             life = self._by_epoch.get(outcome.key.epoch)
@@ -218,7 +216,6 @@ class Gateway:
             self._stopped(life, outcome.stop, outcome.error)
 
     def _note(self, life: Life, news: News) -> None:
-        """What became of its KV blocks."""
         record = life.record
         record.preemptions += news.preemptions
         record.recomputed_tokens += news.recomputed_tokens
@@ -267,8 +264,7 @@ class Gateway:
             self._enqueue(life)
 
     def _limit(self) -> None:
-        """Where there is no worker all stays as it was."""
-        self._max_model_len = min(self._workers.rooms, default=self._max_model_len)
+        self._max_model_len = min(self._workers.max_model_lens, default=self._max_model_len)
 
     # no worker at all, as router.requests.worker_wait has it
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 
-from cluster.simulator.dispatcher import GATEWAY
 from cluster.simulator.frame import Frame
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
-from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S
+from router.admission.handover import DISPATCHES_AT_ONCE, MOVES_S
 from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
@@ -20,6 +19,8 @@ from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 
+#: The only gateway there is.
+GATEWAY = "gateway"
 _TERM = 1
 
 
@@ -51,25 +52,26 @@ class GlobalQueue:
 
     @property
     def has_work(self) -> bool:
+        """True if free capacity at a worker would be used."""
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
-        """What the autoscaler is told."""
+        """Return the load for the autoscaler."""
         return cluster_load(_TERM, self._leader_state, self._placement.workers.values(), now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
         self._placement.join(worker_id, capacity)
 
     def worker_lost(self, worker_id: str) -> None:
-        self._placement.leave(worker_id)
+        self._placement.remove_worker(worker_id)
 
-    def hear(self, frame: Frame, now: float) -> None:
+    def on_message(self, frame: Frame, now: float) -> None:
         for epoch in frame.accepted:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
 
-    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
-        return self._wait.come(priority, work_tokens)
+    def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
+        return self._wait.estimate(priority, work_tokens)
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
         return self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
@@ -78,21 +80,25 @@ class GlobalQueue:
         self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
+        """Record that a worker preempted the request, or continues with it."""
         self._hear(session_pb2.GatewayMessage(running=[running]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
     def finished(self, tpot_ratio: float, now: float) -> None:
+        """Record the measured time per output token over the predicted one."""
         self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
-        return self._leader_state.hear(GATEWAY, message, now).refused
+        return self._leader_state.on_message(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
+        """Remove the requests that have waited too long."""
         return self._leader_state.expire(now)
 
     def moves(self, now: float) -> list[Move]:
+        """Return the preempted requests that continue sooner at another worker."""
         if now < self._move_after:
             return []
         self._move_after = now + MOVES_S
@@ -106,9 +112,9 @@ class GlobalQueue:
 
     def tick(self, now: float) -> None:
         self._placement.expire(now)
-        self._leader_state.look(now)
-        self._leader_state.forget(now)
-        self._wait.hear(self._leader_state.outlook())
+        self._leader_state.update_estimates(now)
+        self._leader_state.prune(now)
+        self._wait.on_estimate(self._leader_state.queue_estimate())
 
 
 def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:

@@ -1,4 +1,4 @@
-"""What a ledger still knows of requests that finished, without their prompts."""
+"""Finished requests in a ledger, without their prompts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.simulator.record import Record
-from cluster.simulator.workloads.arrival import Arrival
-from everlift.blockhash import BLOCK_SIZE, block_hashes
+from cluster.simulator.summary import Record
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.errors import UnknownRequest
+from everlift.hashes import BLOCK_SIZE, block_hashes
 from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
 from router.auth.access import Access, store_of
 from router.config import RouterConfig
 from router.ledger.base import MOST_LISTED, Ledger, Page, Position
 from router.ledger.entry import Entry, Event, State, Stored
-from router.requests.explanation import ACCEPTING, kept
+from router.requests.explanation import accepting_s, kept
 
 
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
@@ -41,15 +41,14 @@ def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
             preemptions=entry.tally.preemptions,
             migrations=entry.tally.migrations,
             recomputed_tokens=entry.tally.recomputed_tokens,
-            overtaken=explanation.overtaken,
+            bypassed=explanation.bypassed,
         )
 
 
 def _first_token(arrived: float, explanation: pb.Explanation) -> float:
     if not explanation.HasField("ttft_s"):
         return inf
-    accepting_s = sum(span.seconds for span in explanation.spans if span.kind in ACCEPTING)
-    return arrived + explanation.ttft_s - accepting_s
+    return arrived + explanation.ttft_s - accepting_s(explanation)
 
 
 def _arrival(stored: Stored, num_tokens: int, explanation: pb.Explanation) -> Arrival:
@@ -75,7 +74,6 @@ def _arrival(stored: Stored, num_tokens: int, explanation: pb.Explanation) -> Ar
 
 
 def _moments(events: Iterable[Event]) -> dict[str, float]:
-    """Of the first event of each kind."""
     moments: dict[str, float] = {}
     for event in events:
         moments.setdefault(event.move, event.time)

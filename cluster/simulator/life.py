@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 from cluster.simulator.foresight import Foretold
-from cluster.simulator.record import Record
 from cluster.simulator.sequence import BlockNames, NamedSequence
+from cluster.simulator.summary import Record
 from everlift.v1 import session_pb2
+from router.admission.request import QueueKey
 from router.ledger.entry import Move, State
 from router.requests.losses import Losses
 from worker.engine.outcome import Outcome
@@ -24,7 +25,7 @@ class Life:
     names: BlockNames
     foretold: Foretold
     #: seconds that what waited when it came will take
-    foreseen_wait_s: float = 0.0
+    estimated_wait_s: float = 0.0
     #: seconds for each token after the first one, as the leader predicted it
     predicted_tpot_s: float | None = None
     state: State = State.QUEUED
@@ -83,7 +84,7 @@ class Life:
         )
 
     def said(self, outcome: Outcome, step: int) -> None:
-        """Its worker says how far it is after this step."""
+        """Apply a worker's report after a step."""
         self.num_tokens = outcome.offset + len(outcome.tokens)
         self.num_computed = max(self.num_computed, outcome.num_computed)
         self.draws_since = step if outcome.tokens and outcome.stop is None else None
@@ -100,7 +101,7 @@ class Life:
         return number
 
     def release(self) -> None:
-        """Its worker is gone, or gave it back."""
+        """Note that its worker is gone or gave it back."""
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.draws_since = "", 0, None
 
@@ -108,18 +109,22 @@ class Life:
 
     @property
     def predicted_output(self) -> int:
-        """As foretold when it came."""
+        """Output tokens predicted at its arrival."""
         return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
 
     @property
     def predicted_work(self) -> int:
-        """Its prompt and its output."""
+        """Prompt and predicted output tokens."""
         return self.record.arrival.prompt_tokens + self.predicted_output
 
     @property
-    def predicted_total(self) -> int:
-        """``predicted_work`` where requests are ordered by that; 0 where they leave by arrival."""
-        return 0 if self.foretold.is_distrusted else self.predicted_work
+    def queue_key(self) -> QueueKey:
+        return QueueKey(
+            0 if self.foretold.is_distrusted else self.predicted_work,
+            self.foretold.rank,
+            self.foretold.work_rank,
+            self.estimated_wait_s,
+        )
 
     def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
         arrival = self.record.arrival
@@ -137,10 +142,7 @@ class Life:
             moves_left=moves_left,
             suspect=is_suspect,
             predicted_tokens=self.foretold.length.to_come(self.num_tokens, arrival.max_tokens),
-            predicted_total=self.predicted_total,
-            predicted_rank=self.foretold.rank,
-            predicted_work_rank=self.foretold.work_rank,
-            foreseen_wait_s=self.foreseen_wait_s,
+            **self.queue_key._asdict(),
             least_tokens=self.foretold.least_tokens,
         )
 
@@ -157,13 +159,9 @@ class Life:
             arrived=arrival.at,
             choices=1,
             due=_moment(min(self.deadline, self.ttft_deadline)),
-            predicted_total=self.predicted_total,
-            predicted_rank=self.foretold.rank,
-            predicted_work_rank=self.foretold.work_rank,
-            foreseen_wait_s=self.foreseen_wait_s,
+            **self.queue_key._asdict(),
         )
 
 
 def _moment(moment: float) -> float:
-    """As it is said on the wire: 0 if there is none."""
     return 0.0 if moment == inf else moment

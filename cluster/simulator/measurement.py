@@ -45,7 +45,7 @@ class Measurement:
         return len(self._prompts()) + chunks + len(self._batches())
 
     def steps(self) -> Iterator[Step]:
-        """As they are measured. A first round of each kind warms up, and does not count."""
+        """Yield the measured steps, after a warm-up round of each kind."""
         for tokens in self._prompts():
             yield _median([self._prompt(tokens)[-1] for _ in range(_REPETITIONS + 1)][1:])
         if self._chunked:
@@ -59,12 +59,10 @@ class Measurement:
 
     @property
     def _longest(self) -> int:
-        """A prompt leaves room for its output, and the watermark's blocks free."""
         return self._limits.max_model_len - _OUTPUTS
 
     @property
     def _chunked(self) -> int:
-        """Tokens of the prompt that takes several steps; 0 where none does."""
         budget, longest = self._budget, self._longest
         return min(longest, 8 * budget) // budget * budget if longest >= 2 * budget else 0
 
@@ -72,7 +70,6 @@ class Measurement:
         return [*_up_to(min(self._budget, self._longest), _PROMPTS)]
 
     def _batches(self) -> list[tuple[int, int]]:
-        """Rows and context of each batch that decodes."""
         return [
             (rows, context)
             for context in _up_to(self._longest, _CONTEXTS)
@@ -88,7 +85,6 @@ class Measurement:
         return min(self._limits.max_num_seqs, in_cache, in_budget)
 
     def _prompt(self, tokens: int) -> list[Step]:
-        """The steps that compute it."""
         epoch = self._add(tokens, max_tokens=1)
         budget, steps = self._limits.max_num_batched_tokens, []
         for start in range(0, tokens, budget):
@@ -99,7 +95,6 @@ class Measurement:
         return steps
 
     def _decoding(self, rows: int, context: int) -> Step:
-        """A batch that decodes, each of its rows with ``context`` tokens and a few more."""
         epochs = [self._add(context, max_tokens=_OUTPUTS) for _ in range(rows)]
         while any(not sequence.num_output for sequence in self._engine.sequences()):
             self._engine.step()
@@ -111,7 +106,6 @@ class Measurement:
         return Step(StepSize(rows, rows, middle, middle), median(seconds))
 
     def _add(self, prompt_tokens: int, max_tokens: int) -> int:
-        """A sequence that shares no prefix with another one. Its epoch."""
         epoch = next(self._epochs)
         start = session_pb2.Start(
             epoch=epoch,
@@ -129,12 +123,10 @@ class Measurement:
 
 
 def _median(steps: Sequence[Step]) -> Step:
-    """Of steps of one size."""
     return Step(steps[0].size, median(step.seconds for step in steps))
 
 
 def _up_to(most: int, numbers: Sequence[int]) -> Iterator[int]:
-    """Those that are below, and the most itself."""
     yield from (number for number in numbers if number < most)
     if 0 < most <= numbers[-1]:
         yield most

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.engine.batch import Batch
 from worker.engine.limits import Limits
 from worker.engine.outcome import NO_NEWS, Outcome
@@ -36,8 +36,8 @@ class MultiStepScheduler(Scheduler):
         """
         self._batch.copied()
         self._executed(plan)
-        columns, rows = self._batch.columns, plan.rows
-        usual = columns.draws_one(rows)
+        slot_table, rows = self._batch.slot_table, plan.rows
+        usual = slot_table.draws_one(rows)
         for index, sequence in zip(
             usual.nonzero()[0].tolist(), self._batch.at(rows.slots[usual]), strict=True
         ):
@@ -46,7 +46,7 @@ class MultiStepScheduler(Scheduler):
             else:
                 usual[index] = False
         slots = rows.slots[usual]
-        columns.draw(slots, token, 1)
+        slot_table.draw(slots, token, 1)
         self._output_tokens += len(slots)
         drawn, told = RowResult((token,)), self.notices()
         for index in (~usual).nonzero()[0].tolist():
@@ -79,12 +79,12 @@ class MultiStepScheduler(Scheduler):
         if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
             return False
         hits = self._batch.prefix_hits(head)
-        may_hit_more = self._batch.columns.may_fill(len(hits), steps)
+        may_hit_more = self._batch.slot_table.may_fill(len(hits), steps)
         return may_hit_more or self._batch.has_room(head, hits)
 
     def blocks_allocated(self, steps: int) -> list[int]:
         """Return the cumulative KV blocks allocated after each of ``steps`` uniform steps."""
-        return self._batch.columns.allocated(steps)
+        return self._batch.slot_table.allocated(steps)
 
     def decode(self, token: int, steps: int) -> list[Outcome]:
         """Compute ``steps`` uniform steps in which every sequence draws ``token``.
@@ -93,7 +93,7 @@ class MultiStepScheduler(Scheduler):
         """
         num_tokens = len(self._batch) * steps
         # Each one reads all that is known, and one more in each step than in the one before.
-        num_read = steps * self._batch.columns.num_known + num_tokens * (steps - 1) // 2
+        num_read = steps * self._batch.slot_table.num_known + num_tokens * (steps - 1) // 2
         self._kv_tokens += num_read
         self._num_pairs += num_read
         self._step += steps
@@ -103,7 +103,7 @@ class MultiStepScheduler(Scheduler):
         self._output_tokens += num_tokens
         self._counters.slot_steps += num_tokens
         self._batch.decode(token, steps)
-        return [self._ended(each) for each in self._batch.at(self._batch.columns.ended())]
+        return [self._ended(each) for each in self._batch.at(self._batch.slot_table.ended())]
 
     def _ended(self, sequence: Sequence) -> Outcome:
         """Return the outcome of a sequence that its last token ended."""
@@ -116,7 +116,7 @@ class MultiStepScheduler(Scheduler):
 
 
 class MultiStepBatch(Batch):
-    columns: MultiStepSlotTable
+    slot_table: MultiStepSlotTable
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits, MultiStepSlotTable(limits))
@@ -124,25 +124,25 @@ class MultiStepBatch(Batch):
     def num_uniform_steps(self, most: int) -> int:
         """Return how many of the next ``most`` steps have blocks for every sequence, until a limit
         ends one."""
-        steps = min(most, self.columns.num_uniform_steps())
+        steps = min(most, self.slot_table.num_uniform_steps())
         free = self._pool.num_free
-        if steps and self.columns.num_lacking(steps) > free:
-            steps = bisect_right(range(1, steps), free, key=self.columns.num_lacking)
+        if steps and self.slot_table.num_lacking(steps) > free:
+            steps = bisect_right(range(1, steps), free, key=self.slot_table.num_lacking)
         return steps
 
     def decode(self, token: int, times: int) -> None:
         """Compute ``times`` uniform steps in which every sequence draws ``token``."""
-        columns = self.columns
-        changes, slots = columns.changes(times), columns.decoding()
+        slot_table = self.slot_table
+        changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
             sequence.draw(token, times)
         for change in changes:
             sequence = self._slots[change.slot]
             if change.fills:
-                self.register(sequence, change.num_known - 1, change.num_known)
+                self.publish(sequence, change.num_known - 1, change.num_known)
             else:
                 self._extend(sequence, self._pool.allocate(1))
-        columns.draw(slots, token, times)
+        slot_table.draw(slots, token, times)
 
 
 class Change(NamedTuple):
@@ -213,9 +213,9 @@ class MultiStepSlotTable(SlotTable):
         fills = -known % BLOCK_SIZE
         lacks = self._num_blocks[slots] * BLOCK_SIZE - known + 1
         soon = (fills < steps) | (lacks < steps)
-        columns = (slots, orders, known, fills, lacks)
+        slot_table = (slots, orders, known, fills, lacks)
         for slot, order, now, fill, lack in zip(
-            *(it[soon].tolist() for it in columns), strict=True
+            *(it[soon].tolist() for it in slot_table), strict=True
         ):
             for step in range(lack, steps, BLOCK_SIZE):
                 changes.append(Change(step, False, slot, slot, now + step))

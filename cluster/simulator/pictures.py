@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, PercentFormatter
 
 from cluster.simulator.forecast import Forecast, Sample
-from cluster.simulator.record import Record
-from cluster.simulator.summary import Slo
+from cluster.simulator.summary import Record, Slo
 
 _DPI = 110
 #: Below it nobody sees a difference, and a logarithm needs a floor.
@@ -98,7 +97,6 @@ def _cumulative(
 
 
 def _scale(panel: Axes, values: Sequence[float]) -> None:
-    """Whole decades."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     panel.set_xscale("log")
     panel.set_xlim(10 ** floor(log10(low)), 10 ** (floor(log10(high)) + 1))

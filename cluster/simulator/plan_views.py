@@ -1,4 +1,4 @@
-"""How many workers are enough, for people and for programs."""
+"""Views of a plan, for people and for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAME = 0.02
 
 
 def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
-    """What was tried, of each kind."""
+    """Return a table of the trials of each kind."""
     wanted = (f"{target.name}\n(at most {seconds(target.most_s)})" for target in targets)
     shown = Table("kind", "workers", *wanted, "", box=SIMPLE_HEAD)
     for column in shown.columns[1:-1]:
@@ -40,7 +40,7 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 
 
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
-    """In a sentence or two, with what did not come to its end."""
+    """Return the result in a sentence or two."""
     if plan.workers is not None:
         enough = next(trial for trial in plan.trials if trial.workers == plan.workers)
         return f"{kind}: {plan.workers} {_are(plan.workers)} enough{_refused(enough)}"
@@ -65,7 +65,6 @@ def _are(workers: int) -> str:
 
 
 def _is_flat(plan: Plan, targets: Sequence[Target]) -> bool:
-    """Whether some target is missed by as much with half as many workers or fewer."""
     last = plan.trials[-1]
     fewer = [trial for trial in plan.trials if 2 * trial.workers <= last.workers]
     if not fewer:

@@ -36,11 +36,6 @@ class WorkerSpec:
             raise ValueError(f"slowness must be above 0, not {self.slowness:g}")
 
     @property
-    def is_continuous(self) -> bool:
-        """Whoever there is room for comes into its batch in any step."""
-        return self.config.scheduling.policy == "continuous"
-
-    @property
     def limits(self) -> Limits:
         assert self.config.num_blocks is not None and self.config.max_model_len is not None
         return Limits.of(self.config, _Device(self.config.num_blocks, self.config.max_model_len))
@@ -101,8 +96,6 @@ class Scenario:
     start_s: float = 30.0
     #: of tenants, 1 where there is none; None: tenants are not told apart
     weights: Mapping[str, float] | None = field(default_factory=dict)
-    #: workers in a few numbers each, for thousands of them (fluid_worker.py)
-    fluid: bool = False
     #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)
     foresight_sigma: float | None = None
     events: tuple[Event, ...] = ()
@@ -117,8 +110,6 @@ class Scenario:
             raise ValueError("a scenario needs a worker")
         if not self.link_s >= 0 or not self.sample_s > 0:
             raise ValueError("link_s must be at least 0 and sample_s above 0")
-        if self.fluid and any(not worker.is_continuous for worker in self.workers):
-            raise ValueError("worker.scheduling.policy: fluid workers know continuous alone")
 
     @classmethod
     def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:

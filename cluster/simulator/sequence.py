@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 
-from cluster.simulator.workloads.arrival import Arrival
-from everlift.blockhash import BLOCK_SIZE
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.errors import PromptTooLong
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
 from worker.engine.limits import Limits
 from worker.engine.outcome import Outcome, SequenceKey, Stop

@@ -1,6 +1,6 @@
 """A workload and a cluster in virtual time. Pure.
 
-arrivals --> Gateway --waiting--> Dispatcher --placed--> Gateway --start--> SimulatedWorker
+arrivals --> Gateway --waiting--> GlobalQueue --placed--> Gateway --start--> SimulatedWorker
                 ^                     ^                                           |
                 +---------------------+------------------frame--------------------+
 """
@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from cluster.autoscale.policy import Autoscaler
-from cluster.simulator.any_worker import AnyWorker
-from cluster.simulator.dispatcher import Dispatcher
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.forecast import Forecast, Sample
 from cluster.simulator.foresight import Foresight
@@ -21,8 +19,9 @@ from cluster.simulator.gateway import Gateway
 from cluster.simulator.global_queue import GlobalQueue
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.timeline import Timeline
-from cluster.simulator.workloads.arrival import Arrival
-from router.admission.intervals import TICK_S
+from cluster.simulator.worker import SimulatedWorker
+from cluster.simulator.workloads.arrivals import Arrival
+from router.admission.handover import TICK_S
 
 
 def simulate(
@@ -30,7 +29,7 @@ def simulate(
     scenario: Scenario,
     *,
     one_by_one: bool = False,
-    dispatcher: Dispatcher | None = None,
+    dispatcher: GlobalQueue | None = None,
 ) -> Forecast:
     """Simulate ``arrivals``, which are in order of time, until all of them have ended.
 
@@ -45,7 +44,9 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, one_by_one: bool, dispatcher: Dispatcher | None) -> None:
+    def __init__(
+        self, scenario: Scenario, one_by_one: bool, dispatcher: GlobalQueue | None
+    ) -> None:
         self._scenario = scenario
         self._timeline = Timeline()
         self._fleet = Fleet(scenario, self, self._timeline, one_by_one)
@@ -61,7 +62,7 @@ class _Simulation:
         self._samples: list[Sample] = []
         self._has_more = True
 
-    def _parts(self, dispatcher: Dispatcher | None) -> tuple[Dispatcher, _Scaler | None]:
+    def _parts(self, dispatcher: GlobalQueue | None) -> tuple[GlobalQueue, _Scaler | None]:
         scenario = self._scenario
         if dispatcher is not None:
             if scenario.autoscale.is_on:
@@ -106,7 +107,7 @@ class _Simulation:
         self._gateway.decide()
         self._expect(arrivals)
 
-    def worker_up(self, worker: AnyWorker) -> None:
+    def worker_up(self, worker: SimulatedWorker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
         self._gateway.worker_up()
 
@@ -118,10 +119,10 @@ class _Simulation:
             self._gateway.last_worker_lost()
         self._gateway.decide()
 
-    def hear(self, frame: Frame) -> None:
+    def on_message(self, frame: Frame) -> None:
         self._loads[frame.worker_id] = frame
-        self._gateway.hear(frame)
-        self._dispatcher.hear(frame, self._timeline.now)
+        self._gateway.on_message(frame)
+        self._dispatcher.on_message(frame, self._timeline.now)
         load = frame.load
         if load.draining and not load.num_running and not load.num_waiting:
             self._fleet.drained(frame.worker_id)
@@ -158,8 +159,6 @@ class _Simulation:
 
 
 class _Scaler:
-    """Does what the product's autoscaler decides."""
-
     def __init__(self, scenario: Scenario, queue: GlobalQueue, fleet: Fleet) -> None:
         # Slow is a machine that is there, and not those that come.
         self._spec = replace(scenario.workers[0], slowness=1.0)

@@ -10,7 +10,7 @@ from worker.engine.load import Load
 
 
 class More(NamedTuple):
-    """What a load has beyond another one."""
+    """Differences of two loads."""
 
     steps: int = 0
     tokens: int = 0
@@ -41,12 +41,12 @@ class Stretch:
         return self.num_done == len(self._taken)
 
     def step_size(self) -> StepSize:
-        """Of its next step."""
+        """Return the size of its next step."""
         known = self._known_tokens + self.num_rows * self.num_done
         return StepSize(self.num_rows, self.num_rows, known, known)
 
     def more(self) -> More:
-        """By the steps that are over, than ``before``."""
+        """Return what the finished steps add to ``before``."""
         if not self.num_done:
             return NOTHING
         tokens = self.num_rows * self.num_done

@@ -1,14 +1,72 @@
-"""Many records in a few numbers."""
+"""Records of simulated requests, and their summary. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isfinite
 from statistics import fmean
 
-from cluster.simulator.record import Record
+from cluster.simulator.workloads.arrivals import Arrival
+
+
+@dataclass(slots=True)
+class Record:
+    """Moments are seconds from the workload's begin, as the gateway saw them; infinite: never.
+    ``refused`` is the error's slug where it did not come to its end: ``queue_full``,
+    ``deadline_exceeded``, ..."""
+
+    #: its place in the workload, from 0
+    index: int
+    arrival: Arrival
+    #: to its first worker
+    dispatched: float = inf
+    first_token: float = inf
+    finished: float = inf
+    #: the last that it went to
+    worker: str = ""
+    output_tokens: int = 0
+    attempts: int = 0
+    #: times that it gave up its KV blocks
+    preemptions: int = 0
+    #: attempts that went on with tokens of an earlier one
+    migrations: int = 0
+    #: of its prompt, in the cache of its first worker
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    #: requests that came later and left the queue before it
+    bypassed: int = 0
+    refused: str = ""
+
+    @property
+    def is_finished(self) -> bool:
+        return isfinite(self.finished)
+
+    @property
+    def queued_s(self) -> float:
+        """Until its first dispatch."""
+        return self.dispatched - self.arrival.at
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token - self.arrival.at
+
+    @property
+    def latency_s(self) -> float:
+        return self.finished - self.arrival.at
+
+    @property
+    def tpot_s(self) -> float:
+        """Between two output tokens, on the average; 0 where there is only one."""
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def normalised_latency_s(self) -> float:
+        """Latency per output token."""
+        return self.latency_s / max(1, self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +78,7 @@ class Slo:
     tpot_s: float = inf
 
     def holds(self, record: Record) -> bool:
-        """It also has to come to its end, before its own deadline and with its first token by its
-        own target."""
+        """Return whether it finished within the limits, its own deadline and its own target."""
         arrival = record.arrival
         return (
             record.is_finished
@@ -74,7 +131,7 @@ class Summary:
     preemptions: int
     migrations: int
     recomputed_tokens: int
-    overtaken: Quantiles
+    bypassed: Quantiles
 
 
 def summarise(records: Iterable[Record], slo: Slo | None = None) -> Summary:
@@ -103,7 +160,7 @@ def summarise(records: Iterable[Record], slo: Slo | None = None) -> Summary:
         preemptions=sum(record.preemptions for record in every),
         migrations=sum(record.migrations for record in every),
         recomputed_tokens=sum(record.recomputed_tokens for record in every),
-        overtaken=quantiles(lambda record: record.overtaken),
+        bypassed=quantiles(lambda record: record.bypassed),
     )
 
 

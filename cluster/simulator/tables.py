@@ -72,7 +72,6 @@ def cluster_table(forecast: Forecast, slo: Slo) -> Table:
 
 
 def _goodput(summary: Summary, slo: Slo) -> str:
-    """The rate, and what a good request is."""
     limits = [
         f"{name} at most {seconds(limit)}"
         for name, limit in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
@@ -99,7 +98,7 @@ def _cluster(forecast: Forecast, summary: Summary, slo: Slo) -> Iterator[tuple[s
     yield "worker time", f"{forecast.worker_s:.0f} s"
     yield "latency for each token, mean", f"{summary.normalised_latency_s.mean * 1e3:.1f} ms"
     yield "preemptions, migrations", f"{summary.preemptions}, {summary.migrations}"
-    yield "overtaken by, p99", f"{summary.overtaken.p99:.0f} requests"
+    yield "bypassed by, p99", f"{summary.bypassed.p99:.0f} requests"
     for cause, number in sorted(summary.refused.items()):
         yield f"ended by {cause}", f"{number} requests"
 

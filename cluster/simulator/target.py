@@ -10,8 +10,7 @@ from math import ceil, inf
 from statistics import fmean
 
 from cluster.errors import ForecastFailed
-from cluster.simulator.record import Record
-from cluster.simulator.summary import Slo
+from cluster.simulator.summary import Record, Slo
 
 MEASURES: Mapping[str, Callable[[Record], float]] = {
     "ttft": lambda record: record.ttft_s,
@@ -54,7 +53,7 @@ def targets(text: str) -> tuple[Target, ...]:
 
 
 def slo(text: str | None) -> Slo:
-    """Of ``ttft=1s,tpot=50ms``, or one of them; None is no wish at all. Raises ForecastFailed."""
+    """Parse ``ttft=1s,tpot=50ms``, or one of them; None sets no limits. Raises ForecastFailed."""
     if text is None:
         return Slo()
     wishes = {name: _seconds(most) for name, most in _pairs(text)}

@@ -11,19 +11,18 @@ frame, and computed at once before anything else is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from cluster.simulator.any_worker import AnyWorker
 from cluster.simulator.frame import Frame
 from cluster.simulator.multi_step import MultiStepScheduler
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.sequence import TOKEN, NamedSequence
 from cluster.simulator.stretch import NOTHING, Stretch
 from cluster.simulator.timeline import Timeline
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.throughput import Work, spared_tokens
-from router.admission.workers import Load
+from router.admission.workers import Capacity, Load
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.plan import Plan, Rows
 from worker.engine.sequence import NO_SLOT
@@ -34,8 +33,11 @@ from worker.serving.pending import Pending
 _MOST_AT_ONCE = BLOCK_SIZE
 
 
-class SimulatedWorker(AnyWorker):
-    """``one_by_one``: every step is planned."""
+class SimulatedWorker:
+    """Call ``tell`` with a frame after each step, and every ``heartbeat`` seconds without one.
+
+    ``one_by_one`` plans every step by itself.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,20 @@ class SimulatedWorker(AnyWorker):
         tell: Callable[[Frame], None],
         one_by_one: bool = False,
     ) -> None:
-        super().__init__(worker_id, spec, timeline, tell)
+        self.worker_id = worker_id
+        self.limits = spec.limits
+        #: steps, and those of them that were not planned one by one
+        self.num_steps = self.num_jumped = 0
+        self.is_draining = self.is_gone = False
+        self._spec = spec
+        self._timeline = timeline
+        self._tell_router = tell
+        self._aborts: list[int] = []
+        #: epochs that the next frame acknowledges
+        self._accepted: list[int] = []
+        self._frames = 0
+        self._told_at = timeline.now
+        self._busy_s = 0.0
         self._most_at_once = 0 if one_by_one else _MOST_AT_ONCE
         self._scheduler = MultiStepScheduler(self.limits)
         self._starts: list[NamedSequence] = []
@@ -57,9 +72,15 @@ class SimulatedWorker(AnyWorker):
         self._outcomes: list[Outcome] = []
         self._plan: Plan | None = None
         self._stretch: Stretch | None = None
-        self._begin_to_beat()
+        self._tell()
+        timeline.after(spec.config.heartbeat, self._beat)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.limits.max_num_seqs, self.limits.num_blocks)
 
     def occupants(self) -> set[str]:
+        """Return the ids of the requests that have a slot."""
         return {it.request_id for it in self._scheduler if it.slot != NO_SLOT}
 
     # the router speaks
@@ -76,6 +97,20 @@ class SimulatedWorker(AnyWorker):
         self._tell([end] if end else [])
         self._wake()
 
+    def abort(self, epoch: int) -> None:
+        if not self.is_gone:
+            self._aborts.append(epoch)
+            self._wake()
+
+    def drain(self) -> None:
+        """Take nothing more, and hand back everything after the current step."""
+        if not self.is_gone:
+            self.is_draining = True
+            self._wake()
+
+    def lose(self) -> None:
+        self.is_gone = True
+
     # its loop
 
     @property
@@ -87,7 +122,6 @@ class SimulatedWorker(AnyWorker):
             self._turn()
 
     def _turn(self) -> None:
-        """Takes what has come, and begins a step if there is anything to do."""
         has_changed = bool(self._starts or self._aborts or self.is_draining)
         self._outcomes = self._take_orders() if has_changed else []
         steps = self._scheduler.num_uniform_steps(self._most_at_once) if self._most_at_once else 0
@@ -103,7 +137,6 @@ class SimulatedWorker(AnyWorker):
             self._report()
 
     def _take_orders(self) -> list[Outcome]:
-        """What is handed back."""
         self._started = [sequence.key for sequence in self._starts]
         for sequence in self._starts:
             self._scheduler.add(sequence)
@@ -117,7 +150,6 @@ class SimulatedWorker(AnyWorker):
         return returned
 
     def _begin_step(self) -> float:
-        """How long it takes; 0 where there is nothing to do."""
         plan = self._scheduler.schedule(now=self._timeline.now)
         if not plan.rows:
             return 0.0
@@ -155,6 +187,20 @@ class SimulatedWorker(AnyWorker):
         self._timeline.after(self._step_s, self._step_is_over)
 
     # what it says
+
+    def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
+        self._told_at = self._timeline.now
+        accepted, self._accepted = tuple(self._accepted), []
+        self._frames += 1
+        self._tell_router(Frame(self.worker_id, self._state(), accepted, outcomes))
+
+    def _beat(self) -> None:
+        beat_s = self._spec.config.heartbeat
+        if self.is_gone or (self.is_draining and not self._is_stepping):
+            return
+        if self._timeline.now >= self._told_at + beat_s:
+            self._tell()
+        self._timeline.at(self._told_at + beat_s, self._beat)
 
     def _report(self) -> None:
         self._load = self._scheduler.load()

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everlift.errors import SettingsError
 from everlift.reloaded import Reloaded
-from everlift.settings import SettingsError
 from everlift.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What the files hold; None of those that are not there."""
+    """Contents of the files; None for those that are not set."""
 
     ca: bytes | None
     cert: bytes | None
@@ -29,7 +29,7 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """For connections to servers: without a ``ca`` it trusts the system's authorities."""
+    """Return the context for clients; without a ``ca`` it trusts the system's authorities."""
     return Reloaded(tls.files, lambda: _client_context(tls))
 
 
@@ -70,7 +70,6 @@ def _server_context(tls: Tls, protocols: Sequence[str]) -> ssl.SSLContext:
 
 
 def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
-    """What the files hold, also into ``context``, which finds what is wrong with it."""
     # ssl names no file that it cannot read.
     found = Pem(
         *(Path(path).read_bytes() if path else None for path in (tls.ca, tls.cert, tls.key))

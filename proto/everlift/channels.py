@@ -1,4 +1,4 @@
-"""How connections between clients and routers are set up, at both ends."""
+"""Connections between clients and routers: their options, and why one failed."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Two servers must not share a port by accident.
     ("grpc.so_reuseport", 0),
 ]
+
+
+#: At this end nothing more is known: the server says nothing, or says it too late.
+_HUNG_UP = "it hung up at once: it may want TLS, or a certificate of yours, or another one"
+#: What gRPC's details contain, and what that means. The first one that fits counts.
+_REFUSALS = (
+    ("certificate has expired", "its certificate has expired"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by an authority that is trusted"),
+    ("Hostname Verification Check failed", "its certificate is for another name or address"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("Socket closed", _HUNG_UP),
+    ("Connection reset", _HUNG_UP),
+)
+
+
+def refusal(details: str) -> str:
+    """Return how TLS, or its absence, explains a failed connection; empty if it does not."""
+    if "failed to connect" not in details:
+        return ""
+    return next((reason for sign, reason in _REFUSALS if sign in details), "")

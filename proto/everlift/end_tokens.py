@@ -55,7 +55,6 @@ def _configured(directory: Path) -> tuple[int, ...]:
 
 
 def _ids(path: Path, section: Mapping[str, Any]) -> tuple[int, ...]:
-    """Raises UnknownModel."""
     given = section.get(_KEY)
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):

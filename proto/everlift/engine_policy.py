@@ -1,6 +1,4 @@
-"""Whom a step of a worker's engine is for: the names of its policies, which routers and workers
-share. What they do is in worker/README.md. Pure.
-"""
+"""Names of the engine's scheduling policies (see worker/README.md). Pure."""
 
 from __future__ import annotations
 

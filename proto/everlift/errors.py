@@ -65,6 +65,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+class SettingsError(Exception):
+    """Wrong settings, a line each: where it is set, if that is known, its path, and the cause."""
+
+
 class EverliftError(Exception):
     """An answer that is not a result. ``str(error)`` is the cause in words for the client.
 

@@ -1,6 +1,6 @@
 """Structured logs: one JSON line an event, on standard error or in a file.
 
-    log = logs.get(__name__)
+    log = logs.get_logger(__name__)
     log.info("request finished", request_id=request_id, output_tokens=17)
 
 A line holds ts, level, component, pid, logger and event, then the fields that the caller named and
@@ -57,8 +57,8 @@ class Logger:
             )
 
 
-def get(name: str) -> Logger:
-    """The logger of module ``name``; nothing is written anywhere before ``configure``."""
+def get_logger(name: str) -> Logger:
+    """Return the logger of module ``name``, which writes nothing before ``configure``."""
     return Logger(logging.getLogger(name))
 
 
@@ -86,7 +86,6 @@ def set_level(level: str) -> None:
 
 
 def _to_file(path: Path) -> logging.FileHandler:
-    """Its directory may be missing: a node of a cluster may be new."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return logging.FileHandler(path)
 

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everlift.hub_errors import explain
-from everlift.model_name import is_commit, is_hub_id
+from everlift.hub import explain, is_commit, is_hub_id
 from everlift.progress import Progress, untold
 
 _CONFIG = "config.json"
@@ -116,7 +115,6 @@ def _fetch(model: str, revision: str, weights: bool, relay: _Relay) -> None:
 
 
 def _is_here(model: str, revision: str, weights: bool) -> bool:
-    """Nothing is missing by the list of files that an earlier download has left."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -129,7 +127,6 @@ def _is_here(model: str, revision: str, weights: bool) -> bool:
 
 
 def _snapshot(model: str, revision: str, weights: bool, bar: type[Any] | None = None) -> Path:
-    """Downloads, telling a ``bar``; without one it makes do with what is here."""
     directory = _download(model, revision, _TEXTS, bar)
     names = [_CONFIG]
     if weights:
@@ -167,12 +164,10 @@ def _download(model: str, revision: str, patterns: Sequence[str], bar: type[Any]
 
 
 class _Stopped(Exception):
-    """Nobody waits for the download any more."""
+    pass
 
 
 class _Relay:
-    """Takes what the download's threads count to one Progress, until ``stop`` is set."""
-
     def __init__(self, progress: Progress, stop: threading.Event) -> None:
         self._progress = progress
         self._stop = stop
@@ -187,7 +182,6 @@ class _Relay:
 
 
 def _bar_class(relay: _Relay) -> type[Any]:
-    """What huggingface_hub makes its bars of: one that draws nothing, and tells the bytes."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):

@@ -1,4 +1,4 @@
-"""How a process hears that it has to leave, since its machine is about to be taken away."""
+"""Notice to a process that its machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 def on_signal(leave: Callable[[], None]) -> None:

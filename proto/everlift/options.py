@@ -1,4 +1,4 @@
-"""What may be said about a request, and the message that says it."""
+"""Options of a request, and the message made of them."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """What a router is sent. Raises TypeError for an option that does not exist, and InvalidRequest
-    for what cannot be sent."""
+    """Return the message for a router.
+
+    Raises TypeError for an unknown option, and InvalidRequest for an invalid value.
+    """
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
@@ -107,7 +109,6 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
 
 
 def _check_numbers(options: GenerateOptions) -> None:
-    """Raise OutOfRange for a number outside its field's range."""
     for name, value in options.items():
         if value is None:
             continue
@@ -168,7 +169,6 @@ def _sampling(options: GenerateOptions) -> pb.Sampling:
 
 
 def _grammar(options: GenerateOptions) -> pb.Grammar | None:
-    """The form that the output is to have. Raises InvalidRequest for more than one."""
     schema, texts = options.get("json_schema"), options.get("choice")
     forms = {
         "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,

@@ -1,4 +1,4 @@
-"""How far something long has come: a bar on a terminal, else a line in the log now and then."""
+"""Progress of a long task: a bar on a terminal, else a log line now and then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Told the bytes that are done and those that there are in all, as far as that is known.
 Progress = Callable[[int, int], None]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from everlift import logs
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 T = TypeVar("T")
 #: Of each file: who it is, when it was changed, how long it is.

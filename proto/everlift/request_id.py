@@ -38,7 +38,7 @@ def unnamed(nonce: str) -> str:
 
 
 def is_named(request_id: str) -> bool:
-    """Its client gave it this name."""
+    """Return whether the client chose the id."""
     return not bare(request_id).startswith(_UNNAMED)
 
 
@@ -61,7 +61,7 @@ def check_qualified(request_id: str) -> str:
 
 
 def is_qualified(request_id: str) -> bool:
-    """It names a tenant."""
+    """Return whether the id names a tenant."""
     return _BETWEEN in request_id
 
 
@@ -71,10 +71,10 @@ def qualified(tenant: str, request_id: str) -> str:
 
 
 def bare(request_id: str) -> str:
-    """What its tenant calls it."""
+    """Return the id without the tenant."""
     return request_id.rpartition(_BETWEEN)[2]
 
 
 def tenant_of(request_id: str) -> str:
-    """Whose it is; empty where tenants are not told apart."""
+    """Return the tenant of the id; empty if there is none."""
     return request_id.rpartition(_BETWEEN)[0]

@@ -1,4 +1,4 @@
-"""How tokens are drawn, and what is said of them. Values of these types cannot be wrong. Pure."""
+"""Sampling parameters and log probabilities. Values of these types are always valid. Pure."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether it matters which tokens occurred before."""
+        """True if sampling depends on the tokens that occurred before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod

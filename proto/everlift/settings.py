@@ -1,86 +1,190 @@
-"""The one loader of settings: frozen dataclasses from layers of plain values. Pure.
+"""Loader of settings: frozen dataclasses from layers of plain values, validated by pydantic. Pure.
 
     defaults (in the dataclasses) <- YAML mapping <- environment <- --set worker.max_num_seqs=8
 
-A setting's type is its field's annotation: str, int, float, bool, Path, an Enum (written as its
-member's name in lower case), a Literal of strings, tuple[X, ...], X | None, or another dataclass,
-whose settings form a section. A key that no field has is an error that names the nearest one; a
-value of another type is an error that says what it should be, and of several names the nearest one.
+The type of a setting is its field's annotation: str, int, float, bool, Path, an Enum or Literal of
+strings, tuple[X, ...], X | None, or another dataclass, whose settings form a section. Its range is
+a pydantic Field in the annotation (``Port``, ``Count``, ...). All wrong settings are reported
+together: an unknown key with the nearest one, a wrong type with the right one, a value out of range
+with the bound.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, to_json
+
+from everlift.errors import SettingsError
 
 ENVIRONMENT_PREFIX = "EVERLIFT_"
 _NESTING = "__"
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _BOOLEANS |= dict.fromkeys(("false", "no", "off", "0"), False)
 _NONE = frozenset({"", "none", "null"})
-#: What a scalar accepts, and what it is called in errors.
-_SCALARS: dict[type, tuple[tuple[type, ...], str]] = {
-    str: ((str,), "text"),
-    int: ((int,), "an integer"),
-    float: ((int, float), "a number"),
-    bool: ((bool,), "true or false"),
-    Path: ((str, Path), "a path"),
+#: Names of scalar types in errors.
+_SCALARS: dict[type, str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+}
+_UNKNOWN_KEY = "unexpected_keyword_argument"
+#: Errors of a range, by pydantic's names: what the value must be, and which entry has the bound.
+_RANGES = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
 }
 
+#: For pydantic.dataclasses.dataclass. A value can be a secret: errors do not show it.
+CHECKED = ConfigDict(hide_input_in_errors=True)
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+#: At least 1.
+Count = Annotated[int, Field(ge=1)]
+#: At least 0.
+Amount = Annotated[int, Field(ge=0)]
+#: A finite number above 0; of a duration, in seconds.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: A finite number, at least 0.
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: Above 0, at most 1.
+Part = Annotated[float, Field(gt=0, le=1)]
+
 T = TypeVar("T")
-
-
-class SettingsError(Exception):
-    """Settings that cannot be. Each has a line, which begins with where it is set, if that is
-    known, and its path."""
 
 
 def load(
     cls: type[T], *layers: Mapping[str, object], where: Callable[[str], str] = lambda path: ""
 ) -> T:
-    """A ``cls`` from nested mappings, each laid over those before it.
+    """Return a ``cls`` from nested mappings, each laid over those before it.
 
-    ``where`` returns what comes before the path of a wrong setting, the file and line that set it
-    for example. Raises SettingsError for all wrong settings.
+    ``where`` returns what precedes the path of a wrong setting, for example the file and line that
+    set it. Raises SettingsError for all wrong settings.
     """
     merged: Mapping[str, object] = {}
     for layer in layers:
         merged = _merge(merged, layer)
-    problems = _Problems(where)
-    loaded = _build(cls, merged, Keys(cls), "", problems)
-    problems.check()
-    assert loaded is not None
-    return loaded
+    # As JSON: lists and texts become tuples and paths, and no other type is converted.
+    data = to_json(merged, inf_nan_mode="constants", fallback=str)
+    try:
+        return cast(T, _adapter(cast(Any, cls)).validate_json(data, strict=True, extra="forbid"))
+    except ValidationError as error:
+        raise explained(cls, error, where, list(_paths(merged, ""))) from None
+
+
+def _paths(values: Mapping[str, object], section: str) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{section}{name}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{section}{name}.")
+
+
+def explained(
+    cls: type,
+    error: ValidationError,
+    where: Callable[[str], str] = lambda path: "",
+    order: Sequence[str] = (),
+) -> SettingsError:
+    """Return pydantic's error about a ``cls`` in terms of settings.
+
+    The problems are in the ``order`` of their paths.
+    """
+    keys, problems = Keys(cls), _Problems(where)
+    details = error.errors()
+    # A misspelt key is reported first, and not a second time as the missing one.
+    unknown = [it for it in details if it["type"] == _UNKNOWN_KEY]
+    others = [it for it in details if it["type"] not in (_UNKNOWN_KEY, "missing")]
+    found = [_problem(cls, keys, detail) for detail in [*unknown, *others] or details]
+    for path, problem in sorted(
+        found, key=lambda it: order.index(it[0]) if it[0] in order else len(order)
+    ):
+        problems.add(path, problem)
+    return problems.error
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, SettingsError]:
+    """Return the path of a wrong setting, and the error, which begins with the path."""
+    path, hint = "", cast(Any, cls)
+    for name in detail["loc"]:
+        if isinstance(name, str) and is_dataclass(hint):
+            path, hint = f"{path}.{name}".lstrip("."), get_type_hints(cast(type, hint)).get(name)
+        elif isinstance(name, int) and hint is not None:
+            hint = _inner(hint)
+    kind, value = detail["type"], detail["input"]
+    if kind == _UNKNOWN_KEY:
+        return path, keys.unknown(path)
+    if kind == "missing":
+        return path, SettingsError(f"{path}: must be set")
+    if kind == "value_error":
+        # Of a dataclass's own check. It begins with the setting's name.
+        text = str(detail["ctx"]["error"])
+        section = f"{path}." if path else ""
+        return section + text.partition(" ")[0].rstrip(":,"), SettingsError(f"{section}{text}")
+    if kind in _RANGES:
+        must_be, bound = _RANGES[kind]
+        limit = detail["ctx"][bound]
+        return path, SettingsError(f"{path} must be {must_be} {limit:g}, not {value:g}")
+    if kind == "finite_number":
+        return path, SettingsError(f"{path} must be a finite number, not {value:g}")
+    return path, _wrong_type(path, hint, value)
+
+
+def _wrong_type(path: str, hint: Any, value: object) -> SettingsError:
+    if is_dataclass(hint):
+        return SettingsError(f"{path}: must be a section of settings, not {value!r}")
+    hint = _inner(hint) if _is_optional(hint) else hint
+    return SettingsError(f"{path}: must be {_describe(hint)}, not {value!r}{_nearest(hint, value)}")
 
 
 class _Problems:
-    """Settings that are wrong, all of which are reported together."""
-
     def __init__(self, where: Callable[[str], str] = lambda path: "") -> None:
         self._where = where
         self._lines: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
     def add(self, path: str, error: Exception) -> None:
-        """``error`` begins with the path."""
+        """Add an ``error`` that begins with the path."""
         self._lines.append(f"{self._where(path)}{error}")
+
+    @property
+    def error(self) -> SettingsError:
+        return SettingsError("\n".join(self._lines))
 
     def check(self) -> None:
         if self._lines:
-            raise SettingsError("\n".join(self._lines))
+            raise self.error
 
 
 def from_environment(
     cls: type, environ: Mapping[str, str], ignore: Collection[str] = ()
 ) -> dict[str, object]:
-    """The layer that the EVERLIFT_ variables make, e.g. EVERLIFT_WORKER__MAX_NUM_SEQS=8.
+    """Return the layer of the EVERLIFT_ variables, such as EVERLIFT_WORKER__MAX_NUM_SEQS=8.
 
     Variables named in ``ignore`` are no settings. Raises SettingsError.
     """
@@ -100,7 +204,7 @@ def from_environment(
 
 
 def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
-    """The layer that assignments such as ``worker.max_num_seqs=8`` make. Raises SettingsError."""
+    """Return the layer of assignments such as ``worker.max_num_seqs=8``. Raises SettingsError."""
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
     for assignment in assignments:
@@ -118,7 +222,7 @@ def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
 
 
 def to_dict(settings: object) -> dict[str, object]:
-    """A dataclass as JSON-ready values. ``load`` makes an equal one of the result."""
+    """Return a dataclass as JSON-ready values, of which ``load`` makes an equal one."""
     assert is_dataclass(settings)
     return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
 
@@ -126,7 +230,7 @@ def to_dict(settings: object) -> dict[str, object]:
 def _plain(value: object) -> object:
     match value:
         case Enum():
-            return value.name.lower()
+            return value.value
         case Path():
             return str(value)
         case tuple():
@@ -136,7 +240,7 @@ def _plain(value: object) -> object:
 
 
 class Keys:
-    """Every settable key of a dataclass by its dotted path, with its type."""
+    """Keys of a dataclass by their dotted paths, with their types."""
 
     def __init__(self, cls: type) -> None:
         self._types = dict(_leaves(cls, section=""))
@@ -148,7 +252,7 @@ class Keys:
         return self._types[path]
 
     def unknown(self, path: str, spell: Callable[[str], str] = str) -> SettingsError:
-        """The error that ``path`` is, which names no key; ``spell`` is how paths are written."""
+        """Return the error of an unknown ``path``; ``spell`` is how paths are written."""
         if any(key.startswith(f"{path}.") for key in self._types):
             return SettingsError(f"{spell(path)}: is a section, only its keys can be set")
         near = self._nearest(path)
@@ -156,7 +260,7 @@ class Keys:
         return SettingsError(f"{spell(path)}: unknown key{hint}")
 
     def _nearest(self, path: str) -> str | None:
-        """The key or section most like ``path``: beside it, else of its name, else anywhere."""
+        """Return the key or section most like ``path``: beside it, of its name, or anywhere."""
         section, dot, name = path.rpartition(".")
         prefix = section + dot
         beside = {
@@ -199,80 +303,21 @@ def _put(layer: dict[str, object], path: str, value: object) -> None:
     layer[name] = value
 
 
-def _build(
-    cls: type[T], values: Mapping[str, object], keys: Keys, section: str, problems: _Problems
-) -> T | None:
-    """A ``cls``, or None where ``problems`` have grown; the keys of ``values`` stand in
-    ``section``, which is empty or ends with a dot."""
-    before = len(problems)
-    hints = get_type_hints(cls)
-    given: dict[str, object] = {}
-    for key, value in values.items():
-        path = f"{section}{key}"
-        try:
-            if key not in hints:
-                raise keys.unknown(path)
-            given[key] = _setting(hints[key], value, keys, path, problems)
-        except SettingsError as error:
-            problems.add(path, error)
-    if len(problems) == before:
-        for name in sorted(_required(cls) - values.keys()):
-            problems.add(f"{section}{name}", SettingsError(f"{section}{name}: must be set"))
-    if len(problems) > before:
-        return None
-    try:
-        return cls(**given)
-    except ValueError as error:
-        # It begins with the setting's name.
-        name = str(error).partition(" ")[0].rstrip(":,")
-        problems.add(f"{section}{name}", SettingsError(f"{section}{error}"))
-        return None
-
-
-def _required(cls: type) -> set[str]:
-    return {
-        field.name
-        for field in fields(cls)
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-
-
-def _setting(hint: Any, value: object, keys: Keys, at: str, problems: _Problems) -> object:
-    if not is_dataclass(hint):
-        return _value(hint, value, at)
-    if not isinstance(value, Mapping):
-        raise SettingsError(f"{at}: must be a section of settings, not {value!r}")
-    return _build(cast(type, hint), value, keys, f"{at}.", problems)
-
-
-def _value(hint: Any, value: object, at: str) -> object:
-    """``value`` as its field takes it. Raises SettingsError."""
-    if _is_optional(hint):
-        return None if value is None else _value(_inner(hint), value, at)
-    if get_origin(hint) is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(_value(_inner(hint), item, at) for item in value)
-    elif get_origin(hint) is Literal:
-        if value in get_args(hint):
-            return value
-    elif issubclass(hint, Enum):
-        for member in hint:
-            if value == member.name.lower():
-                return member
-    elif isinstance(value, _SCALARS[hint][0]) and (hint is bool or not isinstance(value, bool)):
-        return hint(value)
-    raise SettingsError(f"{at}: must be {_describe(hint)}, not {value!r}{_nearest(hint, value)}")
-
-
 def _parse(hint: Any, text: str, at: str) -> object:
-    """What ``text`` would be in YAML. Raises SettingsError if its field does not take that."""
+    """Return what ``text`` would be in YAML. Raises SettingsError if it is of another type."""
     plain = _read(hint, text)
-    _value(hint, plain, at)
+    try:
+        data = to_json(plain, inf_nan_mode="constants")
+        _adapter(hint).validate_json(data, strict=True)
+    except ValidationError as error:
+        [detail, *_] = error.errors()
+        hint = _inner(hint) if detail["loc"] else hint
+        raise _wrong_type(at, hint, detail["input"]) from None
     return plain
 
 
 def _read(hint: Any, text: str) -> object:
-    """``text`` as a plain value, or as it is where its type takes no such text."""
+    """Return ``text`` as a plain value, or unchanged if it is none of its type."""
     if _is_optional(hint):
         return None if text.lower() in _NONE else _read(_inner(hint), text)
     if get_origin(hint) is tuple:
@@ -292,30 +337,28 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _inner(hint: Any) -> Any:
-    """The X of ``X | None`` and of ``tuple[X, ...]``."""
+    """Return the X of ``X | None`` and of ``tuple[X, ...]``."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
 def _nearest(hint: Any, value: object) -> str:
-    """Where it is one of several names, the one most like ``value``, as a question."""
+    """Return the allowed name most like ``value``, as a question."""
     near = get_close_matches(value, _names(hint), 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _names(hint: Any) -> tuple[str, ...]:
-    """None where it may be anything else."""
+    """Return the allowed names; none if any text is allowed."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return tuple(member.name.lower() for member in hint)
+        return tuple(member.value for member in hint)
     return ()
 
 
 def _describe(hint: Any) -> str:
-    if _is_optional(hint):
-        return f"{_describe(_inner(hint))} or nothing"
     if get_origin(hint) is tuple:
         return f"a list, each {_describe(_inner(hint))}"
     if names := _names(hint):
         return f"one of {', '.join(names)}"
-    return _SCALARS[hint][1]
+    return _SCALARS[hint]

@@ -38,8 +38,6 @@ _Stratum = tuple[int, int]
 
 @dataclass(slots=True)
 class _Sums:
-    """Of samples with features x and a target y: weighted sums of x * x' and of x * y."""
-
     products: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES**2)
     totals: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES)
 
@@ -140,7 +138,6 @@ def _least_squares(
 
 
 def _solve(rows: list[list[float]]) -> list[float]:
-    """Gauss's elimination of a positive definite system, each row with its right side last."""
     n = len(rows)
     for i in range(n):
         pivot = rows[i]

@@ -1,4 +1,4 @@
-"""How long a step of an engine takes, by what it computes. Pure."""
+"""Time of an engine's step, as a function of its size. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepSize(NamedTuple):
-    """What a step computes. A row is one sequence's share of it."""
+    """Size of a step. A row is one sequence's part of it."""
 
     num_rows: float
     #: computed in this step, of all rows

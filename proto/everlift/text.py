@@ -74,7 +74,7 @@ class TextState:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete, and with it the text."""
+        """True if a stop string is complete."""
         return self._matcher.matched
 
     @property
@@ -215,7 +215,7 @@ class StopAutomaton:
         self.is_empty = len(self._next) == 1
 
     def step(self, state: int, char: str) -> int:
-        """From ``state``, 0 at the beginning, by the text's next character."""
+        """Return the state after the next character; state 0 is the beginning."""
         while state and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, 0)

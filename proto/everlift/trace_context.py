@@ -66,12 +66,11 @@ class TraceContext:
         )
 
     def __str__(self) -> str:
-        """As a traceparent."""
+        """Return the value of the header traceparent."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.is_sampled else 0:02x}"
 
 
 def _checked(state: str) -> str:
-    """A tracestate of which a part is none is none."""
     members = [member.strip(" \t") for member in state.split(",")]
     members = [member for member in members if member]
     is_one = len(state) <= _MAX_STATE and len(members) <= _MAX_MEMBERS

@@ -1,5 +1,4 @@
-"""Where channels and servers come from: gRPC, gRPC over TLS, or what a simulated cluster has in
-their place."""
+"""Transports that make channels and servers: gRPC, gRPC over TLS, or a simulated cluster's."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class Transport(Protocol):
         ...
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """To the server at ``address``; it connects at the first call."""
+        """Return a channel to the server at ``address``; it connects at the first call."""
         ...
 
     def server(self, options: Options) -> grpc.aio.Server: ...

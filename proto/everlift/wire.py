@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from everlift import error_details
+from everlift.channels import refusal
 from everlift.errors import DeadlineExceeded, EverliftError, MessageTooLarge, Unreachable
-from everlift.handshake import refusal
 
 T = TypeVar("T")
 
@@ -78,7 +78,6 @@ async def _error(call: grpc.aio.Call) -> EverliftError:
 
 
 def _told(metadata: grpc.aio.Metadata | None) -> EverliftError | None:
-    """What the server itself said."""
     for key, value in metadata or ():
         if key == DETAILS and isinstance(value, bytes):
             return error_details.decode(value)

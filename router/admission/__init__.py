@@ -1,1 +1,1 @@
-"""Which request goes where, and when: pure decisions."""
+"""Pure decisions: which request goes to which worker, and when."""

@@ -33,7 +33,7 @@ class Demands:
         #: by cluster, what its autoscaler decided, and when
         self._scaled: dict[str, tuple[int, float]] = {}
 
-    def hear(self, gateway: str, demand: session_pb2.WorkerDemand) -> None:
+    def update(self, gateway: str, demand: session_pb2.WorkerDemand) -> None:
         self._told.pop(gateway, None)
         self._told[gateway] = demand
 
@@ -46,7 +46,7 @@ class Demands:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether an autoscaler decides for any cluster."""
+        """Return whether an autoscaler sets the number of workers of any cluster."""
         return any(not demand.HasField("workers") for demand in self._told.values())
 
     def total(self, now: float) -> Demand:

@@ -46,7 +46,7 @@ class TokenCounters:
     def of(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
-    def come(self, tenant: str, *, lift: bool) -> None:
+    def note_queued(self, tenant: str, *, lift: bool) -> None:
         """A request of it waits."""
         if tenant in self._waiting:
             self._waiting[tenant] += 1
@@ -60,18 +60,17 @@ class TokenCounters:
             self._forget()
 
     def go(self, tenant: str) -> None:
-        """One of them does not wait any more."""
+        """Remove one queued request of a tenant."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
-        """It was served so much."""
+        """Add served tokens to a tenant's counter."""
         self._counters[tenant] = self.of(tenant) + cost
 
     def _level(self) -> float:
-        """Where who comes begins: the least counter of those that wait, or else of who did last."""
         least = self._least
         while least:
             counter, tenant = least[0]
@@ -85,7 +84,6 @@ class TokenCounters:
         return self.of(self._last)
 
     def _forget(self) -> None:
-        """Whoever comes back no higher than all others come."""
         level = self._level()
         self._counters = {
             tenant: counter
@@ -102,15 +100,14 @@ class TokenCounters:
 
     # from one leader to the next
 
-    def told(self, most: int) -> list[tuple[str, float]]:
-        """By how much tenants were served more than who comes now would begin with: of those with
-        the most, so many at most."""
+    def gaps_on_arrival(self, most: int) -> list[tuple[str, float]]:
+        """Return the tenants that were served most, with their lead over a newcomer's counter."""
         level = self._level()
         above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def recall(self, told: Iterable[tuple[str, float]]) -> None:
-        """What the leader before told; what was served since stays."""
+        """Restore the counters that the previous leader reported; what was served since is kept."""
         for tenant, counter in told:
             self.charge(tenant, counter)
 
@@ -127,7 +124,7 @@ class ServedOutputs:
     def add(self, tenant: str, priority: int, tokens: int) -> None:
         self._tokens[tenant, priority] += tokens
 
-    def take(self) -> list[session_pb2.ServedTokens]:
+    def drain(self) -> list[session_pb2.ServedTokens]:
         """Each is told once."""
         tokens, self._tokens = self._tokens, Counter()
         return [
@@ -159,21 +156,21 @@ class FairShare:
         self._lifts = False
 
     def counters(self, priority: int) -> TokenCounters:
-        """Of a class."""
+        """Return the counters of a class."""
         counters = self._of_class.get(priority)
         if counters is None:
             counters = self._of_class[priority] = TokenCounters()
         return counters
 
-    def come(self, waiting: Waiting) -> None:
-        """It waits."""
+    def note_queued(self, waiting: Waiting) -> None:
+        """Note that a request is queued."""
         tenant = tenant_of(waiting.request_id)
-        self.counters(waiting.priority).come(tenant, lift=self._lifts)
+        self.counters(waiting.priority).note_queued(tenant, lift=self._lifts)
         key = waiting.priority, tenant
         self._work[key] = self._work.get(key, 0) + waiting.work_tokens
 
     def go(self, waiting: Waiting) -> None:
-        """It does not wait any more."""
+        """Note that a request is no longer queued."""
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).go(tenant)
         key = waiting.priority, tenant
@@ -192,17 +189,17 @@ class FairShare:
         return round(own * (1 + others / self._weight_of(tenant)))
 
     def of(self, ordered: Ordered) -> float:
-        """What its tenant was served in its class; of two the one with less has its turn."""
+        """Return the counter of a request's tenant in its class; the least goes first."""
         return self.counters(ordered.priority).of(tenant_of(ordered.request_id))
 
     def dispatched(self, waiting: Waiting) -> None:
-        """Its prompt will be computed."""
+        """Charge the prompt of a dispatched request."""
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
             cost = self._prompt_token * waiting.prefill_tokens
             self._charge(tenant, waiting.priority, cost)
 
-    def told(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
+    def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
         """A gateway has had them."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
@@ -216,7 +213,7 @@ class FairShare:
         return max((counters.gap for counters in self._of_class.values()), default=0.0)
 
     def queues(self) -> list[session_pb2.TenantQueue]:
-        """Of whom most requests wait. O(tenants)."""
+        """Return the tenants with the most queued requests. O(tenants)."""
         waiting = (
             (queued, tenant, priority)
             for priority, counters in self._of_class.items()
@@ -230,17 +227,17 @@ class FairShare:
     # from one leader to the next
 
     def handover_ended(self) -> None:
-        """Whoever waited under the leader before has been told: who comes now was not waiting."""
+        """Note that all requests queued under the previous leader are known."""
         self._lifts = True
 
     def report(self) -> list[session_pb2.TenantService]:
         return [
             session_pb2.TenantService(tenant=tenant, priority=priority, counter=counter)
             for priority, counters in self._of_class.items()
-            for tenant, counter in counters.told(_MOST_TOLD)
+            for tenant, counter in counters.gaps_on_arrival(_MOST_TOLD)
         ]
 
     def recall(self, reported: Iterable[session_pb2.TenantService]) -> None:
-        """What the leader before reported. Also late: what was served since is added to it."""
+        """Restore what the previous leader reported, also late: what was served since is added."""
         for each in reported:
             self.counters(each.priority).recall([(each.tenant, each.counter)])

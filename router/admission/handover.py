@@ -1,16 +1,4 @@
-"""Which gateways have not told yet all that waits with them, and whether that matters. Pure.
-
-On a new line a gateway tells what waits in the queue's order, in parts. What it will still tell
-goes behind what it told last, its mark. So the head of the queue may leave as soon as no gateway
-that is still telling has its mark before it:
-
-    told by A   a1 a2 a3 | ...         mark a3
-    told by B   b1 | ...               mark b1: of these four, a1 and b1 may leave if a1 < b1
-    told by C   c1 c2 (complete)       no mark: nothing more can come
-
-A gateway is waited for, whether it has to come yet or falls silent while it tells, for so long and
-no longer: the order of the queue is not worth that it stands still.
-"""
+"""Intervals of a leader, and the handover of the queue to a new one. Pure."""
 
 from __future__ import annotations
 
@@ -24,6 +12,13 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy, key_of
 from router.admission.request import Key, Waiting
 
+#: Seconds between two looks at what time alone changes, of which gateways and autoscaler are told.
+TICK_S = 0.2
+#: Seconds between two looks at who could move: workers say something far more often.
+MOVES_S = 0.05
+#: Dispatches that may be under way at the same time.
+DISPATCHES_AT_ONCE = 64
+
 
 @dataclass(slots=True)
 class _Handover:
@@ -32,10 +27,10 @@ class _Handover:
 
 
 class QueueHandover:
-    """``patience_s`` is how long a gateway may keep all others waiting. Times are in seconds."""
+    """``timeout_s`` is how long a gateway may keep all others waiting. Times are in seconds."""
 
-    def __init__(self, now: float, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, now: float, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._began = now
         self._telling: dict[str, _Handover] = {}
         self._came: set[str] = set()
@@ -43,24 +38,24 @@ class QueueHandover:
         self._living: frozenset[str] | None = None
 
     def living(self, gateways: Iterable[str]) -> None:
-        """Those that the ledger knows to be alive. Who is not among them is not waited for."""
+        """Set the routers that are alive; others are not waited for."""
         self._living = frozenset(gateways)
 
     def is_gathering(self, now: float) -> bool:
-        """Whether somebody may still have to come."""
-        if now - self._began >= self._patience_s:
+        """Whether routers may still connect to report their requests."""
+        if now - self._began >= self._timeout_s:
             return False
         return self._living is None or not self._living <= self._came
 
     def connect(self, gateway: str, now: float) -> None:
-        """It begins to tell."""
+        """Note that a router begins to report."""
         self._came.add(gateway)
         self._telling[gateway] = _Handover(None, now)
 
     def disconnect(self, gateway: str) -> None:
         self._telling.pop(gateway, None)
 
-    def told(self, gateway: str, key: Key, now: float) -> None:
+    def on_waiting(self, gateway: str, key: Key, now: float) -> None:
         """The key of something that waits there. One before its mark is news, not roll call."""
         telling = self._telling.get(gateway)
         if telling is not None:
@@ -68,7 +63,7 @@ class QueueHandover:
             telling.mark = key if telling.mark is None else max(telling.mark, key)
 
     def complete(self, gateway: str) -> None:
-        """It has told everything."""
+        """Note that a router has reported everything."""
         self._telling.pop(gateway, None)
 
     def dismiss(self) -> None:
@@ -76,17 +71,17 @@ class QueueHandover:
         self._telling.clear()
 
     def is_over(self, now: float) -> bool:
-        """Whether there is nobody to wait for."""
+        """Return whether no router is waited for."""
         return not self._telling and not self.is_gathering(now)
 
     def allows(self, key: Key, now: float) -> bool:
-        """Whether nothing that goes before ``key`` may still be told."""
+        """Return whether no unreported request can precede ``key``."""
         if self.is_gathering(now):
             return False
         return all(
             telling.mark is not None and key <= telling.mark
             for telling in self._telling.values()
-            if now - telling.heard < self._patience_s
+            if now - telling.heard < self._timeout_s
         )
 
 
@@ -97,11 +92,11 @@ class _Said:
 
 
 class Generations:
-    """``patience_s`` is how long a gateway that does not say the ledger's generation may keep all
+    """``timeout_s`` is how long a gateway that does not say the ledger's generation may keep all
     others waiting. Times are in seconds."""
 
-    def __init__(self, generation: str, now: float, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, generation: str, now: float, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._current = generation
         self._since = now
         self._said: dict[str, _Said] = {}
@@ -121,14 +116,14 @@ class Generations:
             self._said[gateway] = _Said(generation, now)
 
     def agree(self, now: float) -> bool:
-        """Whether all have said the current one, or have had their time."""
+        """Return whether all routers have named the current generation, or have timed out."""
         return not self._current or all(
             said.generation == self._current or now >= self._until(said)
             for said in self._said.values()
         )
 
     def _until(self, said: _Said) -> float:
-        return max(said.since, self._since) + self._patience_s
+        return max(said.since, self._since) + self._timeout_s
 
 
 #: Entries of a message: the first ones come soon, and none keeps either end for long.
@@ -172,11 +167,11 @@ class HandoverSender:
         self._news: dict[str, pb.Waiting | pb.Running | None] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether anything is left to report."""
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
-        return key_of(self._policy, Waiting.told(self._router_id, waiting))
+        return key_of(self._policy, Waiting.from_proto(self._router_id, waiting))
 
     # what changes
 
@@ -208,7 +203,6 @@ class HandoverSender:
         self._leave_the_roll(request_id)
 
     def _leave_the_roll(self, request_id: str) -> None:
-        """What it has of this request is out of date."""
         self._turns.pop(request_id, None)
         if not self._all_running_told:
             self._spoken_of.add(request_id)
@@ -249,7 +243,6 @@ class HandoverSender:
             message.enqueue.append(turn[2])
 
     def _take_turn(self) -> _Turn | None:
-        """Of the roll and those who came late, who is next; None after the last one."""
         while True:
             self._next = self._next or next(self._roll, None)
             if self._late and (self._next is None or self._late[0] < self._next):

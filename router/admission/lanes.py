@@ -25,7 +25,7 @@ _FEW_HOLES = 64
 
 
 class Queued:
-    """One stay of a request in the queue. ``ticket`` numbers the stays."""
+    """One wait of a request in the queue. ``ticket`` numbers the waits."""
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -49,7 +49,7 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def left(self, queued: Queued) -> None:
+    def note_left(self, queued: Queued) -> None:
         """Note that a request has left."""
 
 
@@ -71,7 +71,7 @@ class Line:
             self._holes -= 1
         return items[0] if items else None
 
-    def left(self, queued: Queued) -> None:
+    def note_left(self, queued: Queued) -> None:
         """Note that a request has left."""
         items = self._items
         if items and items[0][-1] is queued:
@@ -85,7 +85,7 @@ class Line:
 
 
 class KeyLane(Lane):
-    """By the key."""
+    """Requests by their keys."""
 
     def __init__(self) -> None:
         self._line = Line()
@@ -96,8 +96,8 @@ class KeyLane(Lane):
     def head(self, moment: float | None) -> Queued | None:
         return _queued(self._line.first())
 
-    def left(self, queued: Queued) -> None:
-        self._line.left(queued)
+    def note_left(self, queued: Queued) -> None:
+        self._line.note_left(queued)
 
 
 class RatioLane(Lane):
@@ -124,7 +124,11 @@ class RatioLane(Lane):
         line.push(queued, place)
 
     def _line_of(self, waiting: Ordered) -> Line | None:
-        return self._lines.get(_size(waiting)) if waiting.predicted_total else self._by_arrival
+        return (
+            self._lines.get(_size(waiting))
+            if waiting.queue_key.predicted_total
+            else self._by_arrival
+        )
 
     def head(self, moment: float | None) -> Queued | None:
         firsts = self._firsts()
@@ -141,19 +145,18 @@ class RatioLane(Lane):
         return _queued(min(ratios, default=(0.0, unknown))[1])
 
     def _firsts(self) -> list[tuple[int, Item]]:
-        """Of each line, with its size."""
         firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
         if len(firsts) < len(self._lines):
             self._lines = {size: self._lines[size] for size, _ in firsts}
         return firsts
 
-    def left(self, queued: Queued) -> None:
+    def note_left(self, queued: Queued) -> None:
         if (line := self._line_of(queued.waiting)) is not None:
-            line.left(queued)
+            line.note_left(queued)
 
 
 class StarvationLane(Lane):
-    """As another lane, but who has waited for ``limit_s`` leaves first, by arrival."""
+    """Another lane, except that requests that waited for ``limit_s`` leave first, by arrival."""
 
     def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner
@@ -170,9 +173,9 @@ class StarvationLane(Lane):
             return _queued(oldest)
         return self._inner.head(moment)
 
-    def left(self, queued: Queued) -> None:
-        self._inner.left(queued)
-        self._by_arrival.left(queued)
+    def note_left(self, queued: Queued) -> None:
+        self._inner.note_left(queued)
+        self._by_arrival.note_left(queued)
 
 
 class FairLane(Lane):
@@ -210,14 +213,14 @@ class FairLane(Lane):
                 del self._lanes[tenant]
         return None
 
-    def left(self, queued: Queued) -> None:
-        self._by_key.left(queued)
+    def note_left(self, queued: Queued) -> None:
+        self._by_key.note_left(queued)
         if (lane := self._lanes.get(tenant_of(queued.waiting.request_id))) is not None:
-            lane.left(queued)
+            lane.note_left(queued)
 
 
 def _size(waiting: Ordered) -> int:
-    return round(2 * log2(waiting.predicted_total))
+    return round(2 * log2(waiting.queue_key.predicted_total))
 
 
 def _queued(item: Item | None) -> Queued | None:

@@ -41,8 +41,8 @@ class ReadyWorkers:
         self._ranks: list[Rank] = []
         self._rank_of: dict[str, Rank] = {}
 
-    def put(self, rank: Rank) -> None:
-        """In place of the rank that this worker had."""
+    def set_rank(self, rank: Rank) -> None:
+        """Set or replace the rank of a worker."""
         if self._rank_of.get(rank[-1]) != rank:
             self.remove(rank[-1])
             self._rank_of[rank[-1]] = rank
@@ -60,7 +60,7 @@ class ReadyWorkers:
         return worker_id in self._rank_of
 
     def in_order(self, worker_ids: set[str]) -> list[str]:
-        """Those of them that are here, in its order."""
+        """Yield those of them that are here, by rank."""
         ranks = sorted(rank for it in worker_ids if (rank := self._rank_of.get(it)) is not None)
         return [rank[-1] for rank in ranks]
 
@@ -70,8 +70,6 @@ _HOLD_S = 2.0
 
 
 class _Asked(NamedTuple):
-    """All that matters of a request for who has a credit for it."""
-
     prefill_tokens: int
     choices: int
     avoid: str
@@ -109,7 +107,7 @@ class Placement:
         self._unmet = None
         self._note(worker_id)
 
-    def leave(self, worker_id: str) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
         self._ready.remove(worker_id)
         self._unmet = None
@@ -151,18 +149,16 @@ class Placement:
             self._note(worker_id)
 
     def _slots(self, worker: WorkerView) -> int:
-        """Sequences that may run there at once."""
         most, row = worker.capacity.max_num_seqs, worker.pace.row
         if not self.tpot_target or row is None or not worker.step_time.is_known:
             return most
         return largest_batch(worker.step_time, row, self.tpot_target, most)
 
     def _note(self, worker_id: str) -> None:
-        """Something about it may have changed."""
         worker = self._workers[worker_id]
         self._changed.add(worker_id)
         if self._has_credit(worker, _LEAST):
-            self._ready.put((*worker.burden, worker_id))
+            self._ready.set_rank((*worker.load_rank, worker_id))
         else:
             self._ready.remove(worker_id)
 
@@ -189,7 +185,6 @@ class Placement:
         self._note(worker_id)
 
     def _release(self, request_id: str) -> tuple[str, Claim] | None:
-        """Where room was kept for it, and how much."""
         worker_id = self._holds.pop(request_id, "")
         worker = self._workers.get(worker_id)
         claim = worker.held.drop(request_id) if worker else None
@@ -221,7 +216,6 @@ class Placement:
         return chosen
 
     def _candidates(self, asked: _Asked, kept: str) -> Iterable[str]:
-        """In the order in which they are preferred. ``kept`` keeps room for it."""
         if asked == self._unmet:
             others: Iterable[str] = self._ready.in_order(self._changed)
         else:

@@ -19,7 +19,7 @@ from router.config import Order, RouterConfig
 class Policy(Protocol):
     @property
     def name(self) -> Order:
-        """How operators call it."""
+        """Name of the policy in settings."""
         ...
 
     @property
@@ -43,7 +43,7 @@ def key_of(policy: Policy, waiting: Ordered) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """By arrival. A request that comes back from a worker keeps its place."""
+    """Order by arrival. A request that comes back from a worker keeps its place."""
 
     @property
     def name(self) -> Order:
@@ -117,7 +117,7 @@ class ShortestWork:
         return f"shortest {self.ageing_factor:g}"
 
     def place(self, waiting: Ordered) -> Place:
-        return _yielding(waiting, self.ageing_factor, waiting.predicted_work_rank)
+        return _yielding(waiting, self.ageing_factor, waiting.queue_key.predicted_work_rank)
 
     def lane(self) -> Lane:
         return KeyLane()
@@ -141,7 +141,7 @@ class PredictedRank:
         return f"ranked {self.ageing_factor:g}"
 
     def place(self, waiting: Ordered) -> Place:
-        return _yielding(waiting, self.ageing_factor, waiting.predicted_rank)
+        return _yielding(waiting, self.ageing_factor, waiting.queue_key.predicted_rank)
 
     def lane(self) -> Lane:
         return KeyLane()
@@ -149,7 +149,7 @@ class PredictedRank:
 
 def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
     """By when those have to come that go before it. ``rank`` is below 1."""
-    until = waiting.arrived - ageing_factor * waiting.foreseen_wait_s * log1p(-rank)
+    until = waiting.arrived - ageing_factor * waiting.queue_key.estimated_wait_s * log1p(-rank)
     return (until, waiting.arrived, waiting.request_id)
 
 
@@ -220,7 +220,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds of the admission queue now."""
+    """The current rules of the admission queue."""
 
     order: Policy
     #: requests that may wait; one more is refused

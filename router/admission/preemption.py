@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from router.admission.intervals import TICK_S
+from router.admission.handover import TICK_S
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
 from router.admission.workers import WorkerView, blocks_for, blocks_of
 
@@ -57,7 +57,6 @@ def _margin(worker: WorkerView, tokens_ahead: int) -> float:
 
 
 def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
-    """Seconds until some worker has blocks for it; 0 where nobody knows."""
     waits = [
         max(0, blocks_of(waiting) + 1 - worker.free_blocks) / rate
         for worker in workers.values()
@@ -128,14 +127,13 @@ class Evictions:
         return next(cheapest, None)
 
     def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
-        """Whether it would be computed there about as soon as with a credit."""
+        """Return whether the worker would compute a request about as soon as with free capacity."""
         ahead = self._ahead(waiting, worker_id, worker)
         return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
 
     def _victims(
         self, waiting: Waiting, worker_id: str, worker: WorkerView, spared: Collection[str]
     ) -> tuple[Running, ...] | None:
-        """None where they do not suffice."""
         occupants = self._occupants(worker_id)
         room = _room_beside(worker) - _Room(waiting.choices, blocks_of(waiting) + 1)
         for other in self._running.from_class(waiting.priority, worker_id):
@@ -170,7 +168,6 @@ class _Room:
 
 
 def _room_beside(worker: WorkerView) -> _Room:
-    """What runs there does not use, nor what is on its way there."""
     slots = worker.slots - worker.load.num_running
     coming = worker.unacknowledged
     return _Room(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
@@ -204,18 +201,18 @@ class Growth:
         return len(self._promises)
 
     def promise(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
-        """In place of what it was promised where it is now."""
+        """Replace what a request was promised before."""
         self._promises[running.request_id] = _Promise(worker_id, tokens, running.choices, now)
 
     def blocks(self, workers: Mapping[str, WorkerView], now: float) -> Mapping[str, int]:
-        """By worker. O(promises)."""
+        """Return the promised blocks by worker. O(promises)."""
         blocks: Counter[str] = Counter()
         for promise in self._promises.values():
             blocks[promise.worker_id] += blocks_for(_left(promise, workers, now))
         return blocks
 
-    def forget(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """What is kept, or needs to be kept no more."""
+    def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
+        """Drop promises that were kept or are no longer needed."""
         self._promises = {
             request_id: promise
             for request_id, promise in self._promises.items()
@@ -304,12 +301,10 @@ class Moving:
 
 
 def _blocks(running: Running) -> int:
-    """For what is known and the next token, of each choice."""
     return blocks_for(running.known_tokens + 1) + running.choices - 1
 
 
 def _here(needed: int, home: WorkerView) -> float:
-    """Seconds until it has its blocks again where it is; 0 where nobody knows."""
     # A worker keeps a block free, and more of them the more it has.
     rate, lacking = home.pace.free_rate, needed + 1 - home.unused_blocks
     if lacking <= 0 or rate is None:
@@ -318,6 +313,5 @@ def _here(needed: int, home: WorkerView) -> float:
 
 
 def _there(running: Running, worker: WorkerView, home: WorkerView) -> float:
-    """Seconds until another worker has computed what is known of it."""
     tokens = worker.pending_prefill + running.known_tokens
     return worker.prefill_s(tokens) or home.prefill_s(tokens) or tokens / _UNKNOWN_RATE

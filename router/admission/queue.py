@@ -55,12 +55,11 @@ class Backlog:
             if not fresh:
                 del self._fresh[priority]
         if waiting.expires < inf:
-            self._expiring.left(queued)
+            self._expiring.note_left(queued)
 
     @property
     def work(self) -> dict[int, int]:
-        """Tokens by class, from the highest one down, those of higher classes counted in: what goes
-        before a newcomer."""
+        """Work ahead of a new request, in tokens by class: its class's and all higher classes'."""
         before, total = {}, 0
         for priority in sorted(self._work, reverse=True):
             total += self._work[priority]
@@ -68,12 +67,12 @@ class Backlog:
         return before
 
     def work_from(self, priority: int) -> int:
-        """Tokens of this class and higher ones."""
+        """Return the work of this class and all higher ones, in tokens."""
         return sum(tokens for each, tokens in self._work.items() if each >= priority)
 
     @property
     def lowest(self) -> int | None:
-        """The lowest class of those that have not run."""
+        """The lowest class that has a request that has not run."""
         return min(self._fresh, default=None)
 
     def newest_of(self, priority: int) -> Queued:
@@ -97,15 +96,14 @@ _NOBODY = (0, None)
 
 
 class Classes:
-    """``numbers`` has how many requests are queued, of each class that has any.
+    """The queued requests by class. ``numbers`` counts them, for each class that has any.
 
-    For every token of work that leaves while a lower class waits, that one is owed ``floor``
-    tokens. Its next request leaves once its work is owed.
+    For every token of work that leaves while a lower class waits, the lower class earns ``floor``
+    tokens of credit. Its next request leaves once its credit covers the request's work. So a class
+    gets at least that part of the work of higher classes, less at most one request. A class loses
+    its credit when it has no queued request.
 
-    So of the work that higher classes got while a class waited, it got that part, less at most one
-    of its requests. What it is owed is forgotten when nothing of it waits.
-
-    With a ``fair_share`` tenants of a class take turns by it.
+    With ``fair_share``, tenants of one class share it fairly.
     """
 
     def __init__(
@@ -126,8 +124,8 @@ class Classes:
         self._owed: dict[int, float] = {}
 
     @property
-    def in_turns(self) -> bool:
-        """Tenants take turns."""
+    def is_fair(self) -> bool:
+        """True if tenants share a class fairly."""
         return self._fair_share is not None
 
     def push(self, queued: Queued) -> None:
@@ -147,16 +145,16 @@ class Classes:
     def _plain_lane(self) -> Lane:
         return self._policy.lane()
 
-    def left(self, queued: Queued) -> None:
+    def note_left(self, queued: Queued) -> None:
         """Note that a request has left."""
         priority = queued.waiting.priority
         if priority in self._numbers:
-            self._lanes[priority].left(queued)
+            self._lanes[priority].note_left(queued)
         else:
             self._remove(priority)
 
     def clear(self) -> None:
-        """Of classes that nobody is of any more."""
+        """Remove classes without requests."""
         for priority in self._lanes.keys() - self._numbers.keys():
             self._remove(priority)
 
@@ -166,7 +164,10 @@ class Classes:
         self._owed.pop(priority, None)
 
     def head(self, moment: float | None) -> Queued | None:
-        """Who leaves next, at this ledger time in seconds, or by class and place alone."""
+        """Return the request that leaves next at this ledger time, in seconds.
+
+        None for the time: by class and place alone.
+        """
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
         if moment is None or not self._owed:
@@ -177,11 +178,11 @@ class Classes:
         return highest
 
     def highest(self, moment: float | None) -> Queued | None:
-        """The same, but for what lower classes are owed."""
+        """Return the same, ignoring the credit of lower classes."""
         return next(self._heads(moment), _NOBODY)[1]
 
     def serve(self, waiting: Waiting) -> None:
-        """It leaves for a worker."""
+        """Update the credits: a request leaves for a worker."""
         if not self.floor or len(self._ascending) < 2:
             return
         work = waiting.work_tokens
@@ -193,7 +194,6 @@ class Classes:
             self._owed[priority] = self._owed.get(priority, 0.0) + self.floor * work
 
     def _heads(self, moment: float | None) -> Iterator[tuple[int, Queued]]:
-        """By class, the highest first."""
         for priority in reversed(self._ascending):
             queued = self._lanes[priority].head(moment)
             if queued is not None:
@@ -208,9 +208,11 @@ _FORGET_EVERY = 1 << 15
 
 
 class AdmissionQueue:
-    """``class_floor``: of the work that higher classes get while a class waits, the part that it
-    gets as well. ``fair_share`` is told what tenants are served; if ``in_turns``, those of a class
-    take turns by it. Moments are ledger time, and ``now`` is the leader's clock, in seconds."""
+    """``class_floor`` is the part of higher classes' work that a waiting class gets as well.
+
+    ``fair_share`` counts what tenants are served; with ``is_fair``, they share each class by it.
+    Moments are ledger time and ``now`` is the leader's clock, both in seconds.
+    """
 
     def __init__(
         self,
@@ -218,7 +220,7 @@ class AdmissionQueue:
         class_floor: float = 0.0,
         fair_share: FairShare | None = None,
         *,
-        in_turns: bool = False,
+        is_fair: bool = False,
     ) -> None:
         self._tickets = count()
         #: by request id, in the order in which they came
@@ -226,12 +228,12 @@ class AdmissionQueue:
         #: by class, none of which nobody waits
         self._numbers: dict[int, int] = {}
         self._fair_share = fair_share
-        self._classes = self._make_classes(policy, class_floor, in_turns)
+        self._classes = self._make_classes(policy, class_floor, is_fair)
         self.backlog = Backlog()
-        self.stays = WaitStatistics()
+        self.wait_stats = WaitStatistics()
 
-    def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
-        fair_share = self._fair_share if in_turns else None
+    def _make_classes(self, policy: Policy, floor: float, is_fair: bool) -> Classes:
+        fair_share = self._fair_share if is_fair else None
         return Classes(policy, self._numbers, floor, fair_share)
 
     @property
@@ -250,32 +252,34 @@ class AdmissionQueue:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Requests by class, of the classes in which somebody waits, the highest first."""
+        """Queued requests of each class that has any, the highest class first."""
         return dict(sorted(self._numbers.items(), reverse=True))
 
     @property
     def work_tokens(self) -> int:
-        """To be computed for all that wait, as predicted."""
+        """Predicted work of all queued requests, in tokens."""
         return self.backlog.work_tokens
 
     def work_before(self, waiting: Waiting) -> int:
-        """To be computed for those that probably leave before one that comes now, as predicted:
-        where tenants take turns those of others do not all go before it."""
+        """Return the predicted work that probably leaves before a new request, in tokens.
+
+        With fair shares, other tenants' requests do not all go before it.
+        """
         ahead = self.backlog.work_from(waiting.priority)
-        if not self._classes.in_turns:
+        if not self._classes.is_fair:
             return ahead
         assert self._fair_share is not None
         higher = self.backlog.work_from(waiting.priority + 1)
         return min(ahead, higher + self._fair_share.work_before(waiting))
 
     def push(self, waiting: Waiting, now: float = 0.0) -> Waiting | None:
-        """Adds a request; the one that waited under this id before is replaced, and returned."""
+        """Add a request; replace and return the one that was queued under this id."""
         # First: who is replaced by itself does not go meanwhile.
         if self._fair_share is not None:
-            self._fair_share.come(waiting)
+            self._fair_share.note_queued(waiting)
         before = self._queued.get(waiting.request_id)
         replaced = None if before is None else self._take(before)
-        arrival = self.stays.come(waiting, len(self._queued), now)
+        arrival = self.wait_stats.note_arrival(waiting, len(self._queued), now)
         queued = Queued(waiting, next(self._tickets), arrival)
         self._queued[waiting.request_id] = queued
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
@@ -284,33 +288,34 @@ class AdmissionQueue:
         return replaced
 
     def get(self, request_id: str, gateway: str) -> Waiting | None:
-        """None if it does not wait for this gateway."""
+        """Return a queued request of this router; None if there is none."""
         waiting = _waiting(self._queued.get(request_id))
         return waiting if waiting is not None and waiting.gateway == gateway else None
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
-        """Removes a request wherever it stands; False if it does not wait for this gateway."""
+        """Remove a request; return False if this router has none of this id in the queue."""
         if self.get(request_id, gateway) is None:
             return False
         self._take(self._queued[request_id])
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
-        """Removes everything of a gateway that is gone. O(n): an index would cost every request,
-        and gateways go rarely."""
+        """Remove all requests of a router that is gone.
+
+        O(n): an index would cost every request, and routers go rarely.
+        """
         for queued in [it for it in self._queued.values() if it.waiting.gateway == gateway]:
             self._take(queued)
 
     def shed(self, priority: int) -> Waiting | None:
-        """Removes the newest of the lowest class that is below this one, if there is one that has
-        not run."""
+        """Remove the newest request of the lowest class below this one, if one has not run."""
         lowest = self.backlog.lowest
         if lowest is None or lowest >= priority:
             return None
         return self._take(self.backlog.newest_of(lowest))
 
     def expire(self, moment: float) -> Waiting | None:
-        """Removes one that has waited for too long at this moment."""
+        """Remove a request that has waited too long at this moment; None if there is none."""
         overdue = self.backlog.overdue(moment)
         return None if overdue is None else self._take(overdue)
 
@@ -323,20 +328,20 @@ class AdmissionQueue:
             del self._numbers[waiting.priority]
         if self._fair_share is not None:
             self._fair_share.go(waiting)
-        self._classes.left(queued)
+        self._classes.note_left(queued)
         self.backlog.remove(queued)
         return waiting
 
     def peek(self, moment: float | None = None) -> Waiting | None:
-        """The request that leaves next at this moment. Without one: by class and place alone."""
+        """Return the request that leaves next; without a moment, by class and place alone."""
         return _waiting(self._classes.head(moment))
 
     def peek_highest(self, moment: float) -> Waiting | None:
-        """The same, whatever lower classes are owed."""
+        """Return the same, ignoring the credit of lower classes."""
         return _waiting(self._classes.highest(moment))
 
     def pop(self, moment: float | None = None) -> Waiting:
-        """Takes out what ``peek`` shows. Raises IndexError when nothing waits."""
+        """Remove and return what ``peek`` shows. Raises IndexError if the queue is empty."""
         head = self.peek(moment)
         if head is None:
             raise IndexError("nothing waits")
@@ -344,38 +349,39 @@ class AdmissionQueue:
         return head
 
     def dispatch(self, waiting: Waiting) -> None:
-        """It leaves for a worker."""
+        """Remove a request that leaves for a worker."""
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
             self._fair_share.dispatched(waiting)
         self._take(queued)
-        self.stays.leave(queued.arrival, waiting)
+        self.wait_stats.note_left(queued.arrival, waiting)
         if not queued.ticket % _FORGET_EVERY:
             oldest = next(iter(self._queued.values()), None)
-            self.stays.forget(None if oldest is None else oldest.arrival)
+            self.wait_stats.prune(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
-        """Since it came into the queue, or back into it."""
+        """Return the seconds since a request was queued, or queued again."""
         came: float = self._queued[waiting.request_id].arrival[0]
         return now - came
 
-    def stay(self, waiting: Waiting, order: str, now: float, *, in_turns: bool) -> session_pb2.Stay:
-        """Of one that leaves now by these rules."""
+    def queue_wait(
+        self, waiting: Waiting, order: str, now: float, *, is_fair: bool
+    ) -> session_pb2.QueueWait:
+        """Return how a request waited that leaves now by these rules."""
         arrival = self._queued[waiting.request_id].arrival
-        return self.stays.told(arrival, waiting, order, now, in_turns=in_turns)
+        return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
     def pass_by(self, waiting: Waiting) -> None:
-        """It leaves for a worker without having waited."""
+        """Count a request that leaves for a worker without having been queued."""
         if self._fair_share is not None:
-            self._fair_share.come(waiting)
+            self._fair_share.note_queued(waiting)
             self._fair_share.dispatched(waiting)
             self._fair_share.go(waiting)
 
-    def reorder(self, policy: Policy, *, in_turns: bool = False) -> Iterator[None]:
-        """What waits leaves in this order when all of it has been gone through, part by part; until
-        then in the one before. O(n)."""
-        classes = self._make_classes(policy, self._classes.floor, in_turns)
+    def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
+        """Change the order, part by part; the old one holds until the iterator ends. O(n)."""
+        classes = self._make_classes(policy, self._classes.floor, is_fair)
         everybody, after = tuple(self._queued.values()), next(self._tickets)
         for start in range(0, len(everybody), _AT_ONCE):
             self._fill(classes, everybody[start : start + _AT_ONCE])

@@ -1,4 +1,4 @@
-"""What waits in the admission queue, as far as order and placement look at it. Pure."""
+"""Queued and running requests, as ordering and placement see them. Pure."""
 
 from __future__ import annotations
 
@@ -10,32 +10,6 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from everlift.v1 import session_pb2
 
-
-class Late(NamedTuple):
-    """Something comes later than it is wanted. ``is_by_output``: its first token would come in
-    time, and its end would not. By ``shorter_s`` the queue has to be shorter, if that helps."""
-
-    is_by_output: bool
-    shorter_s: float
-
-
-class Wanted(NamedTuple):
-    """Seconds after its arrival by which its first token and its end are wanted; infinite: at no
-    time."""
-
-    first_token_s: float = inf
-    end_s: float = inf
-
-    def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
-        """None where it can come in time. At the least it waits for ``wait_s``, and its output goes
-        on for ``output_s`` after its first token. Who need not wait is not late for its prompt's
-        sake, which its worker may have computed for another one."""
-        first_s = wait_s + prefill_s if wait_s else 0.0
-        first_late_s = first_s - min(self.first_token_s, self.end_s)
-        late_s = max(first_late_s, first_s + output_s - self.end_s)
-        return Late(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None
-
-
 #: By which the requests of a class are ordered, a number first: the smallest place leaves first.
 Place: TypeAlias = tuple[float, *tuple[float | str, ...]]
 
@@ -43,8 +17,37 @@ Place: TypeAlias = tuple[float, *tuple[float | str, ...]]
 Key: TypeAlias = tuple[float | str, ...]
 
 
+class QueueKey(NamedTuple):
+    """Predictions by which queue policies order a request, fixed when the request arrives.
+
+    The fields are those of Waiting and Running in session.proto.
+    """
+
+    #: tokens of the prompt and all outputs; 0: the request is ordered by arrival
+    predicted_total: int = 0
+    #: share of the recent requests whose outputs were predicted to be shorter, below 1
+    predicted_rank: float = 0.0
+    #: the same share by prompt and outputs together
+    predicted_work_rank: float = 0.0
+    #: seconds in which the requests ahead of it leave the queue, estimated at arrival
+    estimated_wait_s: float = 0.0
+
+    @classmethod
+    def from_proto(cls, message: session_pb2.Waiting | session_pb2.Running) -> Self:
+        return cls(
+            message.predicted_total,
+            message.predicted_rank,
+            message.predicted_work_rank,
+            message.estimated_wait_s,
+        )
+
+
+#: Queue key of a request of which nothing is predicted: it is ordered by arrival.
+BY_ARRIVAL = QueueKey()
+
+
 class Ordered(Protocol):
-    """Whatever has a place in the queue's order: it waits, or runs and may come back."""
+    """A request with a place in the queue's order: queued, or running and able to return."""
 
     @property
     def request_id(self) -> str: ...
@@ -59,16 +62,7 @@ class Ordered(Protocol):
     def due(self) -> float: ...
 
     @property
-    def predicted_total(self) -> int: ...
-
-    @property
-    def predicted_rank(self) -> float: ...
-
-    @property
-    def predicted_work_rank(self) -> float: ...
-
-    @property
-    def foreseen_wait_s(self) -> float: ...
+    def queue_key(self) -> QueueKey: ...
 
 
 class Waiting(NamedTuple):
@@ -97,15 +91,8 @@ class Waiting(NamedTuple):
     is_suspect: bool = False
     #: that will probably be generated, of all choices
     predicted_tokens: int = 0
-    #: its prompt and all its output, as predicted when it came: it stays when it comes back. 0: no
-    #: order goes by it, nor by the two below
-    predicted_total: int = 0
-    #: the part of the requests lately whose outputs were predicted to be shorter; it stays too
-    predicted_rank: float = 0.0
-    #: the same of its prompt and all its output
-    predicted_work_rank: float = 0.0
-    #: seconds until what waited when it came has left the queue, as was foreseen. It stays too
-    foreseen_wait_s: float = 0.0
+    #: survives requeues
+    queue_key: QueueKey = BY_ARRIVAL
     #: it was told before, or has run
     accepted: bool = False
     #: some worker has had it
@@ -127,15 +114,11 @@ class Waiting(NamedTuple):
 
     @property
     def work_tokens(self) -> int:
-        """To be computed for it, as predicted."""
+        """Predicted tokens to compute for the request."""
         return self.prefill_tokens + self.predicted_tokens
 
-    @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.ttft_deadline - self.arrived, self.deadline - self.arrived)
-
     @classmethod
-    def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:
+    def from_proto(cls, gateway: str, message: session_pb2.Waiting) -> Self:
         return cls(
             message.request_id,
             gateway,
@@ -150,10 +133,7 @@ class Waiting(NamedTuple):
             message.moves_left,
             message.suspect,
             message.predicted_tokens,
-            message.predicted_total,
-            message.predicted_rank,
-            message.predicted_work_rank,
-            message.foreseen_wait_s,
+            QueueKey.from_proto(message),
             message.accepted,
             message.attempt > 0,
             max(1, message.least_tokens),
@@ -182,10 +162,7 @@ class Running:
     is_preempted: bool = False
     #: as of what waits
     due: float = inf
-    predicted_total: int = 0
-    predicted_rank: float = 0.0
-    predicted_work_rank: float = 0.0
-    foreseen_wait_s: float = 0.0
+    queue_key: QueueKey = BY_ARRIVAL
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -200,14 +177,11 @@ class Running:
             waiting.moves_left,
             waiting.choices,
             due=waiting.due,
-            predicted_total=waiting.predicted_total,
-            predicted_rank=waiting.predicted_rank,
-            predicted_work_rank=waiting.predicted_work_rank,
-            foreseen_wait_s=waiting.foreseen_wait_s,
+            queue_key=waiting.queue_key,
         )
 
     @classmethod
-    def told(cls, gateway: str, message: session_pb2.Running) -> Self:
+    def from_proto(cls, gateway: str, message: session_pb2.Running) -> Self:
         return cls(
             message.request_id,
             gateway,
@@ -220,10 +194,7 @@ class Running:
             message.choices,
             is_preempted=message.preempted,
             due=message.due or inf,
-            predicted_total=message.predicted_total,
-            predicted_rank=message.predicted_rank,
-            predicted_work_rank=message.predicted_work_rank,
-            foreseen_wait_s=message.foreseen_wait_s,
+            queue_key=QueueKey.from_proto(message),
         )
 
     @property
@@ -245,8 +216,8 @@ class RunningTable:
     def get(self, request_id: str) -> Running | None:
         return self._running.get(request_id)
 
-    def put(self, running: Running) -> None:
-        """In place of what was known of it."""
+    def add(self, running: Running) -> None:
+        """Add a request, or replace what was known of it."""
         self.remove(running.request_id)
         self._running[running.request_id] = running
         self._of_gateway.setdefault(running.gateway, set()).add(running.request_id)
@@ -275,19 +246,18 @@ class RunningTable:
         return bool(self._preempted)
 
     def preempted(self) -> list[Running]:
-        """Those that wait at their workers."""
+        """Yield the requests that wait at their workers after a preemption."""
         return [self._running[request_id] for request_id in self._preempted]
 
     def below(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Those of a lower class on a worker; of the lowest class, and there of those with the
-        fewest known tokens, the first."""
+        """Return a worker's requests of lower classes, by class, then by known tokens."""
         for rank in self._ranks.get(worker_id, ()):
             if rank[0] >= priority:
                 return
             yield self._running[rank[2]]
 
     def from_class(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Those of this class or a higher one on a worker."""
+        """Return a worker's requests of this class or a higher one."""
         ranks = self._ranks.get(worker_id, [])
         for rank in ranks[bisect_left(ranks, (priority,)) :]:
             yield self._running[rank[2]]

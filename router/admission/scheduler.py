@@ -23,7 +23,7 @@ from router.admission.preemption import ROOM, Evictions, Growth, Move, Moving
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
 from router.admission.wait_estimate import WaitEstimator
-from router.admission.wait_stats import Obstacle, overtaken
+from router.admission.wait_stats import bypassed
 from router.admission.workers import WorkerView
 from router.config import RouterConfig
 
@@ -35,12 +35,17 @@ class StartingWorkers:
         #: by the start's name, until when it holds and since when; the one heard last is last
         self._until: dict[str, tuple[float, float]] = {}
 
-    def hear(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
-        """Each holds for its seconds, if it is not heard again."""
+    def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
+        """Note that each of these starts for its seconds; 0: no longer. Drop expired ones."""
         for start in starts:
             self._until.pop(start.name, None)
             if start.seconds > 0.0:
                 self._until[start.name] = now + start.seconds, now - start.elapsed_s
+        while self._until:
+            name, (until, _) = next(iter(self._until.items()))
+            if until > now:
+                break
+            del self._until[name]
 
     def count(self, now: float) -> int:
         """Return how many start. O(starts)."""
@@ -49,15 +54,6 @@ class StartingWorkers:
     def longest_s(self, now: float) -> float:
         """Return for how long the first one has been starting; 0: none. O(starts)."""
         return max((now - since for until, since in self._until.values() if until > now), default=0)
-
-    def is_any(self, now: float) -> bool:
-        """What is over is forgotten, so that each is looked at once."""
-        while self._until:
-            name, (until, _) = next(iter(self._until.items()))
-            if until > now:
-                return True
-            del self._until[name]
-        return False
 
 
 #: A request that was told to leave its worker is not told again for so long.
@@ -69,8 +65,10 @@ _RESPITE = 3
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came of a gateway's message: who is refused, or has to leave for others; requests that
-    had been another gateway's until now; and those that waited, and do so no more."""
+    """Result of a router's message.
+
+    Rejected requests, requests taken from another router, and requests that left the queue.
+    """
 
     refused: list[Refusal]
     taken: list[Waiting]
@@ -80,18 +78,18 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A request, the worker that it goes to under this epoch, and who makes room for it there.
-    ``stay`` is None of one that never came into the queue."""
+    ``queue_wait`` is None of one that never came into the queue."""
 
     waiting: Waiting
     worker_id: str
     epoch: int
     victims: tuple[Running, ...] = ()
-    stay: session_pb2.Stay | None = None
+    queue_wait: session_pb2.QueueWait | None = None
 
     @property
-    def overtaken(self) -> int:
-        """How many left the queue before it that came later."""
-        return 0 if self.stay is None else overtaken(self.stay)
+    def bypassed(self) -> int:
+        """Number of later requests that left the queue first."""
+        return 0 if self.queue_wait is None else bypassed(self.queue_wait)
 
 
 class LeaderState:
@@ -113,7 +111,7 @@ class LeaderState:
         self._placement = placement
         self._fair_share = fair_share
         self._queue = AdmissionQueue(
-            rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
+            rules.order, rules.class_floor, fair_share, is_fair=rules.fair_share
         )
         self._waits = WaitEstimator(placement.workers)
         self._bounds = Bounds(rules, self._queue, self._waits)
@@ -126,8 +124,8 @@ class LeaderState:
         self.starts = StartingWorkers()
         self.demands = Demands()
         # By then every gateway has looked twice who leads.
-        self.handover = QueueHandover(now, patience_s=2 * config.beat)
-        self.generations = Generations(generation, now, patience_s=config.lease)
+        self.handover = QueueHandover(now, timeout_s=2 * config.heartbeat)
+        self.generations = Generations(generation, now, timeout_s=config.lease)
         #: to be computed for all requests that came since this leader's term began, as predicted
         self.offered_tokens = 0
         #: what tenants were served before this term, or it does not matter
@@ -139,23 +137,22 @@ class LeaderState:
 
     @property
     def queued_tokens(self) -> int:
-        """To be computed for all that wait, as predicted."""
+        """Predicted work of all queued requests, in tokens."""
         return self._queue.work_tokens
 
     def class_queues(self) -> list[session_pb2.ClassQueue]:
-        """How many wait, by class."""
+        """Queued requests by class."""
         return [
             session_pb2.ClassQueue(priority=priority, queued=number)
             for priority, number in self._queue.numbers.items()
         ]
 
     def tenant_queues(self) -> list[session_pb2.TenantQueue]:
-        """How many wait, by tenant and class, of those of whom most do."""
+        """Queued requests by tenant and class, for the tenants that have the most."""
         return self._fair_share.queues() if self._fair_share is not None else []
 
     def waited_s(self, now: float, ledger_now: float) -> float:
-        """How long the request that leaves next has waited, one that comes back from a worker since
-        then; 0 when none waits."""
+        """Seconds since the next request was queued; 0 if the queue is empty."""
         head = self._queue.peek(ledger_now)
         if head is None:
             return 0.0
@@ -168,22 +165,22 @@ class LeaderState:
 
     @property
     def has_work(self) -> bool:
-        """Whether room at a worker would be used."""
+        """True if free capacity at a worker would be used."""
         return bool(self._queue) or self._running.has_preempted
 
-    def obey(self, rules: Rules) -> Iterator[None]:
+    def apply_rules(self, rules: Rules) -> Iterator[None]:
         """Other rules. To go over to another order takes a while, which is gone through part by
         part; what is left off there changes no order."""
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
-            yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
+            yield from self._queue.reorder(rules.order, is_fair=rules.fair_share)
             self._order, self._in_turns = rules.order, rules.fair_share
             self.handover.dismiss()
 
     # what tenants were served
 
     def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
-        """What the leader before reported. Once."""
+        """Restore what the previous leader reported; called once."""
         if self._fair_share is not None and not self.has_recalled:
             self._fair_share.recall(services)
         self.has_recalled = True
@@ -209,37 +206,37 @@ class LeaderState:
         self._running.remove_gateway(gateway)
         self.demands.disconnect(gateway)
 
-    def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
+    def on_message(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [], [])
         if message.order not in ("", self._order.place_name):
             # What it will still tell may go before what it told: there is nothing to wait for.
             self.handover.complete(gateway)
         for told in message.enqueue:
-            waiting = Waiting.told(gateway, told)
-            self.handover.told(gateway, self._key(waiting), now)
+            waiting = Waiting.from_proto(gateway, told)
+            self.handover.on_waiting(gateway, self._key(waiting), now)
             self._enqueue(waiting, told.accepted, now, heard)
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id, now, heard)
         for running in message.running:
             self._queue.withdraw(running.request_id, gateway)
-            self._running.put(Running.told(gateway, running))
+            self._running.add(Running.from_proto(gateway, running))
         if message.is_complete:
             self.handover.complete(gateway)
         if message.generation:
             self.generations.said(gateway, message.generation, now)
         if self._fair_share is not None:
-            self._fair_share.told(message.served)
+            self._fair_share.on_handover(message.served)
         for ratio in message.tpot_ratios:
             self._waits.least_of_tpot.note(ratio)
-        self.starts.hear(message.starts, now)
+        self.starts.update(message.starts, now)
         if message.HasField("demand"):
-            self.demands.hear(gateway, message.demand)
+            self.demands.update(gateway, message.demand)
         return heard
 
     def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
         # What was accepted once keeps its right to go on, however full the queue is.
         is_new = not accepted and waiting.request_id not in self._queue
-        waiting = self._bounds.foresee(waiting)
+        waiting = self._bounds.predict(waiting)
         if is_new:
             if (refusal := self._bounds.refuse(waiting)) is not None:
                 heard.refused.append(refusal)
@@ -254,8 +251,10 @@ class LeaderState:
     def _withdraw(self, gateway: str, request_id: str, now: float, heard: Heard) -> None:
         waiting = self._queue.get(request_id, gateway)
         if waiting is not None:
-            stay = self._stay(waiting, now)
-            heard.withdrawn.append(session_pb2.Withdrawn(request_id=request_id, stay=stay))
+            queue_wait = self._stay(waiting, now)
+            heard.withdrawn.append(
+                session_pb2.Withdrawn(request_id=request_id, queue_wait=queue_wait)
+            )
             self._queue.withdraw(request_id, gateway)
         running = self._running.get(request_id)
         if running is not None and running.gateway == gateway:
@@ -263,9 +262,9 @@ class LeaderState:
 
     # an overload
 
-    def look(self, now: float) -> None:
-        """At the workers, five times a second: what is predicted is as of now. O(workers)."""
-        self._waits.look(self.queued, now)
+    def update_estimates(self, now: float) -> None:
+        """Update the estimates, five times a second. O(workers)."""
+        self._waits.update(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
         """Takes out of the queue those that have waited for as long as they may."""
@@ -276,8 +275,8 @@ class LeaderState:
         """Until all that wait now have left the queue, as predicted; None: not known."""
         return self._waits.wait_s(self.queued_tokens)
 
-    def outlook(self) -> session_pb2.Outlook:
-        """What a gateway tells those that come."""
+    def queue_estimate(self) -> session_pb2.QueueEstimate:
+        """Return the estimate by which routers reject early."""
         waits = (
             session_pb2.ClassWait(
                 priority=priority,
@@ -286,7 +285,7 @@ class LeaderState:
             )
             for priority, work in self._queue.backlog.work.items()
         )
-        return session_pb2.Outlook(
+        return session_pb2.QueueEstimate(
             tokens_per_s=self._waits.tokens_per_s,
             least_tpot_s=self._waits.least_tpot_s,
             lowest=self._queue.backlog.lowest,
@@ -295,20 +294,9 @@ class LeaderState:
 
     # what is decided
 
-    def look_out(self, now: float, *, may_act: bool) -> None:
-        """What holds the queue up from now on."""
-        obstacle = None
-        if not may_act or not self.handover.is_over(now):
-            obstacle = Obstacle.LEADER
-        elif not self._placement.workers:
-            obstacle = self._without_worker(now)
-        self._queue.stays.look(obstacle, now)
-
-    def _without_worker(self, now: float) -> Obstacle:
-        if self.starts.is_any(now):
-            return Obstacle.WORKER_STARTS
-        is_unplaced = self.demands.total(now).unplaced
-        return Obstacle.WORKER_UNPLACED if is_unplaced else Obstacle.NO_WORKER
+    def note_workers(self, now: float) -> None:
+        """Note whether the queue has any worker to wait for."""
+        self._queue.wait_stats.update(now, has_worker=bool(self._placement.workers))
 
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
@@ -319,24 +307,24 @@ class LeaderState:
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
-                self._queue.stays.is_next(head.request_id, now)
                 break
-            stay = self._stay(one.waiting, now)
+            queue_wait = self._stay(one.waiting, now)
             self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
-            self._waits.left(one.waiting, ledger_now)
-            placed.append(replace(one, stay=stay))
+            self._waits.note_left(one.waiting, ledger_now)
+            placed.append(replace(one, queue_wait=queue_wait))
         if not self._queue:
             self._waits.drain.emptied()
         return placed
 
-    def _stay(self, waiting: Waiting, now: float) -> session_pb2.Stay:
-        """Of one that leaves the queue now."""
-        return self._queue.stay(waiting, self._order.name, now, in_turns=self._takes_turns)
+    def _stay(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
+        return self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
-        """Who leaves next, if nothing that goes before it may still be told. Until all is told that
-        is by the keys, in whose order it is."""
+        """Return the next request, unless an unreported one may precede it.
+
+        During a handover, order by key.
+        """
         if self.handover.is_over(now):
             return self._queue.peek(ledger_now)
         head = self._queue.peek()
@@ -374,33 +362,33 @@ class LeaderState:
         worker_id = self._placement.choose(waiting)
         if worker_id is None:
             return None
-        waiting, epoch = self._bounds.foresee(waiting), make_epoch()
+        waiting, epoch = self._bounds.predict(waiting), make_epoch()
         self._placement.reserve(worker_id, epoch, waiting, now)
         self.offered_tokens += waiting.work_tokens
         return Placed(waiting, worker_id, epoch)
 
-    def give_back(self, placed: Placed) -> None:
-        """What was reserved and did not come."""
+    def cancel_reservation(self, placed: Placed) -> None:
+        """Cancel a reservation whose request did not come."""
         self._placement.acknowledge(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
 
-    def came(self, placed: Placed, gateway: str) -> None:
-        """What was reserved did, and the ledger let it be dispatched."""
+    def confirm_reservation(self, placed: Placed, gateway: str) -> None:
+        """Confirm a reservation whose request the ledger has dispatched."""
         self._queue.pass_by(placed.waiting)
         self.begun(placed, gateway)
 
     def begun(self, placed: Placed, gateway: str) -> None:
         """The ledger has let it be dispatched; it names the gateway."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
-        self._running.put(Running.dispatched(waiting, gateway, worker_id, epoch))
+        self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
 
     def moves(self, now: float, ledger_now: float) -> list[Move]:
         """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
         x workers)."""
-        in_turns = self._takes_turns and self.handover.is_over(now)
-        head = self._queue.peek_highest(ledger_now) if in_turns else self._queue.peek()
+        is_fair = self._is_fair and self.handover.is_over(now)
+        head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
         candidates = self._moving.candidates(
-            self._running.preempted(), head, self._turn if in_turns else self._key
+            self._running.preempted(), head, self._turn if is_fair else self._key
         )
         moves: list[Move] = []
         workers = self._placement.workers
@@ -418,14 +406,13 @@ class LeaderState:
         return moves
 
     @property
-    def _takes_turns(self) -> bool:
+    def _is_fair(self) -> bool:
         return self._in_turns and self._fair_share is not None
 
     def _key(self, ordered: Ordered) -> Key:
         return key_of(self._order, ordered)
 
     def _turn(self, ordered: Ordered) -> Key:
-        """The order's place, after class and tenant's turn."""
         assert self._fair_share is not None
         return (-ordered.priority, self._fair_share.of(ordered), *self._order.place(ordered))
 
@@ -437,10 +424,10 @@ class LeaderState:
         )
         self._spared[running.request_id] = now + _SPARED_S
 
-    def forget(self, now: float) -> None:
-        """What has been long ago."""
+    def prune(self, now: float) -> None:
+        """Drop old records."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
-        self._growth.forget(self._placement.workers, now)
+        self._growth.prune(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_over(now):
             self._fair_share.handover_ended()
 

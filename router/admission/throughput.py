@@ -16,7 +16,7 @@ from math import exp, inf
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
 
 #: Shorter than this nothing is measured.
@@ -33,7 +33,7 @@ _SHORTEST_SLOW_S = 0.02
 
 
 class Counters(Protocol):
-    """Of an engine, as EngineCounters has them."""
+    """Counters of an engine, as in EngineCounters."""
 
     @property
     def prefix_hit_tokens(self) -> int: ...
@@ -49,15 +49,14 @@ class Counters(Protocol):
 
 
 def spared_tokens(counters: Counters) -> int:
-    """By how much requests got on without anything being computed, less what was computed without
-    their getting on."""
+    """Return tokens gained without computing, less tokens computed without gain."""
     wrong_drafts = counters.draft_tokens - counters.accepted_tokens
     return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a worker has done since it started."""
+    """Work that a worker has done since its start."""
 
     step: int = 0
     computed_tokens: int = 0
@@ -72,7 +71,7 @@ class Work:
 
     @property
     def done_tokens(self) -> int:
-        """By which requests got on, prompts' and outputs': as it is predicted what they take."""
+        """Return prompt and output tokens by which requests progressed."""
         return self.computed_tokens + self.spared_tokens
 
 
@@ -85,8 +84,6 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class _Steps:
-    """Of one size class: so many tokens a step, so long."""
-
     tokens: float
     seconds: float
 
@@ -114,12 +111,12 @@ class ThroughputEstimator:
 
     @property
     def step_s(self) -> float:
-        """Of a step in about the last second; 0 as long as there was none."""
+        """Time of a step in about the last second; 0 if there was none."""
         return self._last.seconds if self._last else 0.0
 
     @property
     def size_class(self) -> int:
-        """Of such a step."""
+        """Size class of such a step."""
         return _size_class(self._last.tokens) if self._last else 0
 
     @property
@@ -142,7 +139,7 @@ class ThroughputEstimator:
         return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
 
     def most_step_s(self, tokens: float) -> float:
-        """What a step of so many tokens takes at most; infinite: not known."""
+        """Return the longest time of a step of so many tokens; infinite if unknown."""
         return min(
             (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
         )
@@ -192,7 +189,7 @@ class ThroughputEstimator:
         self._last.blend(tokens, seconds, weight)
 
     def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
-        """Whether its steps take more than ``factor`` times as long as the others' of that size."""
+        """Return whether its steps take over ``factor`` times as long as others of that size."""
         last = self._last
         if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
             return False
@@ -214,8 +211,10 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 
 
 def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
-    """Those that are slower than the others. Costs O(workers) for each size class, and again as
-    much for each that may be one."""
+    """Return the workers that are slower than the others.
+
+    Costs O(workers) for each size class, and again for each candidate.
+    """
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
     if len(seconds) < 2:
         return frozenset()
@@ -242,7 +241,6 @@ def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
 
 
 def _weight(duration: float, memory_s: float) -> float:
-    """Of a sample that took so long, in an average that forgets over ``memory_s``."""
     return 1.0 - exp(-duration / memory_s)
 
 
@@ -268,13 +266,13 @@ class DrainRate:
         self._watched_s = 0.0
         self._token_rate = self._request_rate = 0.0
 
-    def left(self, work_tokens: int) -> None:
+    def note_left(self, work_tokens: int) -> None:
         """A request left the queue for a worker."""
         self._tokens += work_tokens
         self._requests += 1
 
     def emptied(self) -> None:
-        """Nobody waits: more would leave if more were there."""
+        """Note that the queue is empty: the drain rate is not limited by workers."""
         self._since = None
 
     def measure(self, num_queued: int, num_workers: int, now: float) -> None:
@@ -298,7 +296,7 @@ class DrainRate:
         return self._watched_s >= _ENOUGH_S and self._token_rate > 0
 
     def tokens_per_s(self, num_workers: int) -> float:
-        """Of work, out of the queue of so many workers."""
+        """Return the work that leaves the queue per second with so many workers."""
         return self._token_rate * num_workers
 
     def requests_per_s(self, num_workers: int) -> float:
@@ -319,7 +317,7 @@ class Least:
         self.part = 0.8
 
     def note(self, ratio: float) -> None:
-        """One took ``ratio`` times as long as was predicted."""
+        """Note an output that took ``ratio`` times as long as predicted."""
         is_below = ratio < self.part
         self.part = min(1.0, self.part * exp(_STEP * (_QUANTILE - is_below)))
 
@@ -329,8 +327,7 @@ _FEWEST = 16
 
 
 def seen_ratio(predicted_s: float | None, decode_s: float, num_tokens: int) -> float | None:
-    """Of an output of so many tokens, the last of which came ``decode_s`` after the first: how many
-    times as long each took as was predicted. None where nothing was, or where they are too few."""
+    """Return measured over predicted time per token; None if unknown or too short."""
     if not predicted_s or num_tokens < _FEWEST:
         return None
     return decode_s / (num_tokens - 1) / predicted_s

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
 from router.admission.throughput import DrainRate, Least
@@ -39,8 +39,8 @@ class WaitEstimator:
         self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
 
-    def look(self, num_queued: int, now: float) -> None:
-        """At the workers, and at what has left. O(workers)."""
+    def update(self, num_queued: int, now: float) -> None:
+        """Update from the workers and from what left the queue. O(workers)."""
         open_ = [worker for worker in self._workers.values() if worker.is_open]
         self.drain.measure(num_queued, len(open_), now)
         self._next = _next_of(open_)
@@ -56,15 +56,15 @@ class WaitEstimator:
             return 0.0
         return work_tokens / self.tokens_per_s if self.tokens_per_s else None
 
-    def left(self, waiting: Waiting, ledger_now: float) -> None:
-        """It left the queue for a worker."""
-        self.drain.left(waiting.work_tokens)
+    def note_left(self, waiting: Waiting, ledger_now: float) -> None:
+        """Note that a request left the queue for a worker."""
+        self.drain.note_left(waiting.work_tokens)
         predicted_s = waiting.predicted_wait_s
         if predicted_s is not None and predicted_s >= _SHORTEST_S:
             self.least.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
-        """From its dispatch to its first token; 0 where nobody knows."""
+        """Return the seconds from a request's dispatch to its first token; 0 if unknown."""
         worker = self._next
         if worker is None:
             return 0.0
@@ -73,18 +73,17 @@ class WaitEstimator:
         return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
-        """As long as that predicted wait is likely to be at least."""
+        """Return the wait that a predicted one is nearly always longer than."""
         return self.least.part * wait_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Of who comes now, the time of each token after the first one; None: nobody knows."""
+        """Predicted seconds per output token of a new request; None if unknown."""
         return None if self._next is None else self._next.tpot_s
 
     @property
     def least_tpot_s(self) -> float:
-        """As long as that is likely to be at least, should no prompt be computed beside it; 0 where
-        nobody knows."""
+        """Seconds per output token that are nearly always reached; 0 if unknown."""
         if self._next is None or self._next.tpot_s is None:
             return 0.0
         return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
@@ -92,11 +91,10 @@ class WaitEstimator:
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:
     """Where a newcomer would go, about."""
-    return min(workers, key=lambda it: it.burden, default=None)
+    return min(workers, key=lambda it: it.load_rank, default=None)
 
 
 def _full_rate(worker: WorkerView) -> float | None:
-    """Tokens a second when it has all that it can take."""
     if worker.pace.full_rate is not None:
         return worker.pace.full_rate
     row = worker.pace.row
@@ -114,22 +112,22 @@ _UNKNOWN_RATE = 1000.0
 
 class EstimatedWait:
     def __init__(self) -> None:
-        self._outlook = session_pb2.Outlook()
+        self._queue_estimate = session_pb2.QueueEstimate()
         #: tokens a second. The last one that was known holds while there is no worker
         self._rate = _UNKNOWN_RATE
         #: by class, tokens that came since the leader's last word
         self._came: dict[int, int] = {}
 
-    def hear(self, outlook: session_pb2.Outlook) -> None:
+    def on_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
         """The leader's word."""
-        self._outlook = outlook
-        self._rate = outlook.tokens_per_s or self._rate
+        self._queue_estimate = queue_estimate
+        self._rate = queue_estimate.tokens_per_s or self._rate
         self._came.clear()
 
-    def come(self, priority: int, work_tokens: int) -> float:
+    def estimate(self, priority: int, work_tokens: int) -> float:
         """Seconds until what goes before a request of this class has left the queue. From now on it
         is one of those that came."""
-        waits = [it.work_tokens for it in self._outlook.waits if it.priority >= priority]
+        waits = [it.work_tokens for it in self._queue_estimate.waits if it.priority >= priority]
         came = sum(tokens for its, tokens in self._came.items() if its >= priority)
         self._came[priority] = self._came.get(priority, 0) + work_tokens
         return (came + max(waits, default=0)) / self._rate

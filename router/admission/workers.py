@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import StepSize, StepTime
 from everlift.v1 import admin_pb2, session_pb2
@@ -81,7 +81,6 @@ def capacity(
 
 
 def _kinds(workers: Sequence[Connected]) -> list[admin_pb2.WorkerKind]:
-    """Those of most workers first."""
     kinds: dict[bytes, admin_pb2.WorkerKind] = {}
     for worker in workers:
         kind = _kind(worker)
@@ -121,7 +120,7 @@ K = TypeVar("K")
 
 
 class Need(Protocol):
-    """What a request needs of a worker."""
+    """Needs of a request at a worker."""
 
     @property
     def prefill_tokens(self) -> int: ...
@@ -132,8 +131,10 @@ class Need(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a worker can hold at most, and compute in one step, from its WorkerInfo. Workers of the
-    same ``kind`` take about as long for the same step."""
+    """Capacity of a worker, from its WorkerInfo.
+
+    Workers of the same ``kind`` have similar step times.
+    """
 
     max_num_seqs: int
     num_blocks: int
@@ -143,7 +144,7 @@ class Capacity:
     ray_cluster: str = ""
 
     @classmethod
-    def told(cls, info: session_pb2.WorkerInfo) -> Self:
+    def from_proto(cls, info: session_pb2.WorkerInfo) -> Self:
         return cls(
             max_num_seqs=info.max_num_seqs,
             num_blocks=info.num_blocks,
@@ -158,7 +159,7 @@ NOTHING = Work()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker said of itself last. A state with an older sequence number is ignored."""
+    """Last reported load of a worker. A state with an older sequence number is ignored."""
 
     sequence_number: int = -1
     num_running: int = 0
@@ -170,7 +171,7 @@ class Load:
     work: Work = NOTHING
 
     @classmethod
-    def told(cls, state: session_pb2.WorkerState) -> Self:
+    def from_proto(cls, state: session_pb2.WorkerState) -> Self:
         return cls(
             sequence_number=state.sequence_number,
             num_running=state.num_running,
@@ -195,8 +196,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a request will take there that the worker's state does not count. ``since`` is in
-    seconds."""
+    """Capacity that a request will take and that the worker's state does not count yet.
+
+    ``since`` is in seconds.
+    """
 
     tokens: int
     choices: int
@@ -204,7 +207,7 @@ class Claim:
 
 
 class Reservations(Generic[K]):
-    """By epoch, or by request id."""
+    """Claims by epoch or by request id."""
 
     def __init__(self) -> None:
         self._claims: dict[K, Claim] = {}
@@ -257,7 +260,7 @@ class WorkerView:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests at all."""
+        """True if the worker takes requests."""
         return not self.load.draining and self.load.sequence_number >= 0
 
     @property
@@ -271,7 +274,7 @@ class WorkerView:
 
     @property
     def is_full(self) -> bool:
-        """It has all that it can run: somebody waits there, or every slot is taken."""
+        """True if a sequence waits there, or every slot is taken."""
         return self.load.num_waiting > 0 or self.load.num_running >= self.slots
 
     @property
@@ -283,8 +286,7 @@ class WorkerView:
 
     @property
     def decode_s(self) -> float:
-        """Of a step in which what runs there makes a token each, and nothing else is computed; 0:
-        not known."""
+        """Predicted seconds of a step that only decodes what runs there; 0 if unknown."""
         return self.step_time.seconds(self._decoding)
 
     def prefill_s(self, tokens: int) -> float | None:
@@ -298,15 +300,13 @@ class WorkerView:
 
     @property
     def _decoding(self) -> StepSize:
-        """A step of what runs there, of which each makes a token."""
         running = self.load.num_running
         tokens = max(0, self.load.committed_tokens - self.load.pending_prefill_tokens)
         return StepSize(running, running, tokens, tokens)
 
     @property
-    def burden(self) -> tuple[bool, int, int]:
-        """Of two workers the one with the smaller one is preferred: who is not slow, has less
-        prefill pending, and then fewer committed tokens."""
+    def load_rank(self) -> tuple[bool, int, int]:
+        """Rank of a worker, lower first: not slow, less pending prefill, fewer committed tokens."""
         return self.is_slow, self.pending_prefill, self.committed_tokens
 
     @property

@@ -1,1 +1,1 @@
-"""What clients can reach: the protocols and what may be asked."""
+"""Everything that clients can reach: the protocols, and the service behind them."""

@@ -1,16 +1,15 @@
-"""What clients are told of errors."""
+"""Errors as clients receive them."""
 
 from __future__ import annotations
 
 from everlift import logs
 from everlift.errors import EverliftError
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 def answerable(error: Exception) -> EverliftError:
-    """What a client is told of an error that is being handled. An unforeseen one is logged, not
-    shown."""
+    """Return the error to send for an exception. An unexpected one is logged, not shown."""
     if isinstance(error, EverliftError):
         return error
     log.exception("unforeseen error")

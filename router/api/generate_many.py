@@ -115,10 +115,9 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         return message
 
     def _next(self, index: int) -> pb.ManyPiece | None:
-        """Of a request of which there may be more."""
         pieces = self._pieces[index]
         try:
-            piece = pieces.take()
+            piece = pieces.poll()
         except Exception as error:
             self._end(index)
             return _failure(index, answerable(error))

@@ -34,13 +34,14 @@ from router.ledger.base import MOST_LISTED, Position
 from router.ledger.entry import Entry, Event, State
 from router.requests import sampling_defaults, tokenizer
 from router.requests.delivered import Delivered
-from router.requests.manager import Requests, check_same_body, new_request_id
-from router.requests.registry import NO_TRACES, Elsewhere, Tracer
-from router.requests.request import LiveRequest
+from router.requests.manager import Requests, new_request_id
+from router.requests.request import Elsewhere, LiveRequest
 from router.requests.request_stream import RequestStream, lost
 from router.requests.stream import Carried, Pieces, Relay, Source
+from router.requests.submission import check_same_body
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
+from router.requests.tracer import NO_TRACES, Tracer
 
 #: More than a moment can have, in microseconds.
 _MOST_US = 1 << 53
@@ -96,7 +97,6 @@ def header_request_id(headers: Mapping[str, str]) -> str:
 
 
 def _request_id(headers: Mapping[str, str], place: int | None) -> str:
-    """Empty where the headers name none."""
     if IDEMPOTENCY_KEY not in headers:
         return ""
     # The IETF's draft has the key in quotation marks, most clients have it without.
@@ -207,7 +207,7 @@ class Inference:
         journal: Journal,
         timeout_s: float | None,
     ) -> Opened:
-        trace = self._tracer.begin(headers.items())
+        trace = self._tracer.begin_span(headers.items())
         x_request_id = header_request_id(headers)
         message.request_id = message.request_id or new_request_id()
         with self._telling_refusals(trace, journal.came, x_request_id):
@@ -225,7 +225,7 @@ class Inference:
             request = await tokenizer.with_text(
                 len(message.text), lambda: self._model.resolve(fitted)
             )
-            journal.tokenised(now())
+            journal.received(now())
             try:
                 live = await self._requests.submit(
                     request, _earlier(submission.timeout_s, timeout_s), journal
@@ -365,7 +365,6 @@ class Inference:
         return _named(caller, await self._explained(caller.qualify(message.request_id)))
 
     async def _explained(self, request_id: str) -> pb.Explanation:
-        """Raises UnknownRequest, LedgerUnavailable."""
         try:
             return await self._requests.explain(request_id)
         except Elsewhere as elsewhere:
@@ -431,7 +430,7 @@ class Inference:
     def _telling_refusals(
         self, trace: TraceContext | None, came: float, x_request_id: str
     ) -> Iterator[None]:
-        """What fails in it was never accepted."""
+        """Count errors as rejections: such calls were never accepted."""
         try:
             yield
         except Exception as error:
@@ -458,7 +457,6 @@ def _described(entry: Entry) -> pb.GetRequestResponse:
 
 
 def _named(caller: Caller, explanation: pb.Explanation) -> pb.Explanation:
-    """With its caller's names for requests: others' than its tenant's are not in it."""
     explanation.request_id = caller.name(explanation.request_id)
     for attempt in explanation.attempts:
         for names in (attempt.neighbours, attempt.newcomers, attempt.occupants):
@@ -480,7 +478,6 @@ def _summary(caller: Caller, entry: Entry) -> pb.RequestSummary:
 
 
 def _state(number: pb.RequestState.ValueType) -> State:
-    """Raises InvalidRequest."""
     if number not in _STATES:
         raise InvalidRequest(f"states: there is no state {number}")
     return _STATES[number]

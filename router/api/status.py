@@ -1,4 +1,4 @@
-"""What a router shows of its cluster."""
+"""Status of a router's cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import chain
 
 from everlift.v1 import inference_pb2 as pb
 from router.auth.caller import Caller, Scope
-from router.heartbeat import Fleet
+from router.heartbeat import Heartbeat
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.requests.manager import Requests
@@ -22,7 +22,7 @@ class Status:
         requests: Requests,
         sessions: Sessions,
         line: LeaderClient,
-        fleet: Fleet,
+        heartbeat: Heartbeat,
         leader: Leader,
         metrics_address: str,
         http_address: str,
@@ -32,13 +32,13 @@ class Status:
         self._requests = requests
         self._sessions = sessions
         self._line = line
-        self._fleet = fleet
+        self._heartbeat = heartbeat
         self._leader = leader
         self._metrics_address = metrics_address
         self._http_address = http_address
 
     async def describe(self, caller: Caller) -> pb.GetStatusResponse:
-        """Whose requests run is nobody's business but an administrator's."""
+        """Return the status; only administrators see whose requests run."""
         workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
         if Scope.ADMIN not in caller.scopes:
             for sequence in chain.from_iterable(worker.running for worker in workers):
@@ -47,7 +47,7 @@ class Status:
         return pb.GetStatusResponse(
             cluster_id=self._cluster_id,
             model=self._model.name,
-            leader=self._fleet.leader_id,
+            leader=self._heartbeat.leader_id,
             workers=workers,
             queued=self._line.queued,
             running=sum(worker.num_running for worker in workers if worker.alive),

@@ -1,1 +1,1 @@
-"""Who may come in: keys, the tenants that they are of, and what these may ask for."""
+"""Authentication: keys, their tenants, and the limits of tenants."""

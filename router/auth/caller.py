@@ -1,4 +1,4 @@
-"""Who calls, and what they may do. Pure."""
+"""The caller and its permissions. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.auth.limits import NO_LIMITS, Limits
 
 
 class Scope(Enum):
-    """What a credential is good for."""
+    """Scope of a credential."""
 
     #: requests, and what belongs to them
     INFER = "infer"
@@ -39,7 +39,7 @@ class Caller:
     limits: Limits = NO_LIMITS
 
     def check(self, *scopes: Scope) -> None:
-        """That it has one of them. Raises Forbidden."""
+        """Check that the caller has one of these scopes. Raises Forbidden."""
         if not self.scopes.intersection(scopes):
             names = " or ".join(scope.value for scope in scopes)
             raise Forbidden(f"this credential is not for {names}")
@@ -61,7 +61,7 @@ class Caller:
         return check_tenant(its) if its else its
 
     def name(self, request_id: str) -> str:
-        """What this caller is told of a name inside the cluster."""
+        """Return a name inside the cluster as this caller may see it."""
         return request_id if Scope.ADMIN in self.scopes else bare(request_id)
 
 
@@ -71,8 +71,10 @@ ANYONE = Caller()
 
 class Authenticator(Protocol):
     def admit(self, headers: Mapping[str, str]) -> Caller:
-        """Who comes with these headers; their names are in small letters. Raises
-        Unauthenticated."""
+        """Return the caller with these headers, whose names are lower case.
+
+        Raises Unauthenticated.
+        """
         ...
 
 

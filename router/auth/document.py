@@ -18,9 +18,8 @@ from datetime import datetime
 from typing import Any
 
 from everlift import settings
-from everlift.errors import InvalidRequest
+from everlift.errors import InvalidRequest, SettingsError
 from everlift.request_id import check_tenant
-from everlift.settings import SettingsError
 from router.auth.key import Key, is_id
 from router.auth.limits import Limits
 
@@ -56,14 +55,14 @@ class Document:
             raise SettingsError(f"tenants.{tenant}.{error}") from None
 
     def to_plain(self) -> dict[str, Any]:
-        """As YAML and JSON write it."""
+        """Return plain values for YAML and JSON."""
         return {
             "keys": {key_id: _plain_key(key) for key_id, key in self.keys.items()},
             "tenants": {tenant: dict(own) for tenant, own in self.tenants.items()},
         }
 
     def to_records(self) -> dict[str, str]:
-        """As the ledger keeps it: a text for each key and each tenant."""
+        """Return the ledger's records: a text for each key and each tenant."""
         plain = self.to_plain()
         return {
             f"{section}/{name}": json.dumps(each)
@@ -121,14 +120,12 @@ def _key(key_id: str, value: object) -> Key:
 
 
 def _text(value: object) -> object:
-    """YAML makes a date of a moment without quotes."""
     if isinstance(value, datetime):
         return value.isoformat()
     return value
 
 
 def _plain_key(key: Key) -> dict[str, object]:
-    """Less what it has not."""
     return {name: each for name, each in settings.to_dict(key).items() if each not in (None, "")}
 
 
@@ -152,7 +149,7 @@ def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]
 
 
 def changes(before: Document, after: Document) -> dict[str, str | None]:
-    """What makes the records of ``after`` of those of ``before``; None removes one."""
+    """Return what turns the records of ``before`` into those of ``after``; None removes one."""
 
     def differing() -> Iterator[tuple[str, str | None]]:
         was, will_be = before.to_records(), after.to_records()

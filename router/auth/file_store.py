@@ -17,11 +17,11 @@ from pathlib import Path
 import yaml
 
 from everlift import logs
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.auth.document import Document, from_plain
 from router.auth.store import Edit
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: What is another file is another one of these, also where the symbolic link to it was changed.
 _Identity = tuple[int, ...]
@@ -86,7 +86,6 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Its directory: the file itself is another one after each change."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -80,7 +80,7 @@ def _seconds(moment: str) -> float:
 
 
 def moment(seconds: float) -> str:
-    """Of seconds since 1970, to the second."""
+    """Return a moment of seconds since 1970 as text, to the second."""
     return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -104,7 +104,7 @@ def is_id(text: str) -> bool:
 
 
 def whole(key_id: str, secret: str) -> str:
-    """What its owner shows."""
+    """Return the key as its owner shows it."""
     return f"ev_{key_id}_{secret}"
 
 
@@ -115,5 +115,5 @@ def parts(shown: str) -> tuple[str, str] | None:
 
 
 def hash_of(secret: str) -> str:
-    """As ``Key.sha256`` has it."""
+    """Return the hash of a key, as in ``Key.sha256``."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a tenant may ask for. Pure."""
+"""Limits of a tenant. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """Of its requests together something is limited."""
+        """True if some limit applies to all its requests together."""
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 

@@ -46,7 +46,7 @@ class Quotas:
         if not limits.is_metered:
             return False
         # What ended here is free before its client can have seen the end.
-        await self.tell()
+        await self.flush()
         charge = Charge(
             request.request_id,
             len(request.prompt_ids),
@@ -58,16 +58,16 @@ class Quotas:
         return await self._ledger.charge(charge, _LEASE_S)
 
     def hold(self, request_id: str) -> None:
-        """It is in this gateway's hands."""
+        """Note that a request is in this router's hands."""
         if self._is_metered(request_id):
             self._held.add(request_id)
 
     def let_go(self, request_id: str) -> None:
-        """It is in this gateway's hands no more."""
+        """Note that a request is no longer in this router's hands."""
         self._held.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:
-        """It has ended, here or in nobody's hands. None: as if it had never come."""
+        """Settle a request that has ended; None takes the whole charge back."""
         self.let_go(request_id)
         if self._is_metered(request_id):
             self._ended[request_id] = Settlement(request_id, output_tokens)
@@ -85,20 +85,20 @@ class Quotas:
                 async with asyncio.timeout_at(due):
                     await self._has_ended.wait()
             try:
-                await self.tell()
+                await self.flush()
                 if loop.time() >= due:
                     await self._hold_all()
                     due = loop.time() + _HOLD_S
             except LedgerUnavailable:
                 await asyncio.sleep(_RETRY_S)
 
-    async def tell(self) -> None:
+    async def flush(self) -> None:
         """The ledger knows what has ended so far. Raises LedgerUnavailable."""
         async with self._telling:
             self._has_ended.clear()
             if ended := list(self._ended.values()):
                 try:
-                    await self._ledger.settle(ended)
+                    await self._ledger.settle_charges(ended)
                 except BaseException:
                     self._has_ended.set()
                     raise

@@ -1,4 +1,4 @@
-"""Where it is kept who may come in."""
+"""Stores of keys and tenants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LedgerStore:
         return from_records(records.texts)
 
     async def change(self, edit: Edit) -> Document:
-        """Of two who change the same key or tenant at once the later one is right."""
+        """Change a store. Of two simultaneous changes of one key or tenant, the later one holds."""
         records = await self._ledger.access()
         assert records is not None
         before = from_records(records.texts)

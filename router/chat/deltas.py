@@ -1,4 +1,4 @@
-"""What an output's text brings, piece by piece. Pure."""
+"""Deltas of an output's text. Pure."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Deltas:
     def call(self, begins: CallBegins) -> None:
         self._gathered.append((begins, []))
 
-    def take(self) -> list[Delta]:
-        """Those since it was last asked."""
+    def drain(self) -> list[Delta]:
+        """Return the deltas since the last call."""
         gathered, self._gathered = self._gathered, []
         return [_delta(kind, "".join(texts)) for kind, texts in gathered]
 

@@ -1,4 +1,4 @@
-"""How models write tool calls. Pure."""
+"""Formats in which models write tool calls. Pure."""
 
 from __future__ import annotations
 

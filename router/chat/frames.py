@@ -1,9 +1,25 @@
-"""JSON between a router and its renderers: four bytes of length, then so much UTF-8. Pure."""
+"""Start and messages of a renderer process. Pure."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``tool_use`` is the template for chats with tools. ``cpu_s`` for one chat, ``max_characters``
+    of what it becomes, ``memory_mib`` beyond what the process has at its start."""
+
+    default: str
+    tool_use: str
+    special_tokens: Mapping[str, str]
+    cpu_s: float
+    memory_mib: int
+    max_characters: int
+
 
 LENGTH_BYTES = 4
 Frame = dict[str, Any]

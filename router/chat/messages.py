@@ -35,8 +35,10 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def shown_messages(given: object) -> list[Message]:
-    """What a template is shown of a request's messages. Raises InvalidRequest, OutOfRange, NotUtf8,
-    UnsupportedContent, which name the place."""
+    """Return a request's messages for the template.
+
+    Raises InvalidRequest, OutOfRange, NotUtf8, UnsupportedContent, which name the place.
+    """
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of at least one message")
     if len(given) > MAX_MESSAGES:
@@ -146,7 +148,6 @@ def _arguments(at: str, given: object) -> object:
 
 
 def _can_be_written(value: object) -> bool:
-    """Escapes may stand for half a character, and digits for a number that is too large."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
@@ -159,7 +160,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _name_results(messages: list[Message]) -> None:
-    """Some templates want to know whose result it is, and clients send the call's id alone."""
     called: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", []):

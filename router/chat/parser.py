@@ -53,7 +53,7 @@ class Parser(Protocol):
     def has_calls(self) -> bool: ...
 
     def feed(self, text: str) -> list[Delta]:
-        """What has become certain."""
+        """Return what is certain after more text."""
         ...
 
     def finish(self) -> list[Delta]:
@@ -62,27 +62,25 @@ class Parser(Protocol):
 
 
 class PlainParser:
-    """Of an output without tools: everything is content."""
+    """Parser of an output without tools: everything is content."""
 
     has_calls = False
 
     def feed(self, text: str) -> list[Delta]:
         deltas = Deltas()
         deltas.content(text)
-        return deltas.take()
+        return deltas.drain()
 
     def finish(self) -> list[Delta]:
         return []
 
 
 class _NoCall(Exception):
-    """What was read is not one."""
+    pass
 
 
 @dataclass(slots=True)
 class _Call:
-    """What is known of it before it begins."""
-
     name: str = ""
     arguments: str = "{}"
     has_begun: bool = False
@@ -114,18 +112,17 @@ class _CharParser:
             self._unread.append(char)
             while self._unread:
                 self._reading.send(self._unread.popleft())
-        return self._deltas.take()
+        return self._deltas.drain()
 
     def finish(self) -> list[Delta]:
         self._reading.close()
         self._at_end()
-        return self._deltas.take()
+        return self._deltas.drain()
 
     def _output(self) -> Reading[None]:
         raise NotImplementedError
 
     def _read(self) -> Reading[str]:
-        """The next character, which is held."""
         char = yield
         self._held.append(char)
         return char
@@ -137,12 +134,10 @@ class _CharParser:
         return char
 
     def _nothing_more(self) -> Reading[None]:
-        """Drops the rest of the output."""
         while True:
             yield
 
     def _arguments(self, name: str) -> Reading[None]:
-        """A call of ``name``, whose arguments begin with the bracket that was just read."""
         del self._held[:-1]
         self._begin(name)
         self._at_end = self._tell_arguments
@@ -157,7 +152,6 @@ class _CharParser:
         self._at_end = self._drop
 
     def _string_of_arguments(self) -> Reading[None]:
-        """To its closing quote."""
         while (char := (yield from self._read())) != '"':
             if char == "\\":
                 yield from self._escape()
@@ -166,7 +160,6 @@ class _CharParser:
         self._tell_arguments()
 
     def _is_half(self) -> bool:
-        """What is held ends with half of a character, and the other half may follow."""
         last = self._held[-_ESCAPE_LENGTH:]
         return len(last) == _ESCAPE_LENGTH and _HALF.fullmatch("".join(last)) is not None
 
@@ -196,12 +189,11 @@ class _CharParser:
         self._held.clear()
 
     def _put_back(self, count: int) -> None:
-        """The last ``count`` characters that are held are read again."""
         self._unread.extendleft(self._held.pop() for _ in range(count))
 
 
 class ArgumentsParser(_CharParser):
-    """Of an output that is nothing but the arguments of one function."""
+    """Parser of an output that consists of the arguments of one function."""
 
     def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
         self._name = name
@@ -248,14 +240,12 @@ class CallParser(_CharParser):
             yield from self._calls()
 
     def _content(self) -> Reading[None]:
-        """Up to the mark of a call, which is held then, with the space before it."""
         while not (yield from self._is_next(self._form.opens)):
             self._tell_content()
         if not self._form.is_enforced:
             self._at_end = self._tell_content
 
     def _is_next(self, mark: str) -> Reading[bool]:
-        """Reads no more than shows whether it is, behind space: what is read is no other mark."""
         if (yield from self._read_solid()) != mark[:1]:
             return False
         for expected in mark[1:]:
@@ -265,7 +255,6 @@ class CallParser(_CharParser):
         return True
 
     def _calls(self) -> Reading[None]:
-        """One, and those that follow it without its mark."""
         is_followed = True
         while is_followed:
             try:
@@ -300,11 +289,9 @@ class CallParser(_CharParser):
             return is_bare
 
     def _held_space(self) -> int:
-        """So many of what is held, before anything else."""
         return next(i for i, char in enumerate(self._held) if char not in _SPACE)
 
     def _call(self) -> Reading[None]:
-        """Raises _NoCall, but not once it has begun."""
         call = _Call()
         try:
             if (yield from self._read_solid()) != "{":
@@ -364,7 +351,6 @@ class CallParser(_CharParser):
         return name
 
     def _value(self) -> Reading[str]:
-        """The next value's JSON; brackets and quotes alone are looked at."""
         char = yield from self._read_solid()
         first = len(self._held) - 1
         if char == '"':
@@ -378,7 +364,6 @@ class CallParser(_CharParser):
         return "".join(self._held[first:])
 
     def _rest_of_string(self, most: int | None = None) -> Reading[None]:
-        """Raises _NoCall where it has more than ``most`` characters, its quotes counted in."""
         end = None if most is None else len(self._held) - 1 + most
         while (char := (yield from self._read())) != '"':
             if char == "\\":
@@ -396,7 +381,6 @@ class CallParser(_CharParser):
 
 
 def _loaded(text: str) -> object:
-    """Raises _NoCall."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -404,7 +388,6 @@ def _loaded(text: str) -> object:
 
 
 def _text(value: str) -> str:
-    """Of a JSON text. Raises _NoCall for anything else."""
     text = _loaded(value)
     if not isinstance(text, str):
         raise _NoCall

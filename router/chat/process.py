@@ -13,10 +13,9 @@ from dataclasses import asdict
 from everlift import logs
 from everlift.errors import EverliftError, PromptTextTooLong, TemplateFailed, TemplateTimeout
 from router.chat import frames
-from router.chat.frames import Frame
-from router.chat.launch import Launch
+from router.chat.frames import Frame, Launch
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: On a busy machine the same work takes so many times its CPU time.
 _PATIENCE = 5
@@ -33,7 +32,7 @@ _FOR_FORKS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class _Ended(Exception):
-    """The process is gone, or no longer to be understood."""
+    pass
 
 
 class RendererProcess:
@@ -72,7 +71,6 @@ class RendererProcess:
         self._process = self._socket = None
 
     async def _start(self) -> None:
-        """Raises EverliftError."""
         self.end()
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
@@ -92,7 +90,6 @@ class RendererProcess:
             raise EverliftError("no chat can be rendered: the router's log says why") from None
 
     async def _exchange(self, request: bytes, timeout_s: float) -> Frame:
-        """The answer. Without one the process is ended: raises TimeoutError, _Ended."""
         assert self._socket is not None
         try:
             async with asyncio.timeout(timeout_s):

@@ -25,8 +25,7 @@ import jinja2.exceptions
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.chat import frames
-from router.chat.frames import Frame
-from router.chat.launch import Launch
+from router.chat.frames import Frame, Launch
 
 #: No cause is longer for a client.
 _MAX_CAUSE = 500
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
-    """The whole life of the child process."""
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         _bound(launch.memory_mib)
@@ -105,7 +103,6 @@ def _refusal(cause: str) -> bytes:
 
 
 def _bound(memory_mib: int) -> None:
-    """So much more memory than there is now; no files, no processes, nothing to be dumped."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -117,7 +114,6 @@ def _bound(memory_mib: int) -> None:
 
 
 def _receive(sock: socket.socket) -> Frame:
-    """Raises EOFError."""
     length = frames.decode_length(_receive_exactly(sock, frames.LENGTH_BYTES))
     return frames.decode(_receive_exactly(sock, length))
 

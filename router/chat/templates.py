@@ -12,11 +12,11 @@ from typing import Any, Self
 from everlift.chat_templates import Templates
 from everlift.errors import QueueFull
 from router.chat import frames
+from router.chat.checks import checked
 from router.chat.formats import ToolFormat, tool_format
-from router.chat.launch import Launch
+from router.chat.frames import Launch
 from router.chat.messages import Message, shown_messages
 from router.chat.process import RendererProcess
-from router.chat.variables import checked
 from router.config import RouterConfig
 
 #: No context holds more.
@@ -67,7 +67,7 @@ class ChatTemplate:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None: not known."""
+        """The format of the model's tool calls; None if unknown."""
         return self._tool_format
 
     def start(self) -> None:
@@ -112,7 +112,6 @@ class ChatTemplate:
             process.end()
 
     def _with_roles(self, messages: list[Message]) -> list[Message]:
-        """Most templates know no developer, who is what they call system."""
         if "developer" in self._templates.default + self._templates.tool_use:
             return messages
         return [

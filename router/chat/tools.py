@@ -91,7 +91,7 @@ class ToolUse:
 
     @property
     def shown(self) -> list[Json] | None:
-        """What the template gets; None: no tools."""
+        """Return the tools for the template; None without tools."""
         if self.choice is Choice.NONE:
             return None
         return [function.shown for function in self.functions]
@@ -187,7 +187,6 @@ def _rooted_value(key: str, value: Json, root: str, bases: Set[str]) -> Json:
 
 
 def _choice(given: object) -> tuple[Choice, str]:
-    """And the function's name, if it names one."""
     if given is None:
         return Choice.AUTO, ""
     if isinstance(given, str) and given in ("none", "auto", "required"):

@@ -127,7 +127,6 @@ def _without_port(host: str) -> str:
 
 
 def _is_own_name(name: str) -> bool:
-    """One that nobody else can have in the DNS."""
     try:
         ip_address(name)
     except ValueError:

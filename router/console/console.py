@@ -16,12 +16,12 @@ from everlift import logs
 from everlift.errors import EverliftError, LedgerUnavailable, TooManyConnections
 from router.api.openai import errors
 from router.api.openai.api import Path
-from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Call, Gone, unless_gone
+from router.api.openai.writer import encode
 from router.auth.caller import Authenticator, Scope
 from router.console.actions import Actions
+from router.console.counts import Peers
 from router.console.page import SECURITY_HEADERS, Page
-from router.console.peers import Peers
 from router.console.scaling import described
 from router.console.slot_grid import MOST_LANES, Lanes
 from router.console.snapshot import Snapshot
@@ -29,7 +29,7 @@ from router.console.viewer import Viewer
 from router.event_loop import now
 from router.ledger.base import Ledger, LoadReport, ScalingReport
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two frames of a page that reads them in time.
 FRAME_S = 0.25
@@ -43,7 +43,7 @@ _HEADERS = (
 
 
 class Audience:
-    """Those who watch."""
+    """The viewers of the console."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -112,13 +112,13 @@ class Console:
         self,
         snapshot: Snapshot,
         actions: Actions,
-        door: Authenticator,
+        authenticator: Authenticator,
         ledger: Ledger,
         peers: Peers,
     ) -> None:
         self._snapshot = snapshot
         self._actions = actions
-        self._door = door
+        self._authenticator = authenticator
         self._ledger = ledger
         self._peers = peers
         self._page = Page()
@@ -146,9 +146,8 @@ class Console:
             await self._peers.close()
 
     def _look(self) -> None:
-        """What is wrong with it ends no router."""
         try:
-            self._sections, self._encoded = self._snapshot.look(now()), {}
+            self._sections, self._encoded = self._snapshot.update(now()), {}
         except Exception:
             self._log_failure("the console's look failed")
 
@@ -158,13 +157,11 @@ class Console:
             log.exception(what)
 
     def _as_json(self) -> Mapping[str, str]:
-        """Once a look, however many watch."""
         if not self._encoded:
             self._encoded = {name: encode(value) for name, value in self._sections.items()}
         return self._encoded
 
     async def _ask_ledger(self) -> None:
-        """While somebody watches."""
         while True:
             try:
                 load, scaling = await self._said() if self._audience else (None, None)
@@ -175,14 +172,12 @@ class Console:
             await asyncio.sleep(_ASK_S)
 
     async def _said(self) -> tuple[LoadReport | None, ScalingReport | None]:
-        """By the leader and by the autoscaler."""
         try:
             return await self._ledger.load(), await self._ledger.scaling()
         except LedgerUnavailable:
             return None, None
 
     async def _ask_peers(self) -> None:
-        """Also while nobody watches: a minute is known to who comes."""
         while True:
             await self._hear_peers()
             for _ in range(_IDLE_ASKS):
@@ -193,7 +188,7 @@ class Console:
     async def _hear_peers(self) -> None:
         try:
             counts, num_silent = await self._peers.counts()
-            self._snapshot.hear(counts, num_silent, now())
+            self._snapshot.add_counts(counts, num_silent, now())
         except LedgerUnavailable:
             # It knows who the others are: until it is back their last counts stand.
             pass
@@ -214,7 +209,7 @@ class Console:
         viewer = Viewer(self._snapshot, call.caller, Lanes(chosen))
 
         def frame() -> str:
-            viewer.caller = self._door.admit(call.headers)
+            viewer.caller = self._authenticator.admit(call.headers)
             viewer.caller.check(Scope.METRICS, Scope.ADMIN)
             return viewer.frame(self._as_json(), now())
 

@@ -1,4 +1,4 @@
-"""What a router counted since it started, for its own console and for those of others. Pure."""
+"""Counts of a router since its start, for its own console and others'. Pure."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ _TOTALS = (
 
 
 class _Router:
-    """``failures`` are those of before it was heard first."""
-
     def __init__(self, bounds: Mapping[str, Sequence[float]], failures: Mapping[str, int]) -> None:
         self.histograms = {name: RecentHistogram(each) for name, each in bounds.items()}
         self.failures = Failures(failures)
@@ -96,7 +94,7 @@ class Aggregates:
             self._routers[counts.router_id] = router
         router.note(counts, now)
 
-    def forget(self, now: float) -> None:
+    def drop_routers(self, now: float) -> None:
         """Routers that are gone, with what they counted."""
         self._routers = {
             name: it for name, it in self._routers.items() if now - it.heard < _FORGOTTEN_S
@@ -111,7 +109,7 @@ class Aggregates:
         }
 
     def failures(self, now: float) -> list[Failed]:
-        """Of late, the most frequent first."""
+        """Return recent failures, the most frequent first."""
         merged: dict[str, Failed] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):

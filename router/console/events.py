@@ -1,4 +1,4 @@
-"""What happens to a cluster, told by what differs from one look to the next. Pure."""
+"""Events of a cluster, from the differences of two views. Pure."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ConsoleEvent:
     kind: str
     details: Mapping[str, Any]
 
-    def told(self) -> Json:
+    def as_json(self) -> Json:
         return {"at": round(self.at, 2), "kind": self.kind, **self.details}
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is compared."""
+    """State that is compared."""
 
     rows: Sequence[Row]
     leader: str
@@ -55,14 +55,14 @@ class EventLog:
         self._preempted, self._preempted_at = 0, -inf
 
     def after(self, number: int) -> list[ConsoleEvent]:
-        """Those that are kept of what came after this one."""
+        """Return the kept events after this one."""
         return [each for each in self._kept if each.number > number]
 
     @property
     def last(self) -> int:
         return self._number
 
-    def look(self, view: View, now: float) -> None:
+    def update(self, view: View, now: float) -> None:
         """The first look tells of nothing."""
         before, self._before = self._before, view
         if before is None:
@@ -112,7 +112,6 @@ def _preemptions(before: Sequence[Row], after: Sequence[Row]) -> int:
 
 
 def _change(was: Row | None, row: Row) -> str:
-    """Empty for none that is worth telling."""
     before = State.LOST if was is None else was.state
     if row.state is before:
         return ""

@@ -1,10 +1,11 @@
-"""How requests ended badly of late, by the slug of their errors. Pure."""
+"""Recent failures and recent numbers, for the console's charts. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 #: What was longer ago is not recent.
 _WINDOW_S = 300.0
@@ -19,7 +20,7 @@ class Failed:
     last_s: float
 
     def __add__(self, other: Failed) -> Failed:
-        """Of the same slug, at two routers."""
+        """Add failures of the same slug at two routers."""
         return Failed(self.slug, self.recent + other.recent, min(self.last_s, other.last_s))
 
 
@@ -49,3 +50,28 @@ class Failures:
             last[slug] = moment
         slugs = sorted(counts, key=lambda slug: (-counts[slug], slug))
         return [Failed(slug, counts[slug], now - last[slug]) for slug in slugs]
+
+
+Json = dict[str, Any]
+
+#: Between two points, at least.
+_EVERY_S = 0.9
+_KEPT_S = 300.0
+
+
+class History:
+    def __init__(self) -> None:
+        self._points: deque[Json] = deque()
+
+    def note(self, numbers: Mapping[str, Any], now: float) -> None:
+        """Note the current numbers, at a time in seconds."""
+        if self._points and now - self._points[-1]["at"] < _EVERY_S:
+            return
+        self._points.append({"at": round(now, 3), **numbers})
+        while self._points[0]["at"] <= now - _KEPT_S:
+            self._points.popleft()
+
+    @property
+    def points(self) -> list[Json]:
+        """The oldest first."""
+        return list(self._points)

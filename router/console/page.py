@@ -60,14 +60,14 @@ class _File:
 
 
 class Page:
-    """Its files are read once."""
+    """The page's files, read once."""
 
     def __init__(self) -> None:
         paths = (path for path in _DIRECTORY.iterdir() if path.suffix in _MEDIA_TYPES)
         self._files = {path.name: _File.read(path) for path in paths}
 
     async def without_slash(self, call: Call) -> Response:
-        """Its files are named relative to the folder."""
+        """Redirect to the path with a slash: files are named relative to the folder."""
         call.told |= SECURITY_HEADERS
         return RedirectResponse("console/")
 

@@ -1,4 +1,4 @@
-"""What a console looks at: the parts of a router, as far as it needs them. Pure."""
+"""Interfaces of the parts of a router that a console shows. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Requests(Protocol):
     def counters(self) -> Counters: ...
 
     @property
-    def outlook(self) -> session_pb2.Outlook: ...
+    def queue_estimate(self) -> session_pb2.QueueEstimate: ...
 
     def ledger_status(self) -> inference_pb2.LedgerStatus: ...
 
@@ -50,7 +50,7 @@ class Leader(Protocol):
 
 
 class Line(Protocol):
-    """To the leader."""
+    """Connection to the leader."""
 
     queued: int
 
@@ -58,12 +58,12 @@ class Line(Protocol):
     def is_quiet(self) -> bool: ...
 
 
-class Fleet(Protocol):
+class Heartbeat(Protocol):
     leader_id: str
 
 
 class Holding(Protocol):
-    """What holds of the queue, and which of it is not as configured."""
+    """The policy in force, and the settings that differ from the configuration."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
@@ -78,14 +78,14 @@ class RuntimePolicy(Protocol):
 
 
 class Measured(Protocol):
-    """What this router counted since it started."""
+    """Measurements of this router since its start."""
 
     def bounds(self, name: str) -> Sequence[float]:
-        """Of a histogram's buckets, the infinite one last."""
+        """Return the bounds of a histogram's buckets, the infinite one last."""
         ...
 
     def cumulative(self, name: str) -> Sequence[int]:
-        """By bucket, of all classes together."""
+        """Return the cumulative counts by bucket, over all classes."""
         ...
 
     def failures(self) -> Mapping[str, int]:
@@ -95,8 +95,10 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of a router. With ``has_access`` callers show keys; with ``has_template`` the model has
-    chats."""
+    """Identity of a router.
+
+    With ``has_access`` callers need keys; with ``has_template`` the model chats.
+    """
 
     router_id: str
     model: str

@@ -1,4 +1,4 @@
-"""How fast workers make tokens, from what each has counted at two looks. Pure."""
+"""Token rates of workers, from their counters at two times. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of ``count`` observations, in their unit; None where there was none."""
+    """Percentiles of ``count`` observations, in their unit; None without any."""
 
     count: int
     p50: float | None = None
@@ -59,7 +59,7 @@ class RecentHistogram:
         self._marks: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def note(self, cumulative: Sequence[int], now: float) -> None:
-        """By bucket, how many were observed until now."""
+        """Add observations by bucket."""
         self._marks.append((now, tuple(cumulative)))
         while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW_S:
             self._marks.popleft()
@@ -79,7 +79,7 @@ class RecentHistogram:
 
 
 def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) -> Percentiles:
-    """Of several histograms with the same bounds together."""
+    """Return the percentiles of several histograms with the same bounds."""
     counts = [sum(column) for column in zip(*cumulative, strict=True)]
     if not counts or not (total := counts[-1]):
         return Percentiles(0)

@@ -1,4 +1,4 @@
-"""What the autoscaler decided, as a page shows it. Pure."""
+"""Decisions of the autoscaler, for the page. Pure."""
 
 from __future__ import annotations
 

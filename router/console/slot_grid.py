@@ -62,7 +62,7 @@ LOST = Occupancy({}, is_up=False)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From now on this is who has the seat; ``key`` stands for a request, 0 for nobody."""
+    """A slot changes its occupant; ``key`` stands for a request, 0 for none."""
 
     seat: Seat
     key: int
@@ -83,8 +83,6 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Trace:
-    """Where a request was seen last. ``preemptions`` are its worker's before it left."""
-
     key: int
     seat: Seat
     left_at: float | None = None
@@ -100,7 +98,7 @@ class News:
     requests: dict[int, str] = field(default_factory=dict)
 
 
-class Seating:
+class SlotGrid:
     """Of the workers that it is shown, the same ones at each look. Memory is bounded by their slots
     and by ``_MOST_LOOKED_FOR``."""
 
@@ -110,8 +108,8 @@ class Seating:
         self._last_key = 0
         self._forgot_at = -inf
 
-    def look(self, workers: Mapping[str, Occupancy], now: float) -> News:
-        """What changed since the look before. O(slots of these workers)."""
+    def update(self, workers: Mapping[str, Occupancy], now: float) -> News:
+        """Return the changes since the last call. O(slots of these workers)."""
         news = News()
         for worker_id, occupancy in self._before.items():
             self._leave(worker_id, occupancy, workers.get(worker_id, LOST), now, news)
@@ -188,7 +186,6 @@ class Seating:
 
 
 def _cause(trace: _Trace, seat: Seat, workers: Mapping[str, Occupancy]) -> Cause | None:
-    """None where it only has more slots than before, of other choices."""
     source = workers.get(trace.seat.worker_id, LOST)
     if trace.seat.worker_id == seat.worker_id:
         was_preempted = trace.left_at is not None and source.preemptions > trace.preemptions
@@ -214,7 +211,7 @@ class Lanes:
         #: by worker, since when it is not there
         self._gone: dict[str, float] = {}
 
-    def look(self, there: Collection[str], now: float) -> None:
+    def update(self, there: Collection[str], now: float) -> None:
         """``there`` are the workers that are up, in some order that lasts."""
         if self._is_chosen:
             return
@@ -225,7 +222,6 @@ class Lanes:
                 return
 
     def _take(self, worker_id: str, now: float) -> bool:
-        """A lane, if there is one."""
         if len(self.worker_ids) < _MOST_BY_THEMSELVES:
             self.worker_ids.append(worker_id)
             return True

@@ -15,9 +15,9 @@ from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
 from router.console.counting import LATENCIES, Aggregates, Counting
 from router.console.events import EventLog, View
-from router.console.history import History
+from router.console.failures import History
 from router.console.parts import (
-    Fleet,
+    Heartbeat,
     Holding,
     Identity,
     Leader,
@@ -54,7 +54,7 @@ class Snapshot:
         requests: Requests,
         leader: Leader,
         line: Line,
-        fleet: Fleet,
+        heartbeat: Heartbeat,
         runtime_policy: RuntimePolicy,
         measured: Measured,
     ) -> None:
@@ -63,41 +63,41 @@ class Snapshot:
         self._requests = requests
         self._leader = leader
         self._line = line
-        self._fleet = fleet
+        self._heartbeat = heartbeat
         self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
         #: as described in scaling.py
         self.scaling: Json | None = None
-        self.happenings = EventLog()
+        self.events = EventLog()
         self.history = History()
         self._rates = Rates()
         self._counting = Counting(identity.router_id, sessions, requests, measured)
         bounds = {name: measured.bounds(metric) for name, metric in LATENCIES.items()}
-        self._census = Aggregates(identity.router_id, bounds)
+        self._aggregates = Aggregates(identity.router_id, bounds)
         self._rows: list[Row] = []
 
     @property
     def links(self) -> dict[str, Link]:
-        """By the worker's id."""
+        """Links by worker id."""
         return {link.info.worker_id: link for link in self._sessions.links}
 
-    def look(self, now: float) -> Mapping[str, Any]:
+    def update(self, now: float) -> Mapping[str, Any]:
         """All sections. O(workers)."""
         self._rows = self._look_at_workers(now)
-        self._census.note(self._counting.counts(), now)
-        self._census.forget(now)
+        self._aggregates.note(self._counting.counts(), now)
+        self._aggregates.drop_routers(now)
         ledger, holding = self._requests.ledger_status(), self._runtime_policy.holding
-        self.happenings.look(
+        self.events.update(
             View(
                 self._rows,
-                self._fleet.leader_id,
+                self._heartbeat.leader_id,
                 ledger.away,
                 ledger.rollbacks,
                 {name: holding.values[name] for name in sorted(holding.values)},
             ),
             now,
         )
-        latencies = {name: _told(it) for name, it in self._census.latencies().items()}
+        latencies = {name: _told(it) for name, it in self._aggregates.latencies().items()}
         self.history.note(
             {"queued": self._line.queued}
             | {name: [latencies[name][part] for part in _PARTS] for name in _CHARTED},
@@ -105,7 +105,7 @@ class Snapshot:
         )
         return {
             "router": self._router(),
-            "routers": {"heard": self._census.num_heard, "silent": self._census.num_silent},
+            "routers": {"heard": self._aggregates.num_heard, "silent": self._aggregates.num_silent},
             "totals": self._totals(),
             "workers": workers.names(self._rows),
             "cells": workers.cells(self._rows),
@@ -116,7 +116,8 @@ class Snapshot:
             "latencies": latencies,
             "ledger": _ledger(ledger),
             "errors": [
-                [each.slug, each.recent, round(each.last_s)] for each in self._census.failures(now)
+                [each.slug, each.recent, round(each.last_s)]
+                for each in self._aggregates.failures(now)
             ],
         }
 
@@ -133,22 +134,23 @@ class Snapshot:
         self._rates.keep(link.info.worker_id for link in links)
         return sorted(rows, key=lambda each: each.worker_id)
 
-    def hear(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
-        """What other routers counted; so many more do not say it."""
+    def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
+        """Add other routers' counts; ``num_silent`` routers did not answer."""
         for each in counts:
-            self._census.note(each, now)
-        self._census.num_heard, self._census.num_silent = 1 + len(counts), num_silent
+            self._aggregates.note(each, now)
+        self._aggregates.num_heard, self._aggregates.num_silent = 1 + len(counts), num_silent
 
     def _router(self) -> Json:
         return asdict(self._identity) | {
-            "leader": self._fleet.leader_id,
+            "leader": self._heartbeat.leader_id,
             "is_leading": self._leader.is_leading,
             "leader_is_quiet": self._line.is_quiet,
         }
 
     def _totals(self) -> Json:
-        """What workers say, and what the routers counted."""
-        return workers.summary(self._rows) | {"queued": self._line.queued} | self._census.totals()
+        return (
+            workers.summary(self._rows) | {"queued": self._line.queued} | self._aggregates.totals()
+        )
 
     def _queue(self, holding: Holding) -> Json:
         load = self._fresh_load
@@ -180,8 +182,7 @@ class Snapshot:
         ]
 
     def _waits(self) -> dict[int, float]:
-        """By class, how long a new request waits at the least, where that is known."""
-        waits = self._requests.outlook.waits
+        waits = self._requests.queue_estimate.waits
         return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:

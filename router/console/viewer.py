@@ -1,4 +1,4 @@
-"""One page that watches: what it may see, and what it has been told of it. Pure."""
+"""One viewer: its permissions, and what it has received. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from everlift.request_id import tenant_of
-from router.api.openai.encoding import encode
+from router.api.openai.writer import encode
 from router.auth.caller import Caller, Scope
 from router.console import workers
-from router.console.slot_grid import LOST, Lanes, News, Seating, Transfer
+from router.console.slot_grid import LOST, Lanes, News, SlotGrid, Transfer
 from router.console.snapshot import Snapshot
 
 
@@ -21,17 +21,17 @@ class Viewer:
         self._snapshot = snapshot
         self.caller = caller
         self._lanes = lanes
-        self._seating = Seating()
+        self._slot_grid = SlotGrid()
         #: sections as they were told last
         self._told: dict[str, str] = {}
-        self._last_happening = 0
+        self._last_event = 0
         self._has_history = False
 
     def frame(self, sections: Mapping[str, str], now: float) -> str:
         """What it has not been told yet, as JSON: ``sections``, which are JSON already, that have
         changed, its own ones, and what happened. O(slots of its lanes)."""
         links = self._snapshot.links
-        self._lanes.look([name for name in sorted(links) if links[name].is_up], now)
+        self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
         lanes = self._lanes.worker_ids
         own = {"you": self._you(), "lanes": lanes, "tenants": self._tenants()}
         changed = self._changed(sections) | self._changed(
@@ -61,10 +61,10 @@ class Viewer:
         return self._snapshot.tenants(self.caller.tenant)
 
     def _happened(self) -> list[dict[str, Any]]:
-        happenings = self._snapshot.happenings
-        new = happenings.after(self._last_happening)
-        self._last_happening = happenings.last
-        return [each.told() for each in new]
+        events = self._snapshot.events
+        new = events.after(self._last_event)
+        self._last_event = events.last
+        return [each.as_json() for each in new]
 
     # lanes
 
@@ -74,7 +74,7 @@ class Viewer:
             worker_id: workers.occupancy(links[worker_id]) if worker_id in links else LOST
             for worker_id in lanes
         }
-        news = self._seating.look(seen, now)
+        news = self._slot_grid.update(seen, now)
         # Another worker may have the lane of one that is gone by now.
         places = {worker_id: place for place, worker_id in enumerate(lanes)}
         return {
@@ -92,7 +92,6 @@ class Viewer:
         }
 
     def _names(self, news: News) -> dict[str, str]:
-        """Of requests that it may know of."""
         return {
             str(key): self.caller.name(request_id)
             for key, request_id in news.requests.items()
@@ -100,7 +99,6 @@ class Viewer:
         }
 
     def _may_know(self, request_id: str) -> bool:
-        """Whose requests run is nobody's business but their tenant's and an administrator's."""
         caller = self.caller
         if Scope.ADMIN in caller.scopes:
             return True

@@ -29,7 +29,7 @@ _SEVERITY = (State.UP, State.DRAINING, State.SLOW, State.LOST)
 
 
 class Link(Protocol):
-    """One worker's stream."""
+    """Stream to one worker."""
 
     info: session_pb2.WorkerInfo
     state: session_pb2.WorkerState
@@ -91,7 +91,7 @@ def _state(link: Link, view: WorkerView | None) -> State:
 
 
 def occupancy(link: Link) -> Occupancy:
-    """Who has its slots. O(slots)."""
+    """Return the occupants of its slots. O(slots)."""
     if not link.is_up:
         return LOST
     sitters = {
@@ -151,7 +151,7 @@ def _cell_of(each: Row) -> list[str | int]:
 
 
 def summary(rows: Sequence[Row]) -> Json:
-    """Of all workers."""
+    """Return a summary of all workers."""
     up = [each for each in rows if each.state is not State.LOST]
     return {
         "up": len(up),

@@ -26,7 +26,7 @@ _SHORTEST_S = 0.001
 
 
 class Part(Enum):
-    """What a fault may strike."""
+    """Kind of target of a fault."""
 
     WORKER = "worker"
     ROUTER = "router"

@@ -28,15 +28,15 @@ from everlift.errors import (
 from everlift.transport import GRPC, Transport
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import session_pb2_grpc
-from router import beginnings
 from router.config import RouterConfig
 from router.faults.faults import ANY_ROUTER, ANY_WORKER, LEADER, LEDGER, Part, check_fault
-from router.heartbeat import Fleet
+from router.heartbeat import Heartbeat
+from router.id_prefix import find_id
 from router.ledger.base import Ledger
 from router.processes import Processes, RealProcesses
 from router.worker_sessions import Sessions, WorkerLink
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: The answer leaves this process before the fault comes.
 _ANSWER_S = 0.1
@@ -48,11 +48,14 @@ class Disturbable(Protocol):
     """A ledger with a server of its own."""
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """For so long every call of this process takes so much longer; infinitely: it fails."""
+        """Delay every call of this process by so long; infinite: fail it."""
         ...
 
     async def process_id(self) -> int:
-        """Of the server. Raises InvalidRequest where that is no process of this machine."""
+        """Return the server's process id.
+
+        Raises InvalidRequest if it does not run on this machine.
+        """
         ...
 
 
@@ -79,7 +82,7 @@ class Chaos:
         router_id: str,
         ledger: Ledger,
         sessions: Sessions,
-        fleet: Fleet,
+        heartbeat: Heartbeat,
         transport: Transport = GRPC,
         processes: Processes | None = None,
     ) -> None:
@@ -87,7 +90,7 @@ class Chaos:
         self._router_id = router_id
         self._ledger = ledger
         self._sessions = sessions
-        self._fleet = fleet
+        self._heartbeat = heartbeat
         self._transport = transport
         self._processes = processes or RealProcesses()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -133,7 +136,6 @@ class Chaos:
     # who
 
     async def _find(self, name: str) -> _Named:
-        """Raises UnknownWorker."""
         if name == LEDGER:
             return _Named(Part.LEDGER, LEDGER)
         workers = {link.info.worker_id: link for link in self._sessions.links if link.is_up}
@@ -148,9 +150,9 @@ class Chaos:
     ) -> _Named:
         if name == ANY_ROUTER:
             name = random.choice(sorted(routers))
-        if name == LEADER and not (name := self._fleet.leader_id):
+        if name == LEADER and not (name := self._heartbeat.leader_id):
             raise UnknownWorker("nobody leads at this moment")
-        found = beginnings.find(name, [*workers, *routers])
+        found = find_id(name, [*workers, *routers])
         if found is None:
             raise UnknownWorker(f"no worker or router {name!r} is connected")
         if found in workers:
@@ -170,7 +172,6 @@ class Chaos:
     async def _concerned(
         self, fault: pb.Fault, target: _Named, peer: _Named | None
     ) -> Collection[str]:
-        """Addresses of the routers that have to do something about it."""
         if target.part is Part.ROUTER:
             return [target.address]
         if peer is not None:
@@ -208,7 +209,6 @@ class Chaos:
         return os.getpid()
 
     def _cut_off(self, fault: pb.Fault) -> None:
-        """This router from the ledger, from one worker, or from all."""
         end = LEDGER if fault.target == LEDGER else fault.peer
         if end in ("", LEDGER):
             self._disturbable().disturb(fault.seconds, math.inf)

@@ -22,7 +22,6 @@ def main(pid: int, seconds: float) -> None:
 
 
 def _sleep(pid: int, seconds: float) -> None:
-    """Less where the process ends before; raises ProcessLookupError where it is gone."""
     if not hasattr(os, "pidfd_open"):
         time.sleep(seconds)
         return

@@ -1,7 +1,7 @@
-"""A gateway's line to the leader: what waits and runs goes up, dispatches come down.
+"""A router's stream to the leader: queued and running requests go up, dispatches come down.
 
-The leader may be this very replica or another one, and may change; at each new line the leader is
-told everything that the gateway has. While nobody leads, requests simply wait.
+The leader may be this replica or another one, and may change. On each new stream the router first
+sends all its requests. While there is no leader, requests wait.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from router.admission.policy import Policy
 from router.event_loop import now
 from router.leader.leader import Arriving, Leader, Reservation
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
-#: A leader speaks five times a second. One that is silent for so long may lead no more.
+#: Seconds. A leader sends five messages a second; after this silence it may no longer lead.
 _QUIET_S = 0.6
-#: The line to one that is silent for so long leads nowhere.
+#: Seconds of silence after which the stream is closed.
 _DEAD_S = 2.0
 
 
 class Gateway(Protocol):
-    """Who is at this end of the line."""
+    """The router's requests, as the leader sees them."""
 
     def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
-        """All that waits, in this order. Read part by part: what has changed meanwhile may be
-        missing."""
+        """Yield all queued requests in this order, without those that change meanwhile."""
         ...
 
     def running(self) -> Iterable[session_pb2.Running]:
-        """All that workers have, likewise."""
+        """Yield all requests that workers have, likewise."""
         ...
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """Out of the queue, or never in it."""
+        """End a request that the queue rejected."""
         ...
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None:
-        """It had waited until it was."""
+        """Record how long a withdrawn request had waited."""
         ...
 
-    def foresee(self, outlook: session_pb2.Outlook) -> None:
-        """What those that come now have to expect."""
+    def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
+        """Update the estimate by which new requests are rejected early."""
         ...
 
     def adopt_soon(self, request_id: str) -> None: ...
@@ -72,9 +71,9 @@ class LeaderClient:
         self._local = leader
         self._transport = transport
         self._gateway: Gateway | None = None
-        #: what this line's leader is still to be told; none while there is no line
+        #: what this leader does not know yet; None while there is no stream
         self._telling: HandoverSender | None = None
-        #: also from before the line
+        #: also from before the stream
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
@@ -89,17 +88,17 @@ class LeaderClient:
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
-        """Whose requests go over this line. Once, before the first leader is followed."""
+        """Set the router's requests. Call it once, before the first leader is followed."""
         self._gateway = gateway
 
     @property
     def is_open(self) -> bool:
-        """Whether there is somebody at the other end, as far as one knows."""
+        """Whether a leader is connected, as far as is known."""
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it may be another one who leads by now."""
+        """Whether no leader is known, or it has been silent for a while."""
         return not self.is_open or self._silence_s > _QUIET_S
 
     @property
@@ -109,8 +108,11 @@ class LeaderClient:
     # what the leader is asked and told
 
     def reserve(self, request: Arriving) -> Reservation | None:
-        """As the leader's, where it is this very replica that leads and it knows all that there is
-        to be told."""
+        """Reserve a worker for a request that would leave the queue at once.
+
+        ``request`` makes its message for an arrival in ledger time. Return None if the request has
+        to queue, as it always has where another router leads.
+        """
         if self._telling is None or self._telling:
             return None
         return self._local.reserve(self._router_id, request)
@@ -121,36 +123,36 @@ class LeaderClient:
             self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
-        """It needs no worker any more: neither its place in the queue nor what it had."""
+        """Release a request's place in the queue, or its worker."""
         if self._telling is not None:
             self._telling.withdraw(request_id)
             self._changed.set()
 
-    def running(self, running: session_pb2.Running) -> None:
-        """Its worker preempted it, or goes on with it."""
+    def report_running(self, running: session_pb2.Running) -> None:
+        """Report that a worker preempted a request, or resumed it."""
         if self._telling is not None:
             self._telling.run(running)
             self._changed.set()
 
-    def served(self, request_id: str, priority: int, tokens: int) -> None:
-        """So much more of its output came. It is told with the next message."""
+    def report_served(self, request_id: str, priority: int, tokens: int) -> None:
+        """Report new output tokens of a request, with the next message."""
         if tenant := tenant_of(request_id):
             self._served.add(tenant, priority, tokens)
 
-    def tell_served(self) -> None:
-        """What came is told now."""
+    def flush_served(self) -> None:
+        """Report the output tokens now."""
         if self._served:
             self._is_served_due = True
             self._changed.set()
 
-    def finished(self, tpot_ratio: float) -> None:
-        """A request did, and each of its tokens took so many times as long as was predicted. It is
-        told with the next message."""
+    def report_finished(self, tpot_ratio: float) -> None:
+        """Report a finished request, and its measured over its predicted time per token, with the
+        next message."""
         if self._telling is not None:
             self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """It says so again: a leader that comes later hears of it then."""
+        """Report a starting worker. It reports again, so a later leader learns of it."""
         if self._telling is not None:
             self._starts.append(start)
             self._changed.set()
@@ -162,8 +164,8 @@ class LeaderClient:
             self._is_demand_due = True
             self._changed.set()
 
-    def asserted(self, generation: str) -> None:
-        """The ledger of this generation has been told again what it may have lost."""
+    def report_generation(self, generation: str) -> None:
+        """Report that this router restored what the ledger of this generation may have lost."""
         self._generation = generation
         if self._telling is not None:
             self._telling.assert_generation(generation)
@@ -172,7 +174,7 @@ class LeaderClient:
     # the line
 
     async def follow(self, leader: str, address: str) -> None:
-        """Holds the line to this leader from now on; nothing happens if it does already."""
+        """Connect to this leader, unless already connected to it."""
         if (leader, address) == self._followed and self.is_open:
             return
         await self.close()
@@ -189,8 +191,10 @@ class LeaderClient:
             self._task = None
 
     async def _speak(self, address: str) -> None:
-        """With this very replica, if there is no address. What fails in between ends the line; the
-        next one is opened at the next beat."""
+        """Run the stream; without an address, within this replica.
+
+        An error ends the stream; the next heartbeat opens another one.
+        """
         try:
             await (self._speak_to(address) if address else self._speak_locally())
         except Exception:
@@ -213,7 +217,6 @@ class LeaderClient:
 
     @contextmanager
     def _told(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:
-        """What a new leader is told, from the beginning."""
         assert self._gateway is not None
         order = self._local.rules.order
         waiting, running = self._gateway.waiting(order), self._gateway.running()
@@ -228,7 +231,6 @@ class LeaderClient:
             self._changed.set()
 
     async def _messages(self, telling: HandoverSender) -> AsyncIterator[session_pb2.GatewayMessage]:
-        """Until the line is over: gRPC goes on asking a dead stream's iterator."""
         while True:
             await self._changed.wait()
             if self._telling is not telling:
@@ -240,12 +242,11 @@ class LeaderClient:
 
     @property
     def _has_more(self) -> bool:
-        """To be told beside what the gateway has."""
         return self._is_served_due or self._is_demand_due or bool(self._starts)
 
     def _part(self, telling: HandoverSender) -> session_pb2.GatewayMessage:
         message = telling.part()
-        message.served.extend(self._served.take())
+        message.served.extend(self._served.drain())
         message.starts.extend(self._starts)
         message.tpot_ratios.extend(self._tpot_ratios)
         self._starts.clear()
@@ -259,8 +260,7 @@ class LeaderClient:
     # what the leader says
 
     async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
-        """Until the leader resigns, or the line breaks. After one that led, the next is looked for
-        at once."""
+        """Read until the leader resigns or the stream breaks, then find the next leader."""
         has_led = False
         try:
             async for message in messages:
@@ -284,8 +284,8 @@ class LeaderClient:
             self._gateway.refused(refusal)
         for withdrawn in message.withdrawn:
             self._gateway.withdrawn(withdrawn)
-        for outlook in message.outlooks[-1:]:
-            self._gateway.foresee(outlook)
+        for queue_estimate in message.queue_estimates[-1:]:
+            self._gateway.on_queue_estimate(queue_estimate)
         for request_id in message.adopt:
             self._gateway.adopt_soon(request_id)
         for request_id in message.stale:

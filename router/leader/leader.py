@@ -1,14 +1,14 @@
 """The leader of the admission queue: the loop around its decisions.
 
-Every router replica runs this; only the one that holds the leader's lease acts. Its queue lives in
-memory, for as long as it leads (``LeaderState``): a new leader is told by the living gateways what
-they have waiting, and finds the requests of dead ones in the ledger.
+Every router replica runs this loop; only the one that holds the leader's lease acts. The queue
+lives in memory while a replica leads (``LeaderState``): the living routers tell a new leader what
+they have queued, and it finds the requests of dead routers in the ledger.
 
-    lines of gateways --receive-->  Tenure  --place-->  ledger.dispatch  --> Dispatched, to gateways
-    workers' frames   --report--->  Placement --moves-->                     move, to gateways
-    its own gateway   --reserve-->  Tenure  --> the dispatch of a ledger.open, where nobody waits
+    routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
+    workers' frames  --report---> Placement   --moves-->                     move, to routers
+    its own router   --reserve--> LeaderState --> the dispatch of a ledger.open, if none waits
 
-Nothing is dispatched or given away while the ledger is being told again what it may have lost.
+Nothing is dispatched or moved while the routers restore what the ledger may have lost.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from typing import TypeAlias
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.dispatch_message import dispatched
 from router.admission.fair_share import FairShare
-from router.admission.intervals import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
+from router.admission.handover import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
 from router.admission.load_shedding import Refusal
 from router.admission.placement import Placement
 from router.admission.policy import Rules
@@ -48,48 +47,51 @@ from router.leader.sweep import Sweep
 from router.ledger.base import Ledger, Membership, NotQueued, StaleTerm
 from router.ledger.entry import Dispatch, Entry
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
-#: Dispatches of which the ledger does not answer: so many may be under way besides the others.
+#: Dispatches that the ledger has not answered: as many may be in flight besides the others.
 _MOST_LATE = 512
-#: Until the ledger is asked again, at first and at most.
+#: Seconds until the ledger is asked again, at first and at most.
 _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
-#: Until it is asked again who of the gateways is alive, while they are waited for.
+#: Seconds between two looks at which routers are alive, while the leader waits for them.
 _ROLL_CALL_S = 0.05
 
 
-#: A request that is about to come, by the moment in ledger time at which it does.
+#: Makes the message of a new request for its arrival in ledger time.
 Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A worker for a request that goes into the ledger as dispatched."""
+    """A worker that is reserved for a request before the ledger has it.
+
+    Its holder calls exactly one of ``begun`` and ``cancel``.
+    """
 
     leader: Leader
     leader_state: LeaderState
     placed: Placed
     dispatch: Dispatch
 
-    @property
-    def predicted_ttft_s(self) -> float | None:
-        return self.placed.waiting.predicted_ttft_s
-
-    @property
-    def predicted_tpot_s(self) -> float | None:
-        return self.placed.waiting.predicted_tpot_s
+    def dispatched(self, entry: Entry) -> session_pb2.Dispatched:
+        waiting = self.placed.waiting
+        return dispatched(
+            entry,
+            predicted_ttft_s=waiting.predicted_ttft_s,
+            predicted_tpot_s=waiting.predicted_tpot_s,
+        )
 
     def begun(self) -> bool:
-        """The ledger has let it begin. Whether who leads knows that."""
-        return self.leader.settle(self, has_begun=True)
+        """Note that the request began. Return whether the current leader knows of it."""
+        return self.leader.settle_reservation(self, has_begun=True)
 
-    def give_back(self) -> None:
-        """It did not begin."""
-        self.leader.settle(self, has_begun=False)
+    def cancel(self) -> None:
+        """Note that the request did not begin."""
+        self.leader.settle_reservation(self, has_begun=False)
 
 
 class Leader:
-    """``weight_of`` answers a tenant's; None: tenants are not told apart."""
+    """``weight_of`` returns the weight of a tenant; None treats all tenants as one."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class Leader:
         self._placement = Placement(config)
         self._leader_state: LeaderState | None = None
         self._lines = LeaderServer(self)
-        self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.end)
+        self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.redirect)
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
         self._generation = ""
         #: ledger time less the router's clock
@@ -138,20 +140,20 @@ class Leader:
 
     @property
     def running(self) -> int:
-        """Requests that workers have, as far as is known here; 0 where another replica knows."""
+        """Requests that workers have; 0 if another replica leads."""
         return self._leader_state.running if self._leader_state else 0
 
     @property
     def views(self) -> Mapping[str, WorkerView]:
-        """What is known of the workers that are up."""
+        """Views of the workers that are up, by their ids."""
         return self._placement.workers
 
     def view(self, worker_id: str) -> WorkerView | None:
-        """What is known of a worker that is up."""
+        """Return the view of a worker; None if it is not up."""
         return self.views.get(worker_id)
 
     async def run(self) -> None:
-        """Campaigns, dispatches and sweeps until cancelled; then gives the lease back."""
+        """Campaign, dispatch and sweep until cancelled; then give the lease back."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
@@ -166,11 +168,11 @@ class Leader:
     # leadership
 
     async def stand_back(self) -> None:
-        """Leaves the lead to other replicas for as long as a lease lasts."""
+        """Leave the lead to other replicas for the time of one lease."""
         await self._lease.stand_back()
 
-    def heard(self, membership: Membership) -> None:
-        """Who is there, by this replica's last beat."""
+    def on_heartbeat(self, membership: Membership) -> None:
+        """Update the members of the cluster after this replica's heartbeat."""
         self._ledger_ahead = membership.now - now()
         if not membership.leader:
             self._lease.hurry()
@@ -208,7 +210,6 @@ class Leader:
         self.changed.set()
 
     async def _call_roll(self) -> None:
-        """At the beginning the living gateways are waited for, for a while."""
         while True:
             await self._began.wait()
             self._began.clear()
@@ -226,19 +227,18 @@ class Leader:
 
     # operators speak
 
-    def obey(self, rules: Rules) -> None:
-        """Other rules hold of the queue, here or wherever it is."""
+    def apply_rules(self, rules: Rules) -> None:
+        """Change the rules of the queue."""
         self.rules = rules
         self._placement.tpot_target = rules.tpot_target
         self._ruled.set()
 
     async def _obey_for_ever(self) -> None:
-        """The event loop goes on while a long queue is put into another order."""
         while True:
             await self._ruled.wait()
             self._ruled.clear()
             leader_state = self._leader_state
-            for _ in leader_state.obey(self.rules) if leader_state is not None else ():
+            for _ in leader_state.apply_rules(self.rules) if leader_state is not None else ():
                 await asyncio.sleep(0)
                 if leader_state is not self._leader_state or self._ruled.is_set():
                     break
@@ -249,7 +249,7 @@ class Leader:
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """A gateway's line, from its first message to its end or to that of the leadership."""
+        """Serve a router's stream until it ends or this replica no longer leads."""
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
             return
@@ -271,7 +271,7 @@ class Leader:
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
         if self._leader_state is None:
             return
-        heard = self._leader_state.hear(gateway, message, now())
+        heard = self._leader_state.on_message(gateway, message, now())
         self._refuse(heard.refused)
         for taken in heard.taken:
             self._tell_stale(taken)
@@ -280,26 +280,28 @@ class Leader:
         self._wake.set()
 
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
-        """A worker for a request of this replica's own gateway that the ledger does not have yet,
-        where it would leave the queue as soon as it came there. None: it has to wait."""
+        """Reserve a worker for a new request of this replica's own router.
+
+        Return None if the request has to queue. The ledger does not have it yet.
+        """
         leader_state = self._leader_state
         if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
             return None
         moment = now()
-        waiting = Waiting.told(gateway, request(moment + self._ledger_ahead))
+        waiting = Waiting.from_proto(gateway, request(moment + self._ledger_ahead))
         placed = leader_state.reserve(waiting, moment, _fresh_epoch)
         if placed is None:
             return None
         dispatch = Dispatch(placed.worker_id, placed.epoch, self._lease.term)
         return Reservation(self, leader_state, placed, dispatch)
 
-    def settle(self, reservation: Reservation, *, has_begun: bool) -> bool:
-        """What became of it; whether that is known by who leads."""
+    def settle_reservation(self, reservation: Reservation, *, has_begun: bool) -> bool:
+        """Settle a reservation; return whether the current leader knows of it."""
         leader_state, placed = reservation.leader_state, reservation.placed
         if has_begun:
-            leader_state.came(placed, placed.waiting.gateway)
+            leader_state.confirm_reservation(placed, placed.waiting.gateway)
         else:
-            leader_state.give_back(placed)
+            leader_state.cancel_reservation(placed)
             self._wake.set()
         return leader_state is self._leader_state
 
@@ -316,18 +318,18 @@ class Leader:
 
     def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         message.queued = self.queued
-        self._lines.tell(gateway, message)
+        self._lines.send(gateway, message)
 
     # workers speak
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
-        self._placement.join(info.worker_id, Capacity.told(info))
+        self._placement.join(info.worker_id, Capacity.from_proto(info))
         self._wake.set()
 
     def worker_lost(self, worker_id: str) -> None:
         view = self.view(worker_id)
         self.num_losses += self.is_leading and view is not None and not view.load.draining
-        self._placement.leave(worker_id)
+        self._placement.remove_worker(worker_id)
         self._slots.pop(worker_id, None)
         self._wake.set()
 
@@ -335,7 +337,7 @@ class Leader:
         for epoch in frame.accepted_epochs:
             self._placement.acknowledge(worker_id, epoch)
         if frame.HasField("state"):
-            self._placement.report(worker_id, Load.told(frame.state), now())
+            self._placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:
                 self._slots[worker_id] = frame.state.running
             if self._leader_state is not None and self._leader_state.has_work:
@@ -347,7 +349,6 @@ class Leader:
     # dispatch
 
     async def _dispatch_for_ever(self, tasks: asyncio.TaskGroup) -> None:
-        """Each in a task of its own: a shard of the ledger that hangs keeps nobody else waiting."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -358,7 +359,7 @@ class Leader:
                     tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
 
     def _may_act(self) -> bool:
-        """Whether the ledger knows all that it has to know."""
+        """Whether the lease and the ledger are up to date, so that the leader may dispatch."""
         return (
             self._leader_state is not None
             and self._lease.is_confirmed
@@ -366,7 +367,6 @@ class Leader:
         )
 
     def _move(self) -> None:
-        """Before anything is placed: what was preempted goes before what came later."""
         moment = now()
         if self._leader_state is None or moment < self._move_after or not self._may_act():
             return
@@ -380,7 +380,7 @@ class Leader:
 
     def _place(self, leader_state: LeaderState) -> list[Placed]:
         moment, may_act = now(), self._may_act()
-        leader_state.look_out(moment, may_act=may_act)
+        leader_state.note_workers(moment)
         if not may_act:
             return []
         self._refuse(leader_state.expire(moment + self._ledger_ahead))
@@ -388,7 +388,6 @@ class Leader:
 
     @property
     def _limit(self) -> int:
-        """Dispatches that may begin now."""
         at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
         return max(0, at_once) if self._late < _MOST_LATE else 0
 
@@ -424,17 +423,16 @@ class Leader:
         waiting = placed.waiting
         told = dispatched(
             entry,
-            placed.overtaken,
+            placed.bypassed,
             waiting.predicted_ttft_s,
             waiting.predicted_tpot_s,
-            placed.stay,
+            placed.queue_wait,
         )
-        if placed.stay is not None:
-            told.stay.dispatch_s = dispatch_s
+        if placed.queue_wait is not None:
+            told.queue_wait.dispatch_s = dispatch_s
         self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
 
     def _tell_stale(self, waiting: Waiting) -> None:
-        """To the gateway that had it in the queue: it does not wait there any more."""
         self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
 
     def _tell_victims(self, placed: Placed) -> None:
@@ -445,7 +443,6 @@ class Leader:
             self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
 
     async def _ask(self, placed: Placed, term: int) -> Entry:
-        """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
         try:
             return await self._ask_once(placed, term)
         except LedgerUnavailable:
@@ -471,14 +468,13 @@ class Leader:
         )
 
     async def _tick(self, tasks: asyncio.TaskGroup) -> None:
-        """What time alone changes: credits that run out, what gateways know of the queue, and the
-        autoscaler of the work there is."""
+        """Expire claims, and update the routers' estimates and the autoscaler's load."""
         while True:
             await asyncio.sleep(TICK_S)
             self._placement.expire(now())
             if self._leader_state is not None:
-                self._leader_state.look(now())
-                self._leader_state.forget(now())
+                self._leader_state.update_estimates(now())
+                self._leader_state.prune(now())
                 if not self._is_reporting:
                     self._is_reporting = True
                     tasks.create_task(self._report(self._leader_state))
@@ -486,14 +482,15 @@ class Leader:
             self._tell_all()
 
     def _tell_all(self) -> None:
-        """What gateways may rely on: that somebody leads, and what the queue is like."""
         gateways = self._lines.gateways
-        outlooks = [self._leader_state.outlook()] if self._leader_state is not None else []
+        queue_estimates = (
+            [self._leader_state.queue_estimate()] if self._leader_state is not None else []
+        )
         for gateway in gateways:
-            self._tell(gateway, session_pb2.LeaderMessage(outlooks=outlooks))
+            self._tell(gateway, session_pb2.LeaderMessage(queue_estimates=queue_estimates))
 
     def load(self) -> session_pb2.ClusterLoad | None:
-        """What work there is; None where another replica knows."""
+        """Return the load of the cluster; None if another replica leads."""
         return self._load(self._leader_state) if self._leader_state is not None else None
 
     def _load(self, leader_state: LeaderState) -> session_pb2.ClusterLoad:
@@ -510,13 +507,11 @@ class Leader:
         return load
 
     async def _recall(self, leader_state: LeaderState) -> None:
-        """What tenants were served under the leader before. Raises LedgerUnavailable."""
         if not leader_state.has_recalled:
             report = await self._ledger.load()
             leader_state.recall(report.load.services if report is not None else ())
 
     async def _read_scaling(self, leader_state: LeaderState) -> None:
-        """Raises LedgerUnavailable."""
         if leader_state.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
             leader_state.demands.scale(report.scaling, now() - report.age_s)
 
@@ -537,3 +532,28 @@ class Leader:
 
 def _fresh_epoch() -> int:
     return secrets.randbits(64) or 1
+
+
+def dispatched(
+    entry: Entry,
+    bypassed: int = 0,
+    predicted_ttft_s: float | None = None,
+    predicted_tpot_s: float | None = None,
+    queue_wait: session_pb2.QueueWait | None = None,
+) -> session_pb2.Dispatched:
+    """Return the message that tells a router about the dispatch of its request.
+
+    ``bypassed`` counts requests that arrived later and left the queue earlier. Predictions are
+    None where nothing is known. ``queue_wait`` is None if the request never entered the queue.
+    """
+    return session_pb2.Dispatched(
+        request_id=entry.request_id,
+        worker_id=entry.worker,
+        epoch=entry.epoch,
+        attempt=entry.attempts,
+        moves=entry.moves,
+        bypassed=bypassed,
+        predicted_ttft_s=predicted_ttft_s,
+        predicted_tpot_s=predicted_tpot_s,
+        queue_wait=queue_wait,
+    )

@@ -17,11 +17,10 @@ from typing import Any
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from router.config import RouterConfig
-from router.event_loop import now
-from router.hedged_call import first_answer
+from router.event_loop import first_answer, now
 from router.ledger.base import Ledger
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class Lease:
@@ -58,12 +57,12 @@ class Lease:
                 if (moment := now()) >= self._stands_back_until:
                     await self._renew(moment)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.beat):
+                async with asyncio.timeout(self._config.heartbeat):
                     await self._hurry.wait()
             self._hurry.clear()
 
     def hurry(self) -> None:
-        """Nobody leads as far as one sees: no reason to wait for the next beat."""
+        """Try to lead at once: there is no known leader."""
         self._hurry.set()
 
     def confirm(self) -> None:
@@ -74,7 +73,7 @@ class Lease:
     async def _renew(self, moment: float) -> None:
         term = self.term
         try:
-            held = await first_answer(lambda: self._lead(term), self._config.beat)
+            held = await first_answer(lambda: self._lead(term), self._config.heartbeat)
         except LedgerUnavailable:
             held = self.is_held and moment < self._ends
         else:
@@ -92,7 +91,7 @@ class Lease:
         )
 
     def lose(self) -> None:
-        """Somebody else leads."""
+        """Give up the lead to another replica."""
         if self.is_held:
             log.warning("no longer leading", router_id=self._router_id)
             self.is_held = self.is_confirmed = False

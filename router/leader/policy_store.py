@@ -1,4 +1,4 @@
-"""What holds of queue and engines: the configuration, but for what operators set."""
+"""Runtime policy of queue and engines: the settings, and what operators changed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+from pydantic import ValidationError
+
 from everlift import logs, settings
 from everlift.engine_policy import DEFAULT, EnginePolicy
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.v1 import session_pb2
 from router.admission.policy import Rules
 from router.config import RouterConfig
 from router.ledger.base import ClusterPolicy, Ledger
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 C = TypeVar("C", RouterConfig, "EngineSettings")
 
@@ -38,7 +40,7 @@ SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What operators set of all engines, beside what each worker is configured with."""
+    """Settings of all engines that operators changed."""
 
     #: whom steps are for (worker.scheduling.policy); default: each as it was started
     engine_policy: Literal["default", EnginePolicy] = DEFAULT
@@ -46,7 +48,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What holds. All of SETTINGS are in one of the two."""
+    """The policy in force. All of SETTINGS are in one of the two."""
 
     router: RouterConfig
     engines: EngineSettings = EngineSettings()
@@ -55,16 +57,16 @@ class Ruling:
         return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
 
     def but_for(self, name: str, text: str) -> Ruling:
-        """With another value of a setting. Raises SettingsError."""
+        """Return a copy with another value of a setting. Raises SettingsError."""
         if name in _ENGINE_SETTINGS:
             return replace(self, engines=_with(self.engines, name, text))
         return replace(self, router=_with(self.router, name, text))
 
 
 class Subject(Protocol):
-    """Who goes by the rules of the queue. Must not block."""
+    """Receiver of changed rules. Must not block."""
 
-    def obey(self, rules: Rules) -> None: ...
+    def apply_rules(self, rules: Rules) -> None: ...
 
 
 class Engines(Protocol):
@@ -75,7 +77,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What holds. ``overridden`` are the names of those that are not as configured."""
+    """The policy in force. ``overridden`` names the settings that differ from the configuration."""
 
     values: Mapping[str, Any]
     overridden: Collection[str]
@@ -102,7 +104,7 @@ class RuntimePolicy:
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
-        """As workers are told, who may know one that is not known here."""
+        """Return the message for workers, which may not know a new policy."""
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
@@ -113,16 +115,6 @@ class RuntimePolicy:
     @property
     def order(self) -> str:
         return self._ruling.router.order
-
-    def supposed(self, policy: str) -> RouterConfig:
-        """What would hold of the queue under a policy, an order and maybe settings behind it
-        (``shortest ageing_factor=3``). Raises SettingsError."""
-        order, *others = policy.split() or [""]
-        config = _with(self._ruling.router, "order", order)
-        for setting in others:
-            name, _, text = setting.partition("=")
-            config = _with(config, name, text)
-        return config
 
     def configure(self, config: RouterConfig) -> None:
         """Take the policy of another configuration; what operators set stays in effect."""
@@ -159,12 +151,11 @@ class RuntimePolicy:
         holding = self.holding
         log.info("policy", **holding.values, overridden=", ".join(holding.overridden))
         for subject in self._subjects:
-            subject.obey(self.rules)
+            subject.apply_rules(self.rules)
         for engines in self._engines:
             engines.set_policy(self.engine_policy)
 
     def _apply(self, policy: ClusterPolicy) -> None:
-        """Goes over to ``policy``, but for settings that only a newer version knows."""
         ruling, overridden = self._configured, []
         for name, text in policy.values.items():
             try:
@@ -177,16 +168,14 @@ class RuntimePolicy:
 
 
 def _text(value: object) -> str:
-    """As the ledger has it, which is how flags are written; empty for None."""
     return "" if value is None else str(value).lower()
 
 
 def _with(config: C, name: str, text: str) -> C:
-    """Raises SettingsError."""
     if isinstance(config, RouterConfig) and name not in ROUTER_SETTINGS:
         raise SettingsError(f"{name}: unknown")
     layer: Mapping[str, Any] = settings.from_flags(type(config), [f"{name}={text}"])
     try:
         return replace(config, **layer)
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
+    except ValidationError as error:
+        raise settings.explained(type(config), error) from None

@@ -14,7 +14,7 @@ Send: TypeAlias = Callable[[session_pb2.LeaderMessage], None]
 
 
 class Listener(Protocol):
-    """Who hears the gateways. Must not block."""
+    """Receiver of routers' messages. Must not block."""
 
     def connected(self, gateway: str) -> None: ...
 
@@ -33,7 +33,7 @@ class LeaderServer:
     def gateways(self) -> list[str]:
         return list(self._sends)
 
-    def tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+    def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         """A gateway that is gone hears nothing: the sweep finds its requests in the ledger."""
         send = self._sends.get(gateway)
         if send is not None:
@@ -42,12 +42,12 @@ class LeaderServer:
     def hang_up(self) -> None:
         """Every gateway is told to look for another leader."""
         for gateway in self.gateways:
-            self.end(gateway)
+            self.redirect(gateway)
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """One gateway's line, from its first message until either end hangs up."""
+        """Serve a router's stream, from its first message until either end closes it."""
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())
         if not gateway:
@@ -80,7 +80,6 @@ class LeaderServer:
             await self._hear(gateway, send, message)
 
     async def _hear(self, gateway: str, send: Send, message: session_pb2.GatewayMessage) -> None:
-        """One message in a turn of the event loop, however many gateways have much to tell."""
         async with self._hearing:
             # What an older line still brings is out of date.
             if self._sends.get(gateway) is send:
@@ -89,7 +88,7 @@ class LeaderServer:
 
     def connect(self, gateway: str, send: Send) -> None:
         """A gateway's line is open, in place of an older one; ``send`` must not block."""
-        self.end(gateway)
+        self.redirect(gateway)
         self._sends[gateway] = send
         self._listener.connected(gateway)
 
@@ -97,9 +96,9 @@ class LeaderServer:
         if self._sends.get(gateway) is send:
             self._forget(gateway)
 
-    def end(self, gateway: str) -> None:
-        """It is told to look for a leader again, which may be this one."""
-        self.tell(gateway, session_pb2.LeaderMessage(resigned=True))
+    def redirect(self, gateway: str) -> None:
+        """Tell a router to look for the leader again, which may be this one."""
+        self.send(gateway, session_pb2.LeaderMessage(resigned=True))
         self._forget(gateway)
 
     def _forget(self, gateway: str) -> None:

@@ -44,7 +44,7 @@ class Sweep:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(self._config.beat)
+            await asyncio.sleep(self._config.heartbeat)
             if now() > self._after and self._heirs():
                 await self._sweep()
 

@@ -80,8 +80,10 @@ class ClusterPolicy:
 
 
 class Position(NamedTuple):
-    """Of a request in a listing, where the largest comes first. ``arrived`` is ledger time in
-    seconds, to the microsecond."""
+    """Position of a request in a listing, largest first.
+
+    ``arrived`` is ledger time in seconds, to the microsecond.
+    """
 
     arrived: float
     request_id: str
@@ -97,7 +99,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a leader said of the cluster's work, so many seconds ago."""
+    """Load of the cluster as a leader reported it, and its age in seconds."""
 
     load: session_pb2.ClusterLoad
     age_s: float
@@ -105,7 +107,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ScalingReport:
-    """What the autoscaler said of its decisions, so many seconds ago."""
+    """Decisions of the autoscaler as reported, and their age in seconds."""
 
     scaling: session_pb2.Scaling
     age_s: float
@@ -120,7 +122,7 @@ class AccessRecords:
 
 
 class StaleTerm(Exception):
-    """Somebody else leads by now: the caller must stop dispatching."""
+    """Another leader has a newer term: the caller must stop dispatching."""
 
 
 class NotQueued(Exception):
@@ -226,7 +228,7 @@ class Ledger(Protocol):
         or the entry of one that stays: it is not QUEUED, or not ``owner``'s."""
         ...
 
-    async def end(
+    async def end_request(
         self,
         request_id: str,
         state: State,
@@ -246,7 +248,7 @@ class Ledger(Protocol):
         One round trip for all of them."""
         ...
 
-    async def forget(self, request_id: str) -> Entry | None:
+    async def erase(self, request_id: str) -> Entry | None:
         """A final request -> gone, with prompt, outputs and events; its id may be opened again.
         Answers None, or the entry of one that is not final and stays. Raises UnknownRequest; where
         one call had to be tried again, only for what was unknown at its first try."""
@@ -295,11 +297,11 @@ class Ledger(Protocol):
 
     # gateways
 
-    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         """Renews the gateway's lease and tells who is there."""
         ...
 
-    async def leave(self, gateway: str) -> None:
+    async def end_lease(self, gateway: str) -> None:
         """Ends the gateway's lease at once; its requests become orphans."""
         ...
 
@@ -339,17 +341,17 @@ class Ledger(Protocol):
     async def workers(self) -> list[session_pb2.WorkerInfo]: ...
 
     async def last_worker(self) -> session_pb2.WorkerInfo | None:
-        """Who came last into the table, though it may be gone; None if nobody ever did."""
+        """Return the worker that registered last, even if it is gone; None if there was none."""
         ...
 
     # load
 
     async def put_load(self, load: session_pb2.ClusterLoad) -> None:
-        """For the autoscaler. Nothing changes unless ``load.term`` was the last to lead."""
+        """Store the load for the autoscaler. Nothing changes unless ``load.term`` is the latest."""
         ...
 
     async def load(self) -> LoadReport | None:
-        """What was put last; None if nothing ever was."""
+        """Return the stored load; None if there is none."""
         ...
 
     async def is_active(self) -> bool:
@@ -368,11 +370,11 @@ class Ledger(Protocol):
         ...
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        """For who wants to see it: nobody decides by it."""
+        """Store decisions of the autoscaler for display."""
         ...
 
     async def scaling(self) -> ScalingReport | None:
-        """What was put last; None if nothing ever was."""
+        """Return the stored decisions; None if there are none."""
         ...
 
     # tenants
@@ -383,7 +385,7 @@ class Ledger(Protocol):
         it was charged before: nothing more is taken. Raises RateLimited, LedgerFull."""
         ...
 
-    async def settle(self, ends: Sequence[Settlement]) -> None:
+    async def settle_charges(self, ends: Sequence[Settlement]) -> None:
         """Requests have ended: they count no more, and what they did not use is given back. Nothing
         for those that were not charged or are settled."""
         ...
@@ -415,7 +417,7 @@ class Ledger(Protocol):
         ...
 
     async def policy(self) -> ClusterPolicy:
-        """What is set."""
+        """Return the policy that operators set."""
         ...
 
     async def cluster_id(self) -> str:

@@ -1,10 +1,14 @@
-"""Where the ledger is and how it is used: every default of it, once. Pure."""
+"""Settings of the ledger, each with its only default. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from everlift.settings import CHECKED, Count, Part, Positive
 from everlift.tls import check_pair, make_absolute
 from router.ledger.redis import address
 
@@ -30,7 +34,7 @@ class LedgerSetupError(Exception):
     not help."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CHECKED)
 class LedgerConfig:
     """Durations are seconds. Routers of one cluster must agree on ``key_prefix`` and ``shards``;
     the ledger refuses others."""
@@ -44,18 +48,18 @@ class LedgerConfig:
     #: value is the key_prefix of the one that serves clients. Not set: all serve
     active_key: str = ""
     #: hash tags that the requests are spread over; more than one only pays on Redis Cluster
-    shards: int = 1
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
     #: how long a request is kept after its end
-    retention: float = 3600.0
+    retention: Positive = 3600.0
     #: the longest that one call takes, its retries counted in
-    timeout: float = 3.0
+    timeout: Positive = 3.0
     #: connections of one process to a cluster's servers, or to one where a replica is waited for;
     #: calls beyond that wait for one. Other calls share one connection
-    max_connections: int = 32
+    max_connections: Count = 32
     #: what the embedded server may keep; at the limit it refuses writes
-    maxmemory_mib: int = 1024
+    maxmemory_mib: Count = 1024
     #: new requests are refused when a server uses so much of its memory bound
-    memory_limit: float = 0.8
+    memory_limit: Part = 0.8
     #: what an acknowledged write survives, at least: the embedded server is started so, others are
     #: refused where they promise less
     durability_class: DurabilityClass = "everysec"
@@ -76,15 +80,6 @@ class LedgerConfig:
         make_absolute(self, "tls_ca", "tls_cert", "tls_key")
         if not self.key_prefix or set(self.key_prefix) & set("{}"):
             raise ValueError("key_prefix must not be empty nor contain { or }")
-        if not 1 <= self.shards <= MAX_SHARDS:
-            raise ValueError(f"shards must be from 1 to {MAX_SHARDS}, not {self.shards}")
-        for name in ("retention", "timeout", "max_connections", "maxmemory_mib"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
-        if not 0.0 < self.memory_limit <= 1.0:
-            raise ValueError(
-                f"memory_limit must be above 0 and at most 1, not {self.memory_limit:g}"
-            )
 
 
 DEFAULTS = LedgerConfig()

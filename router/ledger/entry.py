@@ -36,7 +36,7 @@ MAX_EVENTS = 64
 
 
 def lost_too_often(losses: int, cause: str) -> str:
-    """What a client is told whose request has no attempt left."""
+    """Return the error of a request that has no attempt left."""
     return f"given up after {losses} lost attempts, the last one because {cause}"
 
 
@@ -164,7 +164,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """To a worker, under a fresh random ``epoch``, by who leads in this ``term``."""
+    """Dispatch to a worker under a fresh random ``epoch``, by the leader of ``term``."""
 
     worker: str
     epoch: int
@@ -226,7 +226,7 @@ class Appended(Enum):
 
 
 class Reasserted(Enum):
-    """What became of a request that its gateway told the ledger again."""
+    """Result of restoring a request in the ledger."""
 
     #: the ledger has all of it; where it knew of more moves, its state stays
     OK = "ok"

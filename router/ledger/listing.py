@@ -1,21 +1,14 @@
-"""A listing of requests that is gone through part by part. Pure.
-
-Requests are spread over shards, and each shard answers so many of its own. Of these nothing is
-known below the last one of a shard that has more:
-
-    shard 0   9 7 6 | ...      has more
-    shard 1   8 3 (end)        of these, 9 8 7 6 come now, and 3 with the next part
-"""
+"""Listings of a ledger: a page at a time, and all of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 from router.ledger.base import MOST_LISTED, Page, Position
-from router.ledger.entry import Entry
+from router.ledger.entry import Entry, Event, State
 
 
 class Row(NamedTuple):
@@ -27,7 +20,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What comes next on a shard, newest first. ``is_end``: nothing is left there."""
+    """Next entries of a shard, newest first. ``is_end``: there are no more."""
 
     rows: Sequence[Row]
     is_end: bool
@@ -49,7 +42,7 @@ class Listing:
         return self._limit - len(self._entries)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """What each shard has behind ``last``."""
+        """Add the next entries of each shard."""
         rows, is_end = _merged(parts, self.last)
         assert rows or is_end, "a shard that has more answers at least one of it"
         for row in rows:
@@ -71,7 +64,6 @@ class Listing:
 
 
 def _merged(parts: Sequence[Part], last: Position | None) -> tuple[list[Row], bool]:
-    """Those behind ``last`` of which none can be missing in between, and whether that is all."""
     floors = [part.rows[-1].position for part in parts if not part.is_end]
     rows = _behind(chain.from_iterable(part.rows for part in parts), last)
     if floors:
@@ -82,3 +74,66 @@ def _merged(parts: Sequence[Part], last: Position | None) -> tuple[list[Row], bo
 
 def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
     return [row for row in rows if last is None or row.position < last]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """A request. ``owned`` says that its gateway's set of unfinished requests has it, ``listed``
+    that the listings have it at its arrival, ``immortal`` which of its keys the server would keep
+    for ever, ``missing`` which are not there. ``finished_by`` is the epoch whose append finished
+    it, 0 for none."""
+
+    entry: Entry
+    max_tokens: int
+    finished_by: int
+    events: tuple[Event, ...]
+    owned: bool
+    listed: bool = True
+    immortal: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def request_id(self) -> str:
+        return self.entry.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A key of a request that is not there."""
+
+    request_id: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """``gateway``'s set of unfinished requests names this one, whose own ``state`` and ``owner``
+    follow; None and empty where there is no such request."""
+
+    request_id: str
+    gateway: str
+    state: State | None
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tenant's listing names this request. ``is_kept_up``: as the listing of all does, so that it
+    leaves both when it is gone."""
+
+    request_id: str
+    tenant: str
+    is_kept_up: bool
+
+
+Item: TypeAlias = Audited | Stray | Claim | Listed
+
+
+class Audit(Protocol):
+    def items(self) -> AsyncIterator[Item]:
+        """Everything. Raises LedgerUnavailable."""
+        ...
+
+    async def again(self, items: Sequence[Item]) -> list[Item]:
+        """The same as they are by now, without those that are gone. Raises LedgerUnavailable."""
+        ...

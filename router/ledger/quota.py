@@ -28,8 +28,10 @@ CONCURRENT = "max_concurrent"
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request may take at most, and the limits of its tenant; None is no limit.
-    ``output_tokens`` are of all its choices."""
+    """Charge of a request and limits of its tenant; None is no limit.
+
+    ``output_tokens`` counts all choices.
+    """
 
     request_id: str
     prompt_tokens: int
@@ -53,12 +55,12 @@ class Settlement:
 
 
 def cost_us(amount: int, per_minute: int | None) -> int:
-    """For how long a bucket has to be filled to make up for ``amount``; whole µs."""
+    """Return the whole µs in which a bucket refills by ``amount``."""
     return amount * MINUTE_US // per_minute if per_minute else 0
 
 
 def refusal(charge: Charge, limit: str, wait_us: int) -> RateLimited:
-    """What a client is told of the limit, by its name, that it has to wait for."""
+    """Return the error for an exceeded limit."""
     of = f"{limit} ({getattr(charge, limit)})"
     wait_s = wait_us / 1e6 or _SOME_S
     return RateLimited(

@@ -1,1 +1,1 @@
-"""How long outputs become: predicted by what is asked, and by what ended."""
+"""Prediction of output lengths from requests and from ended outputs."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from everlift import logs
 from router.prediction.model import MAX_BYTES, Model
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: A file that was trained anew is in use so soon.
 _LOOK_S = 1.0
@@ -32,10 +32,10 @@ class PredictorFile:
     async def run(self) -> None:
         """Follows it from now on until cancelled."""
         while True:
-            await self.look()
+            await self.reload()
             await asyncio.sleep(_LOOK_S)
 
-    async def look(self) -> None:
+    async def reload(self) -> None:
         """Takes it if it is another one."""
         try:
             model = await asyncio.to_thread(self._news)
@@ -50,7 +50,6 @@ class PredictorFile:
             self._refuse(str(error))
 
     def _news(self) -> Model | None:
-        """None of what was looked at before. Raises OSError, ValueError."""
         with self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -64,7 +63,6 @@ class PredictorFile:
         return Model.parse(data)
 
     def _refuse(self, cause: str) -> None:
-        """Tells of it once."""
         if cause != self._cause:
             log.error("predictor not loaded", path=str(self._path), cause=cause)
         self._cause = cause

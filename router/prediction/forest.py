@@ -63,7 +63,7 @@ class Forest:
         self._starts = np.cumsum([0, *counts[:-1]])
 
     def sums(self, features: Sequence[float]) -> list[float]:
-        """What the trees of each sum say together."""
+        """Return the sum of the trees' values, for each sum."""
         left = self._all
         for feature, thresholds, masks in self._lines:
             left &= masks[bisect_left(thresholds, features[feature])]
@@ -74,8 +74,6 @@ class Forest:
 
 
 class _Trees:
-    """From nodes to bits."""
-
     def __init__(
         self,
         feature: Sequence[int],
@@ -100,7 +98,6 @@ class _Trees:
         self.values[-1] += [0.0] * (_LEAVES - leaves.bit_count())
 
     def _walk(self, node: int, parent: int) -> int:
-        """The bits of the leaves below."""
         if not parent < node < len(self._left):
             raise ValueError("a child is none, or comes before its parent")
         threshold, value = self._threshold[node], self._value[node]

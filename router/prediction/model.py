@@ -10,10 +10,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from router.prediction.forest import Forest
-from router.prediction.histories import FEATURES, History
 
 KIND = "everlift output lengths"
 VERSION = 1
@@ -24,6 +23,54 @@ MAX_BYTES = 16 << 20
 #: Of a group: as many as a float counts exactly.
 _MOST_OUTPUTS = 1 << 53
 _COLUMNS = ("roots", "feature", "threshold", "left", "right", "value")
+
+#: Words that are looked for, in small letters; how many of each line are there is a feature by this
+#: name. They are English: what is asked in other languages is known by its template.
+WORDS: dict[str, tuple[str, ...]] = {
+    "ask": ("what", "who", "when", "where", "which", "whose", "is", "are", "does"),
+    "reason": ("why", "how", "explain", "describe", "discuss", "analyse", "analyze", "compare"),
+    "write": ("write", "story", "essay", "poem", "article", "blog", "letter", "email", "report"),
+    "code": ("code", "function", "implement", "python", "class", "script", "debug", "program"),
+    "list": ("list", "bullet", "enumerate", "examples", "ideas", "outline", "steps"),
+    "summarise": ("summarise", "summarize", "summary", "tl;dr", "shorten", "abstract"),
+    "translate": ("translate", "translation", "rewrite", "rephrase", "paraphrase", "correct"),
+    "choose": ("classify", "label", "extract", "choose", "option", "sentiment", "yes", "no"),
+    "brief": ("brief", "briefly", "short", "concise", "one", "single", "only", "just"),
+    "thorough": ("detailed", "detail", "thorough", "comprehensive", "long", "complete", "full"),
+    "think": ("think", "step", "prove", "solve", "calculate", "derive", "math", "proof"),
+    "structured": ("json", "xml", "csv", "table", "yaml", "html", "schema", "sql"),
+}
+#: What ``Asked.static`` holds, in this order.
+STATIC: tuple[str, ...] = (
+    *("log_prompt_tokens", "log_max_tokens", "choices", "temperature", "stops", "grammar"),
+    *("log_min_tokens", "hour", *WORDS),
+    *("fences", "questions", "lines", "digits", "words", "ends_in_question", "ends_in_colon"),
+)
+#: Whose earlier outputs a request's are likely to resemble, from the widest on.
+GROUPS: tuple[str, ...] = ("tenant", "application", "opening", "template")
+#: What a forest is asked by, in this order.
+FEATURES: tuple[str, ...] = (
+    *STATIC,
+    *(f"{group}_{what}" for group in GROUPS for what in ("log_mean", "log_spread", "log_count")),
+)
+#: A mean follows the last so many outputs.
+_HISTORY_MEMORY = 64
+
+
+class History(NamedTuple):
+    """Of the logarithms of a group's last ``outputs`` lengths, up to 64. The first one is taken to
+    have shown a variance of 1: what a spread is, one alone cannot say."""
+
+    outputs: int = 0
+    mean: float = 0.0
+    variance: float = 1.0
+
+    def with_one(self, value: float) -> History:
+        count = min(_HISTORY_MEMORY, self.outputs + 1)
+        far = value - self.mean
+        mean = self.mean + far / count
+        seen = far * (value - mean) if self.outputs else 1.0
+        return History(count, mean, self.variance + (seen - self.variance) / count)
 
 
 @dataclass(frozen=True, slots=True)

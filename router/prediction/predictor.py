@@ -1,78 +1,386 @@
-"""How long the outputs of a router's requests become. Pure.
+"""Prediction of output lengths: features of a request, a trained model, and the fallback. Pure.
 
     a request  --predict-->  Prediction  ...  its outputs end  --note-->  what the next ones learn
 
 Without a model, and while tau says that its order is worth nothing, every output that may end by
-itself is expected to be as long as the last ones were by and large. With a model whose order is
-worth nothing requests are not ordered by that either: they leave the queue by arrival.
+itself is expected to be as long as the mean of the last ones. With a model whose order is worth
+nothing, requests are not ordered by it either: they leave the queue by arrival.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import erfc, exp, log, log1p, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
 from zlib import crc32
 
 from everlift.messages import Request
+from everlift.request_id import tenant_of
 from everlift.text import Vocabulary
-from router.prediction.asked import asked
-from router.prediction.histories import Histories
-from router.prediction.learned import Guess, Learned
-from router.prediction.length_distribution import LengthDistribution
-from router.prediction.model import Model
-from router.prediction.output_lengths import OutputLengths
-from router.prediction.recent_ranks import RecentRanks
+from router.admission.request import BY_ARRIVAL, QueueKey
+from router.prediction.corrections import Corrections
+from router.prediction.model import QUANTILES, WORDS, History, Model
 from router.prediction.trust import Trust
 
-#: Where nothing tells requests apart nobody gives way to others.
-_NO_RANK = 0.0
-#: Of so many requests one is let in whatever the model says that it gets at the least.
+_LONGEST_LENGTH = float(1 << 30)
+#: Of a log-normal length of which so little is left, no more is told by its tail.
+_LEAST_PROBABILITY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """A log-normal length in tokens, of one output that nothing cuts off: ``median``, and ``sigma``
+    the standard deviation of its logarithm. With a sigma of 0 it is the median."""
+
+    median: float
+    sigma: float = 0.0
+
+    def quantile(self, part: float) -> float:
+        """Return the length that this share of such outputs stays within."""
+        return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
+
+    def to_come(self, num_made: int, max_tokens: int) -> int:
+        """Tokens that an output of ``num_made`` so far and ``max_tokens`` at most will still get;
+        at least one, unless it is complete."""
+        expected = max(num_made + 1, round(self._mean_beyond(num_made)))
+        return max(0, min(expected, max_tokens) - num_made)
+
+    def _mean_beyond(self, made: float) -> float:
+        """Of those outputs that get longer than ``made``.
+
+        E[X | X > m] = E[X] * Phi(sigma - z) / Phi(-z), where z = ln(m / median) / sigma."""
+        if not self.sigma:
+            return self.median
+        mean = min(_LONGEST_LENGTH, self.median * exp(min(50.0, self.sigma**2 / 2)))
+        if made < 1:
+            return mean
+        z = log(made / self.median) / self.sigma
+        longer = _below(-z)
+        return mean * _below(self.sigma - z) / longer if longer > _LEAST_PROBABILITY else made
+
+
+def _below(z: float) -> float:
+    return erfc(-z / sqrt(2.0)) / 2
+
+
+#: Taken for the length of an output while none has ended yet.
+_FIRST_GUESS = 128.0
+#: The mean follows the last so many outputs.
+_LENGTH_MEMORY = 200
+
+
+class OutputLengths:
+    """A mean of the last outputs' lengths in tokens, those that ended here."""
+
+    def __init__(self) -> None:
+        self.mean = _FIRST_GUESS
+        self._count = 0
+
+    def note(self, num_tokens: int) -> None:
+        """An output ended by itself, or by its ``max_tokens``."""
+        self._count = min(_LENGTH_MEMORY, self._count + 1)
+        self.mean += (num_tokens - self.mean) / self._count
+
+
+#: Predictions that a rank is among, the last ones.
+_WINDOW = 1024
+
+
+class RecentRanks:
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def rank(self, length: float) -> float:
+        """The part of the recent predictions that are shorter, equal ones counted by half: above 0,
+        below 1. From now on it is one of them."""
+        low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
+        rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
+        insort(self._sorted, length)
+        self._recent.append(length)
+        if len(self._recent) > _WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        return rank
+
+
+#: Tokens of the prompt that are read, at its beginning and at its end.
+_HEAD, _TAIL = 32, 64
+#: Prompts that begin with so many equal tokens are likely to ask for the same.
+_OPENING = 8
+#: And those with so many equal ones of one template, or of one system prompt.
+_TEMPLATE = 32
+
+_PLACES = {word: place for place, words in enumerate(WORDS.values()) for word in words}
+_WORD = re.compile(r"[^\s.,:?!()\"'`]+")
+_DAY_S = 86400.0
+
+
+class Asked(NamedTuple):
+    """``static`` are the values of STATIC, ``groups`` digests that name those of GROUPS, empty
+    where no application is named or the prompt is too short to tell; ``moment`` is its arrival,
+    ledger time in seconds."""
+
+    static: tuple[float, ...]
+    groups: tuple[str, ...]
+    max_tokens: int
+    choices: int
+    moment: float
+
+
+def asked(request: Request, tokenizer: Vocabulary, moment: float) -> Asked:
+    sampling = request.sampling
+    return asked_of(
+        request.prompt_ids,
+        tokenizer,
+        max_tokens=request.max_tokens,
+        choices=request.n,
+        temperature=sampling.temperature,
+        stops=len(request.stop),
+        has_grammar=sampling.grammar is not None,
+        min_tokens=sampling.min_tokens,
+        tenant=tenant_of(request.request_id),
+        application=request.application,
+        moment=moment,
+    )
+
+
+def asked_of(
+    prompt_ids: Sequence[int],
+    tokenizer: Vocabulary,
+    *,
+    max_tokens: int,
+    choices: int,
+    temperature: float,
+    stops: int,
+    has_grammar: bool,
+    min_tokens: int,
+    tenant: str,
+    application: str,
+    moment: float,
+) -> Asked:
+    """``stops`` are strings that end an output; ``moment`` is ledger time in seconds."""
+    count = len(prompt_ids)
+    static = (
+        log1p(count),
+        log1p(max_tokens),
+        float(choices),
+        temperature,
+        float(stops),
+        float(has_grammar),
+        log1p(min_tokens),
+        moment % _DAY_S / 3600.0,
+        *_counts(_ends(prompt_ids, tokenizer)),
+    )
+    groups = (
+        _digest(f"tenant {tenant}".encode()),
+        _digest(f"application {application}".encode()) if application else "",
+        _beginning(prompt_ids, _OPENING),
+        _beginning(prompt_ids, _TEMPLATE),
+    )
+    return Asked(static, groups, max_tokens, choices, moment)
+
+
+def narrowest(groups: Sequence[str]) -> str:
+    """The one of those most alike."""
+    return next(group for group in reversed(groups) if group)
+
+
+def _ends(ids: Sequence[int], tokenizer: Vocabulary) -> str:
+    if len(ids) <= _HEAD + _TAIL:
+        return tokenizer.decode(ids)
+    return tokenizer.decode(ids[:_HEAD]) + "\n" + tokenizer.decode(ids[-_TAIL:])
+
+
+def _counts(text: str) -> list[float]:
+    words = _WORD.findall(text.lower())
+    counts = [0.0] * len(WORDS)
+    for word in _PLACES.keys() & words:
+        counts[_PLACES[word]] += 1.0
+    end = text.rstrip()[-1:]
+    counts += (
+        float(text.count("```")),
+        float(text.count("?")),
+        float(text.count("\n")),
+        float(sum(map(text.count, "0123456789"))),
+        float(len(words)),
+        float(end == "?"),
+        float(end == ":"),
+    )
+    return counts
+
+
+def _beginning(ids: Sequence[int], count: int) -> str:
+    return _digest(array("I", ids[:count]).tobytes()) if len(ids) >= count else ""
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+#: Groups that are known; then those that nothing was heard of for longest are forgotten.
+_MOST = 8192
+#: All requests are of this group.
+_ALL = "all"
+
+
+class Histories:
+    """Means over the ended outputs of the same tenant, application and template.
+
+    Ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516): a template that
+    was not in the training data is known after its first outputs. Training notes outputs in the
+    order of arrival, after each request's features are taken.
+    """
+
+    def __init__(self, known: Mapping[str, History] | None = None) -> None:
+        self._known: OrderedDict[str, History] = OrderedDict(known or {})
+        self._all = self._known.pop(_ALL, History())
+
+    def features(self, asked: Asked) -> list[float]:
+        """The values of FEATURES. A group of which nothing ended yet is as the one around it."""
+        values, around = list(asked.static), self._all
+        for group in asked.groups:
+            found = self._known.get(group) if group else None
+            if found is not None:
+                around = found
+            values += (around.mean, sqrt(around.variance), log1p(found.outputs if found else 0))
+        return values
+
+    def note(self, groups: Sequence[str], log_length: float) -> None:
+        """An output of these groups ended. ``log_length`` is its length's natural logarithm."""
+        self._all = self._all.with_one(log_length)
+        for group in filter(None, groups):
+            self._known[group] = self._known.get(group, History()).with_one(log_length)
+            self._known.move_to_end(group)
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+
+    def learn(self, others: Mapping[str, History]) -> None:
+        """What is not known here yet. ``others`` are as they were told: what was heard of last
+        comes last there, and is forgotten last here."""
+        for group, history in reversed([*others.items()]):
+            if group == _ALL:
+                self._all = self._all if self._all.outputs else history
+            elif group not in self._known and len(self._known) < _MOST:
+                self._known[group] = history
+                self._known.move_to_end(group, last=False)
+
+    def as_dict(self) -> dict[str, History]:
+        """All that is known, for ``learn``: what was heard of last comes last."""
+        return {_ALL: self._all, **self._known}
+
+
+#: Standard deviations between the two quantiles of a normal distribution.
+_APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
+#: Of a log-normal length: with a larger sigma its mean would lie above its 0.9 quantile. Outputs
+#: that are either short or long have such quantiles, and no such mean.
+_WIDEST = 2 * _APART
+#: Of outputs, the part that is shorter than what is told as the least.
+LEAST = 0.05
+_LEAST_Z = NormalDist().inv_cdf(LEAST)
+#: Of a length in tokens, natural logarithms.
+_SHORTEST, _LONGEST = 0.0, log(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What was predicted of a request's outputs, believed or not: ``logs``, the
+    corrected quantiles' natural logarithms, ``least_log`` that of LEAST, and the ``length`` that
+    follows from ``logs``; ``uncorrected`` are these three logarithms as the model has them. Of the
+    request it keeps its ``groups`` alone: a million may wait."""
+
+    groups: tuple[str, ...]
+    uncorrected: tuple[float, ...]
+    logs: tuple[float, ...]
+    least_log: float
+    length: LengthDistribution
+    #: expected of an output
+    tokens: int
+
+    @property
+    def least_tokens(self) -> int:
+        """Length that 95 % of such outputs reach."""
+        return int(exp(min(max(_SHORTEST, self.least_log), _LONGEST)))
+
+
+class Learned:
+    def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
+        """``histories`` are what ended until now."""
+        self._forest = model.forest
+        self._histories = histories
+        self._corrections = Corrections((*QUANTILES, LEAST))
+        self.trust = Trust(min_tau, model.tau)
+
+    def guess(self, asked: Asked) -> Guess:
+        logs = self._forest.sums(self._histories.features(asked))
+        group, uncorrected = narrowest(asked.groups), (*logs, _least_log(logs))
+        *corrected, least_log = self._corrections.apply(group, uncorrected)
+        length = _length(corrected)
+        tokens = length.to_come(0, asked.max_tokens)
+        return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
+
+    def note(self, guess: Guess, num_tokens: int) -> None:
+        """An output ended."""
+        log_length = log(max(1, num_tokens))
+        self._histories.note(guess.groups, log_length)
+        self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
+        within = [log_length <= each for each in guess.logs]
+        self.trust.note(guess.tokens, within, num_tokens)
+
+    def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
+        """An output had so many tokens, and would have got more."""
+        group = narrowest(guess.groups)
+        self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
+
+
+def _least_log(logs: Sequence[float]) -> float:
+    length = _length(logs)
+    return log(length.median) + length.sigma * _LEAST_Z
+
+
+def _length(logs: Sequence[float]) -> LengthDistribution:
+    low, high = sorted(min(max(_SHORTEST, each), _LONGEST) for each in logs)
+    return LengthDistribution(exp(low), min(_WIDEST, (high - low) / _APART))
+
+
+#: One of this many requests is admitted whatever its predicted least length is.
 _TRIALS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of each output of a request the ``length``, which knows nothing of its ``max_tokens``;
-    ``rank`` is the part of the requests lately whose outputs together are shorter."""
+    """Predicted output length of one request, made when the request arrives.
+
+    ``length`` is the distribution of one output's length, ignoring ``max_tokens``.
+    """
 
     length: LengthDistribution
-    rank: float = _NO_RANK
-    #: as ``rank``, of its prompt and all its outputs
-    work_rank: float = _NO_RANK
-    #: seconds that what waited when it came will take
-    foreseen_wait_s: float = 0.0
+    #: expected tokens of all outputs
+    output_tokens: int = 0
+    #: tokens that each output reaches, nearly always
+    least_tokens: int = 1
+    queue_key: QueueKey = BY_ARRIVAL
     guess: Guess | None = None
-    #: who made the guess
+    #: the model that made the guess
     learned: Learned | None = None
-    #: nothing but its ``max_tokens`` ends it
+    #: only ``max_tokens`` can end an output
     is_certain: bool = False
-    #: there is a model, and its order is worth nothing
+    #: a model is loaded, and the order of its predictions is not trusted
     is_distrusted: bool = False
-
-    def output_tokens(self, request: Request) -> int:
-        """Of all its outputs."""
-        return request.n * self.length.to_come(0, request.max_tokens)
-
-    def total_tokens(self, request: Request) -> int:
-        """Of its prompt and all its outputs."""
-        return len(request.prompt_ids) + self.output_tokens(request)
-
-    def least_tokens(self, request: Request) -> int:
-        """That each of its outputs gets, or nearly always does."""
-        if self.is_certain:
-            return request.max_tokens
-        least = max(1, request.sampling.min_tokens)
-        if self.guess is None or self.is_distrusted or _is_trial(request):
-            return least
-        return min(max(least, self.guess.least_tokens), request.max_tokens)
-
-    def ordered_tokens(self, request: Request) -> int:
-        """``total_tokens`` where requests may be ordered by that; 0 where they leave by arrival."""
-        return 0 if self.is_distrusted else self.total_tokens(request)
 
 
 def _is_trial(request: Request) -> bool:
-    """Who is refused for a long output does not show that it would have been a short one: the model
-    would never be put right."""
+    """Return whether the request is admitted whatever its predicted least length is.
+
+    Rejected requests give no evidence of their true length: without trials a wrong model would
+    never be corrected.
+    """
     return crc32(request.request_id.encode()) % _TRIALS == 0
 
 
@@ -98,26 +406,45 @@ class Predictor:
         return None if self._learned is None else self._learned.trust
 
     def load(self, model: Model) -> None:
-        """It predicts from now on. Raises ValueError where it is of another model's outputs."""
+        """Load a trained model. Raises ValueError if it is of another model's outputs."""
         if model.served != self._served:
             raise ValueError(f"is of {model.served!r}, and {self._served!r} is served")
         self._histories.learn(model.histories)
         self._learned = Learned(model, self._histories, self._min_tau)
 
     def predict(self, request: Request, moment: float) -> Prediction:
-        """``moment`` is ledger time in seconds."""
-        prediction = self._foretold(request, moment)
+        """Return the prediction for ``request``; ``moment`` is ledger time in seconds."""
+        prediction = self._predict_length(request, moment)
+        output_tokens = request.n * prediction.length.to_come(0, request.max_tokens)
+        return replace(
+            prediction,
+            output_tokens=output_tokens,
+            least_tokens=self._least_tokens(request, prediction),
+            queue_key=self._queue_key(len(request.prompt_ids) + output_tokens, output_tokens),
+            is_distrusted=self._is_distrusted,
+        )
+
+    def _least_tokens(self, request: Request, prediction: Prediction) -> int:
+        if prediction.is_certain:
+            return request.max_tokens
+        least = max(1, request.sampling.min_tokens)
+        if prediction.guess is None or self._is_distrusted or _is_trial(request):
+            return least
+        return min(max(least, prediction.guess.least_tokens), request.max_tokens)
+
+    def _queue_key(self, total_tokens: int, output_tokens: int) -> QueueKey:
         if self._is_distrusted:
-            return replace(prediction, is_distrusted=True)
-        work_rank = self._work_ranks.rank(prediction.total_tokens(request))
-        return replace(prediction, rank=self._rank(prediction, request), work_rank=work_rank)
+            return BY_ARRIVAL
+        work_rank = self._work_ranks.rank(total_tokens)
+        # Without a model all outputs are predicted alike: no request yields to another by rank.
+        rank = 0.0 if self._learned is None else self._ranks.rank(output_tokens)
+        return QueueKey(total_tokens, rank, work_rank)
 
     @property
     def _is_distrusted(self) -> bool:
         return self.trust is not None and not self.trust.is_trusted
 
-    def _foretold(self, request: Request, moment: float) -> Prediction:
-        """Its length alone."""
+    def _predict_length(self, request: Request, moment: float) -> Prediction:
         ends_by_itself = request.stop or request.stop_token_ids or request.sampling.grammar
         if not ends_by_itself:
             return Prediction(LengthDistribution(request.max_tokens), is_certain=True)
@@ -126,11 +453,6 @@ class Predictor:
         guess = self._learned.guess(asked(request, self._tokenizer, moment))
         length = LengthDistribution(self._lengths.mean) if self._is_distrusted else guess.length
         return Prediction(length, guess=guess, learned=self._learned)
-
-    def _rank(self, prediction: Prediction, request: Request) -> float:
-        if self._learned is None:
-            return _NO_RANK
-        return self._ranks.rank(prediction.output_tokens(request))
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
         """An output ended, by itself or by its ``max_tokens``. Whether others are trusted from now

@@ -1,230 +1,273 @@
-"""A request between queue and worker: dispatched, making tokens, lost, given back, finished, ended.
+"""State machine of a request between the queue and a worker. Pure.
 
 waiting  --dispatched-->  running  --last tokens-->  finishing  --stored-->  over
    ^                         |
-   +- lost, given back, -----+            any of them  --end-->  ending  --ledger-->  over
-      or moved elsewhere
+   +---- lost or returned ---+            any of them  --end-->  ending  --ledger-->  over
 
-All its choices go this way together; each comes to its own end while the request is running. What
-is given back choice by choice waits for the last of them.
+All choices of a request take these transitions together; each choice ends by itself while the
+request is running. A request whose choices are returned one by one is queued again with the last
+of them. Each event updates the request and returns the effects, in order, which AttemptRunner
+carries out.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 from everlift import logs
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
-from everlift.messages import FinishReason, Request
+from everlift.messages import FinishReason
 from everlift.request_id import bare, tenant_of
+from everlift.sampling import TokenLogprobs
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.admission.dispatch_message import dispatched
 from router.config import RouterConfig
-from router.event_loop import now
-from router.ledger.entry import Dispatch, Entry, State
-from router.prediction.predictor import Prediction
-from router.requests import messages
-from router.requests.agreement import Agreement
-from router.requests.at_workers import AtWorkers
-from router.requests.leaving import Leaving
-from router.requests.progress import note, take
-from router.requests.registry import RequestRegistry
+from router.ledger.entry import Entry, State
+from router.requests.registry import Counters
 from router.requests.request import Choice, LiveRequest, Phase
 from router.requests.timing import FINISHED, SILENT, Speaker
-from router.requests.token_writer import TokenWriter
-from router.requests.worker_wait import WorkerWait
 
-log = logs.get(__name__)
+#: The newest other requests that are looked at, and how many of them are named.
+_LOOKED_AT, _NAMED = 16, 8
 
-_FINISHED_BY = {
+
+class RunningRequests:
+    """Index of running requests by epoch and by worker.
+
+    ``neighbours``, ``occupants`` and ``newcomers`` name requests of the same tenant only: a client
+    must not learn of other tenants' requests.
+    """
+
+    def __init__(self) -> None:
+        self._by_epoch: dict[int, LiveRequest] = {}
+        #: only workers that have a request
+        self._by_worker: dict[str, dict[int, LiveRequest]] = {}
+        #: epochs and ids of the newest requests of each of these workers, also of ended ones
+        self._newest: dict[str, deque[tuple[int, str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_epoch)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(self._by_epoch.values())
+
+    def get(self, epoch: int) -> LiveRequest | None:
+        return self._by_epoch.get(epoch)
+
+    def of(self, worker_id: str) -> list[LiveRequest]:
+        return list(self._by_worker.get(worker_id, {}).values())
+
+    def add(self, live: LiveRequest) -> None:
+        self._by_epoch[live.epoch] = live
+        self._by_worker.setdefault(live.worker_id, {})[live.epoch] = live
+        newest = self._newest.setdefault(live.worker_id, deque(maxlen=_LOOKED_AT))
+        newest.append((live.epoch, live.request_id))
+
+    def remove(self, epoch: int) -> LiveRequest | None:
+        """Return the removed request; None if no worker has one under this epoch."""
+        live = self._by_epoch.pop(epoch, None)
+        if live is not None:
+            beside = self._by_worker[live.worker_id]
+            del beside[epoch]
+            if not beside:
+                del self._by_worker[live.worker_id], self._newest[live.worker_id]
+        return live
+
+    def neighbours(self, request_id: str, worker_id: str) -> tuple[str, ...]:
+        """Return requests of this worker."""
+        last = islice(reversed(self._by_worker.get(worker_id, {}).values()), _LOOKED_AT)
+        return _of_tenant(request_id, (live.request_id for live in last))
+
+    def occupants(self, request_id: str, worker_id: str) -> tuple[str, ...]:
+        """Return requests of other workers."""
+        last = islice(reversed(self._by_epoch.values()), _LOOKED_AT)
+        others = (live.request_id for live in last if live.worker_id != worker_id)
+        return _of_tenant(request_id, others)
+
+    def newcomers(self, live: LiveRequest) -> tuple[str, ...]:
+        """Return requests that its worker received after it."""
+        last = reversed(self._newest.get(live.worker_id, ()))
+        since = takewhile(lambda each: each[0] != live.epoch, last)
+        return _of_tenant(live.request_id, (request_id for _, request_id in since))
+
+
+def _of_tenant(request_id: str, others: Iterable[str]) -> tuple[str, ...]:
+    """Return at most as many as are named, each once."""
+    tenant = tenant_of(request_id)
+    own = (other for other in others if tenant_of(other) == tenant)
+    return tuple(islice(dict.fromkeys(own), _NAMED))
+
+
+log = logs.get_logger(__name__)
+
+_FINISH_REASONS = {
     session_pb2.STOP_CAUSE_EOS: FinishReason.STOP,
     session_pb2.STOP_CAUSE_LENGTH: FinishReason.LENGTH,
 }
-#: Before a request that its worker did not get queues again.
-_RETRY_S = 0.1
-#: To write down more of them for a worker would keep the event loop from all others for too long.
-_TOKENS_AT_ONCE = 1 << 16
-#: A number of losses that no request reaches.
-_NEVER = 1 << 30
+#: Seconds before a request whose worker could not be reached is queued again.
+_UNREACHABLE_S = 0.1
 
 
-class Workers(Protocol):
-    """The streams to the workers, as far as requests need them."""
+class Start(NamedTuple):
+    """Send choices of a request to its worker."""
 
-    @property
-    def is_any_up(self) -> bool: ...
-
-    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
-        """False when there is no stream to this worker."""
-        ...
-
-    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
-        """Of no choices: of all."""
-        ...
-
-    def confirm(self, worker_id: str, epoch: int) -> None:
-        """Tell the worker that the first step of a sequence is known here."""
-        ...
-
-    def speaker(self, worker_id: str) -> Speaker | None:
-        """None when there is no stream to this worker."""
-        ...
+    live: LiveRequest
+    choices: Sequence[Choice]
 
 
-class Reservation(Protocol):
-    """A worker for a request that the ledger does not have yet. Whoever has it says what became of
-    it."""
+class Abort(NamedTuple):
+    """Stop an epoch at its worker: these choices, or all if none are named."""
 
-    @property
-    def dispatch(self) -> Dispatch: ...
-
-    @property
-    def predicted_ttft_s(self) -> float | None:
-        """From its arrival to its first token; None: not known."""
-        ...
-
-    @property
-    def predicted_tpot_s(self) -> float | None:
-        """For each token after that, likewise."""
-        ...
-
-    def begun(self) -> bool:
-        """The ledger has let it begin. Whether who leads knows that."""
-        ...
-
-    def give_back(self) -> None:
-        """It did not begin."""
-        ...
+    worker_id: str
+    epoch: int
+    choices: tuple[int, ...] = ()
 
 
-class Line(Protocol):
-    """The line to whoever leads the admission queue."""
+class ConfirmStep(NamedTuple):
+    """Tell the worker that the report of a first step arrived."""
 
-    def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
-        """A worker for a request that is about to come, by the moment in ledger time at which it
-        does, where it would leave the queue as soon as it came there. None: it has to wait, or
-        somebody else has to be asked."""
-        ...
+    worker_id: str
+    epoch: int
 
-    @property
-    def is_quiet(self) -> bool:
-        """Nobody leads, as far as one knows, or has not said anything for a while."""
-        ...
 
-    @property
-    def queued(self) -> int:
-        """Requests that waited in the whole cluster when the leader last said so."""
-        ...
+class Enqueue(NamedTuple):
+    """Put a request into the leader's queue."""
 
-    def enqueue(self, waiting: session_pb2.Waiting) -> None: ...
+    live: LiveRequest
 
-    def withdraw(self, request_id: str) -> None:
-        """It needs no worker any more: neither its place in the queue nor what it had."""
-        ...
 
-    def running(self, running: session_pb2.Running) -> None:
-        """Its worker preempted it, or goes on with it."""
-        ...
+class Withdraw(NamedTuple):
+    """Tell the leader that a request needs no worker."""
 
-    def served(self, request_id: str, priority: int, tokens: int) -> None:
-        """So much more of its output came."""
-        ...
+    request_id: str
 
-    def finished(self, tpot_ratio: float) -> None:
-        """A request did, and each of its tokens took so many times as long as was predicted."""
-        ...
 
-    def asserted(self, generation: str) -> None:
-        """The ledger of this generation has been told again what it may have lost."""
-        ...
+class ReportRunning(NamedTuple):
+    """Tell the leader whether the worker computes a request or has preempted it."""
+
+    live: LiveRequest
+
+
+class ReportServed(NamedTuple):
+    """Tell the leader how many output tokens a request received."""
+
+    live: LiveRequest
+    tokens: int
+
+
+class ReportFinished(NamedTuple):
+    """Tell the leader the measured time per output token over the predicted one."""
+
+    tpot_ratio: float
+
+
+class Write(NamedTuple):
+    """Write the output of a choice from an offset on to the ledger."""
+
+    live: LiveRequest
+    choice: Choice
+    offset: int
+
+
+class WriteRest(NamedTuple):
+    """Write all output to the ledger that it does not have."""
+
+    live: LiveRequest
+
+
+class Release(NamedTuple):
+    """Release a request in the ledger, which queues it again, after all its output is written.
+
+    ``loss`` is the cause if the worker lost the request, else None.
+    """
+
+    live: LiveRequest
+    epoch: int
+    loss: str | None = None
+    was_in_step: bool = False
+    delay_s: float = 0.0
+
+
+class Decline(NamedTuple):
+    """Return a dispatch of a request that does not wait here."""
+
+    message: session_pb2.Dispatched
+
+
+class End(NamedTuple):
+    """End a request in the ledger, then for its clients."""
+
+    live: LiveRequest
+    state: State
+    error: EverliftError
+
+
+class Finalize(NamedTuple):
+    """End a request for its clients as the ledger says."""
+
+    live: LiveRequest
+    entry: Entry
+
+
+class Reconcile(NamedTuple):
+    """Compare a queued request with the ledger; ``is_queued``: the leader has it in its queue."""
+
+    live: LiveRequest
+    is_queued: bool
+
+
+Effect = (
+    Start
+    | Abort
+    | ConfirmStep
+    | Enqueue
+    | Withdraw
+    | ReportRunning
+    | ReportServed
+    | ReportFinished
+    | Write
+    | WriteRest
+    | Release
+    | Decline
+    | End
+    | Finalize
+    | Reconcile
+)
 
 
 class Attempts:
-    """``adopt`` is called with a request that is this gateway's and not in its custody."""
+    """Requests of this router at the workers, and their transitions.
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        registry: RequestRegistry,
-        workers: Workers,
-        line: Line,
-        adopt: Callable[[str], None],
-    ) -> None:
+    ``now`` is the router's clock in seconds.
+    """
+
+    def __init__(self, config: RouterConfig, router_id: str, counters: Counters) -> None:
         self._config = config
-        self._registry = registry
-        self._ledger = registry.ledger
-        self._workers = workers
-        self._line = line
-        self._adopt = adopt
-        self._running = AtWorkers()
-        self.keeping = TokenWriter(config, registry, self._differs, self._fail)
-        self._agreement = Agreement(registry, self.keeping, self)
-        self._leaving = Leaving()
-        self._worker_wait = WorkerWait(config.worker_wait, self._fail)
+        self._router_id = router_id
+        self._counters = counters
+        self.running = RunningRequests()
 
-    async def run(self) -> None:
-        """Carries tokens into the ledger until cancelled."""
-        await self.keeping.run()
+    # the leader's events
 
-    # the leader is told
-
-    def reserve(
-        self, request: Request, timeout_s: float | None, prediction: Prediction
-    ) -> Reservation | None:
-        """A worker for a request that the ledger does not have yet, if it need not wait for one."""
-        moves_left = self._config.max_moves
-        return self._line.reserve(
-            lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
-        )
-
-    def begin(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
-        """A request that was opened with a reservation's dispatch begins, if the ledger let it."""
-        if entry.epoch != reservation.dispatch.epoch:
-            return False
-        leader_knows = reservation.begun()
-        self.dispatched(
-            dispatched(
-                entry,
-                predicted_ttft_s=reservation.predicted_ttft_s,
-                predicted_tpot_s=reservation.predicted_tpot_s,
-            )
-        )
-        if not leader_knows and live.runs_under(entry.epoch):
-            self._line.running(messages.running(live, self._moves_left(live)))
-        return True
-
-    def enqueue(self, live: LiveRequest) -> None:
-        self._worker_wait.enter(live)
-        self._line.enqueue(self.waiting(live))
-
-    def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        is_suspect = live.losses.make_suspect(live.num_tokens, self._config)
-        return messages.waiting(live, self._moves_left(live), is_suspect)
-
-    def running(self) -> list[session_pb2.Running]:
-        """All that workers have."""
-        return [messages.running(live, self._moves_left(live)) for live in self._running]
-
-    def _moves_left(self, live: LiveRequest) -> int:
-        return max(0, self._config.max_moves - live.num_moved)
-
-    # the leader speaks
-
-    def dispatched(self, message: session_pb2.Dispatched) -> None:
-        """A worker is ours for one of our requests."""
-        live = self._registry.get(message.request_id)
+    def on_dispatched(
+        self,
+        live: LiveRequest | None,
+        message: session_pb2.Dispatched,
+        worker: Speaker | None,
+        now: float,
+    ) -> list[Effect]:
+        """Start a request at the worker that the leader chose; None: it is not here."""
         if live is None or live.phase is not Phase.WAITING:
-            self._registry.spawn(self._decline(message))
-            return
-        self._registry.counters.migrated += bool(live.num_tokens)
-        beside = live.request_id, message.worker_id
-        neighbours, occupants = self._running.neighbours(*beside), self._running.occupants(*beside)
-        worker = self._workers.speaker(message.worker_id) or SILENT
+            return [Decline(message)]
+        self._counters.migrated += bool(live.num_tokens)
+        names = live.request_id, message.worker_id
+        neighbours, occupants = self.running.neighbours(*names), self.running.occupants(*names)
         live.confirms_first_step = live.losses.need_confirmation(live.num_tokens, self._config)
-        live.begin(message, neighbours, worker, now(), occupants)
-        self._running.add(live)
+        live.begin_attempt(message, neighbours, worker or SILENT, now, occupants)
+        self.running.add(live)
         log.info(
             "dispatched",
             request_id=live.request_id,
@@ -232,293 +275,285 @@ class Attempts:
             attempt=message.attempt,
             tokens=live.num_tokens,
         )
-        # Ends and tokens that the ledger did not take under an older epoch.
-        self.keeping.put_rest(live)
-        if not live.at_worker:
-            self._all_left(live)
-        elif not self._start(live, live.unfinished):
-            live.avoid = message.worker_id
-            self._registry.spawn_for(live, self._return(live, end="unreachable", delay_s=_RETRY_S))
+        # The ledger did not take ends and tokens of an older epoch after the release.
+        if live.at_worker:
+            return [WriteRest(live), Start(live, live.unfinished)]
+        return [WriteRest(live), *self._all_left(live, now)]
 
-    def _start(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
-        """Of long ones a part, and the others when the event loop has done what waits. False when
-        there is no stream to the worker."""
-        longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
-        count = max(1, _TOKENS_AT_ONCE // longest)
-        if later := choices[count:]:
-            asyncio.get_running_loop().call_soon(self._start_later, live, live.epoch, later)
-        starts = [messages.start(live, choice) for choice in choices[:count]]
-        return self._workers.start(live.worker_id, starts)
+    def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
+        """There is no stream to the worker of a request."""
+        live.avoid = live.worker_id
+        return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
-    def _start_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
-        if self._running.get(epoch) is live:
-            self._start(live, choices)
+    def on_stale(self, live: LiveRequest | None) -> list[Effect]:
+        """The ledger refused the leader's dispatch: a move of the request was lost on the way."""
+        if live is None or live.phase is not Phase.WAITING:
+            return []
+        return [Reconcile(live, is_queued=False)]
 
-    async def _decline(self, message: session_pb2.Dispatched) -> None:
-        """It is not waiting here: another leader was quicker, or the ledger lost a dispatch."""
-        entry = await self._registry.persist(lambda: self._released(message))
-        live = self._registry.get(message.request_id)
-        is_ours = entry.state is State.QUEUED and entry.gateway == self._registry.router_id
-        if live is None and is_ours:
-            self._adopt(message.request_id)
-        elif live is None or live.is_ending:
-            # What was withdrawn before may run since, as far as the leader knows.
-            self._line.withdraw(message.request_id)
-        elif is_ours:
-            await self.agree(live)
+    def on_move(self, epoch: int, now: float) -> list[Effect]:
+        """Another worker can continue a preempted request sooner."""
+        if (live := self.running.get(epoch)) is None:
+            return []
+        live.num_moved += 1
+        self._counters.moved += 1
+        return self._remove(live, "moved", "preempted, and moved", now)
 
-    async def _released(self, message: session_pb2.Dispatched) -> Entry:
-        """As if it had not been dispatched."""
-        tally = (await self._ledger.get(message.request_id)).tally
-        return await self._ledger.release(
-            message.request_id,
-            message.epoch,
-            loss=None,
-            max_losses=self._config.max_losses,
-            tally=tally,
-        )
+    def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
+        """A request of a higher class needs the place. That is not one of the request's moves."""
+        if (live := self.running.get(eviction.epoch)) is None:
+            return []
+        is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
+        cause = bare(eviction.request_id) if is_own else "a higher class"
+        return self._remove(live, "evicted", f"made room for {cause}", now)
 
-    def withdrawn(self, message: session_pb2.Withdrawn) -> None:
-        self._leaving.told(message)
+    def _remove(self, live: LiveRequest, event: str, end: str, now: float) -> list[Effect]:
+        worker_id, epoch = live.worker_id, live.epoch
+        log.info(event, request_id=live.request_id, worker_id=worker_id, tokens=live.num_tokens)
+        return [Abort(worker_id, epoch), *self._release(live, now, end=end)]
 
-    def stale(self, request_id: str) -> None:
-        """The ledger would not let the leader dispatch it: a move of it was lost on the way."""
-        live = self._registry.get(request_id)
-        if live is not None and live.phase is Phase.WAITING:
-            self._registry.spawn_for(live, self._agreement.find(live, is_queued=False))
+    # the workers' events
 
-    def move(self, epoch: int) -> None:
-        """What runs under this epoch can go on sooner elsewhere."""
-        if (live := self._take_off(epoch, "moved", "preempted, and moved")) is not None:
-            live.num_moved += 1
-            self._registry.counters.moved += 1
+    def on_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
+        """Note a choice's time breakdown, which precedes its progress in a frame."""
+        live = self.running.get(breakdown.epoch)
+        if live is not None and breakdown.choice in live.at_worker:
+            live.journal.breakdown(breakdown)
 
-    def evict(self, eviction: session_pb2.Eviction) -> None:
-        """It has to make room, which is no move of its own."""
-        live = self._running.get(eviction.epoch)
-        if live is not None:
-            is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
-            whom = bare(eviction.request_id) if is_own else "a higher class"
-            self._take_off(eviction.epoch, "evicted", f"made room for {whom}")
-
-    def _take_off(self, epoch: int, event: str, end: str) -> LiveRequest | None:
-        live = self._running.get(epoch)
-        if live is not None:
-            tokens = live.num_tokens
-            log.info(event, request_id=live.request_id, worker_id=live.worker_id, tokens=tokens)
-            self._workers.abort(live.worker_id, epoch)
-            self._registry.spawn_for(live, self._return(live, end=end))
-        return live
-
-    # workers speak
-
-    def account(self, account: session_pb2.Account) -> None:
-        """Where the time of a choice went. The progress of the same frame follows."""
-        live = self._running.get(account.epoch)
-        if live is not None and account.choice in live.at_worker:
-            live.journal.account(account)
-
-    def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
-        live = self._running.get(progress.epoch)
+    def on_progress(
+        self, worker_id: str, progress: session_pb2.Progress, now: float
+    ) -> list[Effect]:
+        """Add the output that a worker reports of a choice."""
+        live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
-            if not progress.stop:
-                self._workers.abort(worker_id, progress.epoch, (progress.choice,))
-            return
+            choices = (progress.choice,)
+            return [] if progress.stop else [Abort(worker_id, progress.epoch, choices)]
         choice = live.choices[progress.choice]
         offset = len(choice.output)
-        if not take(live, choice, progress):
+        if not _add_output(live, choice, progress):
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
-            self._lost(live, f"worker {worker_id} left out tokens", was_in_step=True)
-            return
-        self._note(live, choice, progress, len(choice.output) - offset)
+            loss = f"worker {worker_id} left out tokens"
+            return self._lost(live, loss, now, was_in_step=True)
+        effects = self._note(live, choice, progress, len(choice.output) - offset)
         stop = progress.stop
-        finish = FinishReason.STOP if choice.output.stopped else _FINISHED_BY.get(stop)
+        finish = FinishReason.STOP if choice.output.stopped else _FINISH_REASONS.get(stop)
         choice.finish_reason = finish
-        if finish and not stop:
-            self._workers.abort(worker_id, live.epoch, (choice.index,))
-        if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
-            self._left(live, choice)
-        elif stop:
-            self._stopped_short(live, progress)
         if finish or len(choice.output) > offset:
-            self.keeping.put(live, choice, offset)
+            effects.append(Write(live, choice, offset))
+        if finish and not stop:
+            effects.append(Abort(worker_id, live.epoch, (choice.index,)))
+        if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
+            effects += self._left(live, choice, now)
+        elif stop:
+            effects += self._stopped_short(live, progress, now)
+        return effects
 
-    def _note(
-        self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
-    ) -> None:
-        """Note what a worker reports beside ``num_new`` new tokens."""
-        if live.confirms_first_step and progress.HasField("waited_s"):
-            self._workers.confirm(live.worker_id, live.epoch)
-        if num_new:
-            self._line.served(live.request_id, live.priority, num_new)
-        has_news = note(live, choice, progress)
-        if has_news or live.journal.awaits_token:
-            live.journal.progress(progress)
-        if has_news:
-            self._registry.counters.preempted += progress.preemptions
-            self._registry.counters.recomputed_tokens += progress.recomputed_tokens
-            self._tell_residence(live)
-
-    def _tell_residence(self, live: LiveRequest) -> None:
-        if live.is_preempted is not live.is_known_preempted:
-            live.is_known_preempted = live.is_preempted
-            self._line.running(messages.running(live, self._moves_left(live)))
-
-    def _left(self, live: LiveRequest, choice: Choice) -> None:
-        """The worker is done with a choice, which is finished or was given back."""
-        live.at_worker.discard(choice.index)
-        if not live.at_worker:
-            self._all_left(live)
-        else:
-            self._tell_residence(live)
-
-    def _all_left(self, live: LiveRequest) -> None:
-        """No worker has anything to do for it."""
-        if live.unfinished:
-            self._registry.spawn_for(live, self._return(live))
-        else:
-            self._take_from_worker(live, FINISHED)
-            live.phase = Phase.FINISHING
-            if (tpot_ratio := live.judge_tpot(now())) is not None:
-                self._line.finished(tpot_ratio)
-            self._line.withdraw(live.request_id)
-
-    def _stopped_short(self, live: LiveRequest, progress: session_pb2.Progress) -> None:
-        """The worker could not begin a choice, or not go on with it: so it is with all."""
-        error = from_slug(progress.error_slug, progress.error)
-        if isinstance(error, InvalidRequest):
-            self.end(live, State.FAILED, error)
-        elif progress.stop == session_pb2.STOP_CAUSE_REFUSED:
-            self.end(live, State.FAILED, EngineFailed(progress.error))
-        else:
-            log.warning("engine failed", request_id=live.request_id, cause=progress.error)
-            live.avoid = live.worker_id
-            cause = f"the engine failed: {progress.error}"
-            # The worker goes on, so that all its reports are here.
-            self._lost(live, cause, was_in_step=live.has_stepped)
-
-    def _lost(self, live: LiveRequest, cause: str, *, was_in_step: bool) -> None:
-        """Queue a request again that is lost at a worker that goes on."""
-        self._workers.abort(live.worker_id, live.epoch)
-        self._registry.spawn_for(live, self._return(live, loss=cause, was_in_step=was_in_step))
-
-    def _take_from_worker(self, live: LiveRequest, end: str, *, is_lost: bool = False) -> bool:
-        """False where none has it."""
-        self.look_around(live)
-        if self._running.remove(live.epoch) is None:
-            return False
-        live.journal.left(end, now(), is_lost=is_lost)
-        return True
-
-    def look_around(self, live: LiveRequest) -> None:
-        """Its journal hears who came to its worker since it did."""
-        live.journal.joined(self._running.newcomers(live))
-
-    def worker_up(self) -> None:
-        self._worker_wait.worker_up(self._registry)
-
-    def worker_lost(self, worker_id: str) -> None:
-        """Everything that ran there goes back into the queue, with its tokens."""
-        if not self._workers.is_any_up:
-            self._worker_wait.last_worker_lost(self._registry)
-        lost = self._running.of(worker_id)
+    def on_worker_lost(self, worker_id: str, now: float) -> list[Effect]:
+        """Queue all requests of a lost worker again, with their tokens."""
+        lost = self.running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
+        effects: list[Effect] = []
         for live in lost:
             # Without a report, only a worker that had to confirm the step was in none.
             was_in_step = live.has_stepped or not live.confirms_first_step
             loss = f"worker {worker_id} was lost"
-            self._registry.spawn_for(live, self._return(live, loss=loss, was_in_step=was_in_step))
+            effects += self._release(live, now, loss=loss, was_in_step=was_in_step)
+        return effects
 
-    async def _return(
+    def _note(
+        self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        if live.confirms_first_step and progress.HasField("waited_s"):
+            effects.append(ConfirmStep(live.worker_id, live.epoch))
+        if num_new:
+            effects.append(ReportServed(live, num_new))
+        has_news = _note_blocks(live, choice, progress)
+        if has_news or live.journal.awaits_token:
+            live.journal.progress(progress)
+        if has_news:
+            self._counters.preempted += progress.preemptions
+            self._counters.recomputed_tokens += progress.recomputed_tokens
+            effects += _residence(live)
+        return effects
+
+    def _left(self, live: LiveRequest, choice: Choice, now: float) -> list[Effect]:
+        live.at_worker.discard(choice.index)
+        return _residence(live) if live.at_worker else self._all_left(live, now)
+
+    def _all_left(self, live: LiveRequest, now: float) -> list[Effect]:
+        if live.unfinished:
+            return self._release(live, now)
+        self._take_from_worker(live, FINISHED, now)
+        live.phase = Phase.FINISHING
+        tpot_ratio = live.judge_tpot(now)
+        finished = [] if tpot_ratio is None else [ReportFinished(tpot_ratio)]
+        return [*finished, Withdraw(live.request_id)]
+
+    def _stopped_short(
+        self, live: LiveRequest, progress: session_pb2.Progress, now: float
+    ) -> list[Effect]:
+        error = from_slug(progress.error_slug, progress.error)
+        if isinstance(error, InvalidRequest):
+            return [End(live, State.FAILED, error)]
+        if progress.stop == session_pb2.STOP_CAUSE_REFUSED:
+            return [End(live, State.FAILED, EngineFailed(progress.error))]
+        log.warning("engine failed", request_id=live.request_id, cause=progress.error)
+        live.avoid = live.worker_id
+        loss = f"the engine failed: {progress.error}"
+        # The worker continues, so that all its reports have arrived.
+        return self._lost(live, loss, now, was_in_step=live.has_stepped)
+
+    def _lost(self, live: LiveRequest, loss: str, now: float, *, was_in_step: bool) -> list[Effect]:
+        abort = Abort(live.worker_id, live.epoch)
+        return [abort, *self._release(live, now, loss=loss, was_in_step=was_in_step)]
+
+    # the request leaves its worker
+
+    def _release(
         self,
         live: LiveRequest,
+        now: float,
         *,
         loss: str | None = None,
         was_in_step: bool = False,
         end: str = "returned",
         delay_s: float = 0.0,
-    ) -> None:
-        """Queue a request again with its tokens: it was lost, or its worker returned it."""
-        epoch = live.epoch
-        if not self._take_from_worker(live, loss or end, is_lost=loss is not None):
-            return
-        await asyncio.sleep(delay_s)
-        await self.keeping.put_all(live)
-        if live.runs_under(epoch):
-            if loss is not None:
-                live.losses.count(live.num_tokens, was_in_step=was_in_step)
-            await self._release(live, loss)
-        if live.is_over:
-            self._line.withdraw(live.request_id)
+    ) -> list[Effect]:
+        if not self._take_from_worker(live, loss or end, now, is_lost=loss is not None):
+            return []
+        return [Release(live, live.epoch, loss, was_in_step, delay_s)]
 
-    async def _release(self, live: LiveRequest, loss: str | None) -> None:
-        epoch = live.epoch
-        # The ledger counts all losses of the request; which of them are too many is decided here.
-        ends = loss is not None and live.losses.are_too_many(self._config)
-        max_losses = live.entry.losses + 1 if ends else _NEVER
-        entry = await self._registry.move(
-            live,
-            lambda: self._ledger.release(
-                live.request_id,
-                epoch,
-                loss=loss,
-                max_losses=max_losses,
-                tally=live.tally,
-                explanation=live.packed_explanation(now()),
-            ),
-        )
-        if live.runs_under(epoch):
-            self.queue_again(live, entry)
+    def max_losses(self, release: Release) -> int | None:
+        """Count the loss of a release; return the number of losses that ends the request, or None.
 
-    def queue_again(self, live: LiveRequest, entry: Entry) -> None:
-        """If the ledger lets it. Otherwise it is over here."""
-        if entry.state is State.QUEUED and entry.gateway == self._registry.router_id:
-            live.wait_again(entry, now())
-            self.enqueue(live)
-        else:
-            self._registry.settle_as(live, entry)
+        The ledger counts all losses of a request; this router decides which are too many.
+        """
+        live = release.live
+        if release.loss is None:
+            return None
+        live.losses.count(live.num_tokens, was_in_step=release.was_in_step)
+        return live.entry.losses + 1 if live.losses.are_too_many(self._config) else None
 
-    # the ledger speaks
+    def on_released(self, live: LiveRequest, entry: Entry, now: float) -> list[Effect]:
+        """The ledger queued the request again, or says that it is over for this router."""
+        if entry.state is State.QUEUED and entry.gateway == self._router_id:
+            live.wait_again(entry, now)
+            return [Enqueue(live)]
+        return [Finalize(live, entry)]
 
-    def _differs(self, live: LiveRequest) -> None:
-        self._registry.spawn_for(live, self.agree(live))
-
-    async def agree(self, live: LiveRequest) -> None:
-        """The ledger may have the request in another state than we do."""
-        await self._agreement.find(live)
-
-    def _fail(self, live: LiveRequest, error: EverliftError) -> None:
-        self.end(live, State.FAILED, error)
-
-    # it ends
-
-    def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
-        """Ends it before its last token. Who waits for that shields it: it goes on in any case."""
-        return self._registry.spawn_for(live, self._ending(live, state, error))
-
-    async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
-        is_queued = live.phase is Phase.WAITING
-        self.drop(live, error.slug)
+    def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
+        """The request is about to end in the ledger, before its last token."""
+        effects = self.on_dropped(live, now, end)
         if not live.is_over:
             live.phase = Phase.ENDING
-        if is_queued and not self._line.is_quiet:
-            await self._leaving.wait(live)
-        entry = await self._registry.move(
-            live,
-            lambda: self._ledger.end(
-                live.request_id,
-                state,
-                error.slug,
-                str(error),
-                self._registry.router_id,
-                live.packed_explanation(now()),
-            ),
-        )
-        self._registry.settle_as(live, entry)
-        return entry
+        return effects
 
-    def drop(self, live: LiveRequest, end: str = "given up") -> None:
-        """No worker shall have it any more, nor the queue."""
-        self._line.withdraw(live.request_id)
-        if self._take_from_worker(live, end):
-            self._workers.abort(live.worker_id, live.epoch)
+    def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
+        """Neither a worker nor the queue needs the request any more."""
+        effects: list[Effect] = [Withdraw(live.request_id)]
+        worker_id, epoch = live.worker_id, live.epoch
+        if self._take_from_worker(live, end, now):
+            effects.append(Abort(worker_id, epoch))
+        return effects
+
+    def _take_from_worker(
+        self, live: LiveRequest, end: str, now: float, *, is_lost: bool = False
+    ) -> bool:
+        """Return whether a worker had the request."""
+        self.note_newcomers(live)
+        if self.running.remove(live.epoch) is None:
+            return False
+        live.journal.left(end, now, is_lost=is_lost)
+        return True
+
+    def note_newcomers(self, live: LiveRequest) -> None:
+        """Note in its journal which requests its worker received after it."""
+        live.journal.joined(self.running.newcomers(live))
+
+
+def _residence(live: LiveRequest) -> list[Effect]:
+    if live.is_preempted is live.is_known_preempted:
+        return []
+    live.is_known_preempted = live.is_preempted
+    return [ReportRunning(live)]
+
+
+def _add_output(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
+    """Add tokens and log probabilities that are not known yet.
+
+    Return False, with nothing added, if something before them is missing, or log probabilities
+    that the request asks for.
+    """
+    known = len(choice.output) - progress.offset
+    if known < 0:
+        return False
+    if live.has_logprobs:
+        return _add_scored(live, choice, progress, known)
+    choice.output.extend(progress.token_ids[known:])
+    return True
+
+
+def _note_blocks(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
+    """Note what the worker has computed of a choice and its prefix-cache hits.
+
+    Return whether the choice's KV blocks were preempted, restored or recomputed.
+    """
+    choice.num_computed = max(choice.num_computed, progress.num_computed)
+    # The other choices find the prompt of the first one.
+    if choice.index == 0 and progress.HasField("waited_s"):
+        live.note_cached(progress.cached_tokens)
+    live.has_stepped |= progress.HasField("waited_s") or bool(progress.token_ids)
+    if not (progress.residence or progress.preemptions or progress.recomputed_tokens):
+        return False
+    live.preemptions += progress.preemptions
+    live.recomputed_tokens += progress.recomputed_tokens
+    if progress.residence:
+        choice.is_preempted = progress.residence == session_pb2.RESIDENCE_PREEMPTED
+    return True
+
+
+def _add_scored(
+    live: LiveRequest, choice: Choice, progress: session_pb2.Progress, known: int
+) -> bool:
+    scored = _new_prompt_logprobs(live, progress)
+    if scored is None or not _has_logprobs(live, progress):
+        return False
+    if progress.token_ids and choice.index == 0 and _lacks(live, len(scored)):
+        return False
+    live.prompt_logprobs.extend(_parsed(scored))
+    choice.output.extend(progress.token_ids[known:], _parsed(progress.logprobs[known:]))
+    return True
+
+
+def _new_prompt_logprobs(
+    live: LiveRequest, progress: session_pb2.Progress
+) -> Sequence[pb.TokenLogprobs] | None:
+    """Return None if some before them are missing. The first one is of the second prompt token."""
+    if not progress.prompt_logprobs:
+        return ()
+    known = 1 + len(live.prompt_logprobs) - progress.prompt_offset
+    fresh = progress.prompt_logprobs[max(known, 0) :]
+    is_whole = _has_tops(fresh, live.request.sampling.prompt_logprobs)
+    return fresh if known >= 0 and is_whole else None
+
+
+def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
+    wanted = live.request.sampling.logprobs
+    num_logprobs = 0 if wanted is None else len(progress.token_ids)
+    return len(progress.logprobs) == num_logprobs and _has_tops(progress.logprobs, wanted)
+
+
+def _has_tops(logprobs: Sequence[pb.TokenLogprobs], wanted: int | None) -> bool:
+    """Return whether each has the number of alternatives of the ledger's records."""
+    return all(len(it.top_ids) == len(it.top_logprobs) == wanted for it in logprobs)
+
+
+def _lacks(live: LiveRequest, num_fresh: int) -> bool:
+    """Return whether a token was sampled before the whole prompt was scored, if that is wanted."""
+    num_known = 1 + len(live.prompt_logprobs) + num_fresh
+    return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)
+
+
+def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs.from_proto(it) for it in logprobs]

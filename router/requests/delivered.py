@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from everlift.digest import TokenDigest
 from everlift.errors import DataLoss
+from everlift.hashes import TokenDigest
 from everlift.v1 import inference_pb2 as pb
 
 
@@ -45,7 +45,7 @@ class Delivered:
             digests=[self._digests[choice].value for choice in choices],
         )
 
-    def take(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
+    def accept(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
         """Return what is new in the next piece, from now on delivered, or None.
 
         Raises DataLoss if the piece does not continue what was delivered."""

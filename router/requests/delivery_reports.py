@@ -24,7 +24,7 @@ class Deliveries:
         #: for as long as somebody else holds them: what has ended is its readers'
         self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
 
-    def begin(self, live: LiveRequest) -> None:
+    def track(self, live: LiveRequest) -> None:
         """A client reads it."""
         self._read[live.request_id] = live
 
@@ -35,7 +35,7 @@ class Deliveries:
             return None
         return live if live.has_untold_end and live.has_readers else None
 
-    def note(self, live: LiveRequest) -> None:
+    def note_delivered(self, live: LiveRequest) -> None:
         """A client of it is gone, or has all."""
         journal, entry = live.journal, live.entry
         if not live.has_untold_end or not journal.is_delivered:
@@ -46,8 +46,8 @@ class Deliveries:
             packed = live.packed_explanation(journal.heard)
             self._untold.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
 
-    async def tell(self) -> None:
-        """What cannot be told now is not told again. Raises LedgerUnavailable."""
+    async def flush(self) -> None:
+        """Write the reports; those that fail are dropped. Raises LedgerUnavailable."""
         untold, self._untold = self._untold, []
         if untold:
             await self._ledger.explain(untold)

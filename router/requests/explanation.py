@@ -7,6 +7,7 @@ most. What came later, up to the last move, the ledger's own events say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
@@ -19,13 +20,13 @@ MAX_BYTES = 4096
 #: Of how an attempt ended; an error may quote anything.
 _MAX_END = 200
 
-#: Before the request was in the ledger.
-ACCEPTING = (
-    pb.SPAN_KIND_DOOR,
-    pb.SPAN_KIND_RENDERING,
-    pb.SPAN_KIND_LIMITS,
-    pb.SPAN_KIND_OPENING,
-)
+_ACCEPTING = (pb.SPAN_KIND_RECEIVE, pb.SPAN_KIND_LEDGER)
+
+
+def accepting_s(explanation: pb.Explanation) -> float:
+    """Return the seconds from a request's call until it was in the ledger."""
+    spans = takewhile(lambda it: not it.attempt and it.kind in _ACCEPTING, explanation.spans)
+    return sum(span.seconds for span in spans)
 
 
 def explained(
@@ -42,7 +43,7 @@ def explained(
         total_s=journal.total_s,
         prompt_tokens=len(request.prompt_ids),
         output_tokens=sum(entry.num_tokens),
-        predicted_output_tokens=prediction.output_tokens(request),
+        predicted_output_tokens=prediction.output_tokens,
         prediction_distrusted=prediction.is_distrusted,
         ttft_s=journal.ttft_s,
         ledger_s=journal.ledger_s,
@@ -50,13 +51,13 @@ def explained(
         dropped_attempts=journal.num_dropped,
         unread_s=journal.unread_s,
         unread_tokens=unread_tokens,
-        overtaken=journal.overtaken,
+        bypassed=journal.bypassed,
     )
     # In place: to make messages and copy them takes twice as long.
     for kind, seconds, attempt in journal.spans:
         explanation.spans.add(kind=kind, seconds=seconds, attempt=attempt)
     explanation.attempts.extend(journal.earlier_attempts)
-    for each in journal.told:
+    for each in journal.kept_attempts:
         _add(each, explanation)
     return explanation
 
@@ -74,7 +75,7 @@ def _span(span: Span) -> pb.Span:
 
 
 def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
-    account = attempt.account
+    breakdown = attempt.breakdown
     explanation.attempts.add(
         number=attempt.number,
         worker_id=attempt.worker_id,
@@ -86,7 +87,7 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
         recomputed_tokens=attempt.recomputed_tokens,
         end=attempt.end[:_MAX_END],
         steps=attempt.steps,
-        most_neighbours=account.most_neighbours if account is not None else 0,
+        most_neighbours=breakdown.most_neighbours if breakdown is not None else 0,
         neighbours=attempt.neighbours,
         newcomers=attempt.newcomers,
         occupants=attempt.occupants,
@@ -109,7 +110,6 @@ def packed(explanation: pb.Explanation) -> bytes:
 
 
 def _shorter(explanation: pb.Explanation) -> Iterator[pb.Explanation]:
-    """Itself first, then less and less of it."""
     yield explanation
     for attempt in explanation.attempts:
         del attempt.newcomers[:], attempt.occupants[:]
@@ -126,9 +126,12 @@ def _drop_first(explanation: pb.Explanation) -> None:
     number = explanation.attempts.pop(0).number
     explanation.dropped_attempts += 1
     spans = list(_spans(explanation))
+    first = list(takewhile(lambda span: not span.attempt and span.kind in _ACCEPTING, spans))
     later = [span for span in spans if span.attempt > number]
     del explanation.spans[:]
-    explanation.spans.extend(summed(span for span in spans if span.attempt <= number))
+    explanation.spans.extend(map(_span, first))
+    rest = spans[len(first) :]
+    explanation.spans.extend(summed(span for span in rest if span.attempt <= number))
     explanation.spans.extend(map(_span, later))
 
 
@@ -147,14 +150,14 @@ def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
     left_s = _untold_s(explanation, entry, events[-1].time if is_over else stored.now)
     if left_s > 0.0:
         is_told = is_over and bool(explanation.spans)
-        kind = pb.SPAN_KIND_STORING if is_told else pb.SPAN_KIND_ELSEWHERE
+        kind = pb.SPAN_KIND_LEDGER if is_told else pb.SPAN_KIND_OTHER
         explanation.spans.add(kind=kind, seconds=left_s)
         explanation.total_s += left_s
     return explanation
 
 
 def resumed(stored: Stored, now: float) -> Journal:
-    """Of a request that another gateway had until this moment."""
+    """Return the explanation of a request that another router had until now."""
     explanation = pb.Explanation.FromString(stored.explanation)
     untold_s = _untold_s(explanation, stored.entry, stored.now)
     journal = Journal(now - explanation.total_s - max(0.0, untold_s))
@@ -162,7 +165,7 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal.earlier_attempts = tuple(explanation.attempts)
     journal.earlier_dropped = explanation.dropped_attempts
     journal.unread = Unread(explanation.unread_s)
-    journal.overtaken = explanation.overtaken
+    journal.bypassed = explanation.bypassed
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s
     if explanation.HasField("ledger_s"):
@@ -171,9 +174,7 @@ def resumed(stored: Stored, now: float) -> Journal:
 
 
 def _untold_s(explanation: pb.Explanation, entry: Entry, moment: float) -> float:
-    """Until this moment in ledger time."""
-    accepting_s = sum(it.seconds for it in explanation.spans if it.kind in ACCEPTING)
-    return accepting_s + (moment - entry.arrived) - explanation.total_s
+    return accepting_s(explanation) + (moment - entry.arrived) - explanation.total_s
 
 
 def _spans(explanation: pb.Explanation) -> Iterator[Span]:

@@ -1,4 +1,4 @@
-"""What workers and the leader are told of a request."""
+"""Messages to workers and to the leader about a request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
 
 
 def _num_computed(live: LiveRequest, choice: Choice) -> int:
-    """To draw a token, all before it were computed."""
     known = len(live.request.prompt_ids) + len(choice.output)
     drawn = known - 1 if len(choice.output) else 0
     return min(max(choice.num_computed, drawn), known)
 
 
 def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
-    """The prompt is scored once, for the first choice, which draws nothing until then."""
     sampling = live.request.sampling
     if sampling.prompt_logprobs is None or (choice.index == 0 and live.lacks_prompt_logprobs):
         return sampling
@@ -67,11 +65,8 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         predicted_tokens=sum(
             length.to_come(len(choice.output), request.max_tokens) for choice in unfinished
         ),
-        predicted_total=live.predicted_total,
-        predicted_rank=live.predicted_rank,
-        predicted_work_rank=live.predicted_work_rank,
-        foreseen_wait_s=live.foreseen_wait_s,
-        least_tokens=live.prediction.least_tokens(request),
+        least_tokens=live.prediction.least_tokens,
+        **live.prediction.queue_key._asdict(),
     )
 
 
@@ -82,7 +77,7 @@ def arriving(
     prediction: Prediction,
     moves_left: int,
 ) -> session_pb2.Waiting:
-    """Of a request that arrives at this moment in ledger time, as ``waiting`` will have it."""
+    """Return the message of a request that arrives at this moment in ledger time."""
     target_s = request.ttft_target_s
     return session_pb2.Waiting(
         request_id=request.request_id,
@@ -94,12 +89,9 @@ def arriving(
         deadline=0.0 if timeout_s is None else arrived + timeout_s,
         ttft_deadline=0.0 if target_s is None else arrived + target_s,
         moves_left=moves_left,
-        predicted_tokens=prediction.output_tokens(request),
-        predicted_total=prediction.ordered_tokens(request),
-        predicted_rank=prediction.rank,
-        predicted_work_rank=prediction.work_rank,
-        foreseen_wait_s=prediction.foreseen_wait_s,
-        least_tokens=prediction.least_tokens(request),
+        predicted_tokens=prediction.output_tokens,
+        least_tokens=prediction.least_tokens,
+        **prediction.queue_key._asdict(),
     )
 
 
@@ -115,10 +107,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         arrived=live.arrived,
         choices=len(live.unfinished),
         due=_moment(live.due),
-        predicted_total=live.predicted_total,
-        predicted_rank=live.predicted_rank,
-        predicted_work_rank=live.predicted_work_rank,
-        foreseen_wait_s=live.foreseen_wait_s,
+        **live.prediction.queue_key._asdict(),
     )
 
 
@@ -127,5 +116,4 @@ def _output_tokens(live: LiveRequest) -> int:
 
 
 def _moment(moment: float) -> float:
-    """As it is said on the wire: 0 if there is none."""
     return 0.0 if moment == inf else moment

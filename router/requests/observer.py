@@ -1,4 +1,4 @@
-"""Who hears what becomes of requests, for metrics."""
+"""Observers of requests, for metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClassObserver(Protocol):
         ...
 
     def dispatched(self, wait_s: float) -> None:
-        """For the first time, so long after it was filed."""
+        """Note the first dispatch, and the time since acceptance."""
         ...
 
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
@@ -41,7 +41,7 @@ class ClassObserver(Protocol):
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
-        overtaken: int,
+        bypassed: int,
         reasons: Sequence[FinishReason],
     ) -> None:
         """By its last token, ``latency_s`` after its call and ``decode_s`` after its first one; so
@@ -49,7 +49,7 @@ class ClassObserver(Protocol):
         ...
 
     def failed(self, slug: str) -> None:
-        """It ended with this error here."""
+        """Note an end with this error."""
         ...
 
 
@@ -80,7 +80,7 @@ class _Nobody:
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
-        overtaken: int,
+        bypassed: int,
         reasons: Sequence[FinishReason],
     ) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Requests that are in the ledger and in no living gateway's hands: taken over, or read again."""
+"""Recovery of requests: from a dead router, and into a ledger that lost its last second."""
 
 from __future__ import annotations
 
@@ -13,40 +13,28 @@ from everlift.errors import Cancelled, Moved, RouterStopping, UnknownModel, Unkn
 from everlift.messages import Request
 from everlift.text import Tokenizer
 from router.event_loop import now
-from router.ledger.entry import Entry, State, Stored, StoredChoice
-from router.requests.attempts import Attempts
+from router.ledger.entry import State, Stored, StoredChoice
+from router.requests.attempt_runner import AttemptRunner
 from router.requests.explanation import resumed
-from router.requests.registry import Elsewhere, RequestRegistry
+from router.requests.ledger_client import LedgerClient
+from router.requests.registry import RequestRegistry
 from router.requests.request import LiveRequest, Output, Phase
-from router.requests.timeouts import Patience
-from router.requests.timing import Journal
+from router.requests.tasks import TaskGroup
+from router.requests.timeouts import Timeouts
 from router.requests.tokenizer import ServedModel
 
-#: Replayed before others have their turn.
+log = logs.get_logger(__name__)
+
+#: Tokens of stored output that are replayed in one turn of the event loop.
 _TOKENS_AT_ONCE = 1024
+#: Most requests that are sent to the ledger again at once: other requests need it too.
+_RESYNC_AT_ONCE = 8
+#: Most requests that are taken over at once: each replays its tokens in the event loop.
+_TAKEOVERS_AT_ONCE = 4
 
 
-def begun(request: Request, entry: Entry, tokenizer: Tokenizer, journal: Journal) -> LiveRequest:
-    """Before its first token, and before its dispatch: the entry may tell of that already."""
-    outputs = [Output.of(request, tokenizer) for _ in range(request.n)]
-    return LiveRequest(request, _before_dispatch(entry), outputs, now(), journal=journal)
-
-
-def _before_dispatch(entry: Entry) -> Entry:
-    if entry.state is not State.RUNNING:
-        return entry
-    return replace(
-        entry,
-        state=State.QUEUED,
-        worker="",
-        epoch=0,
-        attempts=entry.attempts - 1,
-        moves=entry.moves - 1,
-    )
-
-
-async def revived(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
-    """As it was when the ledger heard of it last."""
+async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
+    """Return a request in the state that the ledger has of it."""
     outputs = [await _replayed(stored.request, choice, tokenizer) for choice in stored.choices]
     return LiveRequest(
         stored.request,
@@ -67,171 +55,173 @@ async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer
     return output
 
 
-log = logs.get(__name__)
-
-#: A request is long at times, and others speak with the ledger too.
-_REASSERTION_AT_ONCE = 8
-
-
 class Resync:
-    """``agree`` finds out what the ledger has of a request, and settles the difference."""
+    """Sends the ledger again what it lost. ``reconcile`` does so for one live request."""
 
     def __init__(
-        self, registry: RequestRegistry, agree: Callable[[LiveRequest], Awaitable[None]]
+        self,
+        registry: RequestRegistry,
+        ledger: LedgerClient,
+        reconcile: Callable[[LiveRequest], Awaitable[None]],
     ) -> None:
         self._registry = registry
-        self._agree = agree
+        self._ledger = ledger
+        self._reconcile = reconcile
         self._generation = ""
-        self._telling = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def hear(self, generation: str) -> None:
-        """Returns when the ledger of this generation has been told all; of the first one, which
-        cannot have lost anything of ours, at once."""
-        async with self._telling:
+    async def run(self, generation: str) -> None:
+        """Return when the ledger of this generation has all that this router knows.
+
+        The first generation cannot have lost anything of this router.
+        """
+        async with self._lock:
             if self._generation and generation != self._generation:
-                await self._tell()
+                log.warning("ledger has a new generation", requests=len(self._registry))
+                work = self._work()
+                await asyncio.gather(*(_run(work) for _ in range(_RESYNC_AT_ONCE)))
             self._generation = generation
 
-    async def _tell(self) -> None:
-        log.warning("ledger began anew", requests=len(self._registry))
-        work = self._work()
-        await asyncio.gather(*(_do(work) for _ in range(_REASSERTION_AT_ONCE)))
-
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Clients read what runs, so that comes first."""
+        # Running requests are first: their clients wait for tokens.
         live = list(self._registry)
         for each in sorted(live, key=lambda each: each.phase is Phase.WAITING):
-            yield self._agree_on(each)
+            yield self._reconcile_owned(each)
         for ended in self._registry.recent.ended:
-            yield self.tell_end(ended)
-        for request_id in self._registry.recent.refused:
-            yield self._discard_again(request_id)
-        for request_id in self._registry.recent.forgotten:
-            yield self._forget_again(request_id)
+            yield self.resend_end(ended)
+        for request_id in self._registry.recent.rejected:
+            yield self._reject_again(request_id)
+        for request_id in self._registry.recent.erased:
+            yield self._erase_again(request_id)
 
-    async def _agree_on(self, live: LiveRequest) -> None:
+    async def _reconcile_owned(self, live: LiveRequest) -> None:
         if self._registry.has(live):
-            await self._agree(live)
+            await self._reconcile(live)
 
-    async def tell_end(self, live: LiveRequest) -> None:
-        """Of one that ended a moment ago, if the ledger does not have it."""
-        async with self._registry.moving.hold(live.request_id):
+    async def resend_end(self, live: LiveRequest) -> None:
+        """Send the ledger the end of a recently ended request, if it lacks it."""
+        async with self._registry.locks.hold(live.request_id):
             if self._registry.recent.has(live):
-                ledger = self._registry.ledger
-                await self._registry.move(live, lambda: ledger.get(live.request_id))
+                await self._ledger.get(live)
 
-    async def _discard_again(self, request_id: str) -> None:
-        async with self._registry.moving.hold(request_id):
-            if self._registry.recent.was_refused(request_id):
-                ledger, me = self._registry.ledger, self._registry.router_id
-                await self._registry.persist(lambda: ledger.discard(request_id, me))
+    async def _reject_again(self, request_id: str) -> None:
+        async with self._registry.locks.hold(request_id):
+            if self._registry.recent.was_rejected(request_id):
+                ledger, me = self._ledger.ledger, self._registry.router_id
+                await self._ledger.retry(lambda: ledger.discard(request_id, me))
 
-    async def _forget_again(self, request_id: str) -> None:
-        async with self._registry.moving.hold(request_id):
-            arrived = self._registry.recent.arrival_of_forgotten(request_id)
+    async def _erase_again(self, request_id: str) -> None:
+        async with self._registry.locks.hold(request_id):
+            arrived = self._registry.recent.erased_arrival(request_id)
             if arrived is not None:
                 with suppress(UnknownRequest):
-                    await self._registry.persist(lambda: self._erase(request_id, arrived))
+                    await self._ledger.retry(lambda: self._erase(request_id, arrived))
 
     async def _erase(self, request_id: str, arrived: float) -> None:
-        """As it was before it was forgotten it may be unfinished, and then it is ours."""
-        ledger, me = self._registry.ledger, self._registry.router_id
+        ledger, me = self._ledger.ledger, self._registry.router_id
         if (await ledger.get(request_id)).arrived != arrived:
             return
         error = Cancelled("it was forgotten")
-        await ledger.end(request_id, State.CANCELLED, error.slug, str(error), me)
-        await ledger.forget(request_id)
+        await ledger.end_request(request_id, State.CANCELLED, error.slug, str(error), me)
+        await ledger.erase(request_id)
 
 
-async def _do(work: Iterator[Coroutine[Any, Any, None]]) -> None:
+async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
     for each in work:
         try:
             await each
         except Exception:
-            log.exception("not told again")
-
-
-#: Each replays its tokens, which takes the event loop's time.
-_AT_ONCE = 4
+            log.exception("state not re-sent to the ledger")
 
 
 class Takeover:
+    """Takes over requests whose router is gone, and restores ended ones."""
+
     def __init__(
-        self, registry: RequestRegistry, model: ServedModel, attempts: Attempts, patience: Patience
+        self,
+        registry: RequestRegistry,
+        ledger: LedgerClient,
+        tasks: TaskGroup,
+        model: ServedModel,
+        attempts: AttemptRunner,
+        timeouts: Timeouts,
     ) -> None:
         self._registry = registry
-        self._ledger = registry.ledger
+        self._ledger = ledger
+        self._tasks = tasks
         self._model = model
         self._attempts = attempts
-        self._patience = patience
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._timeouts = timeouts
+        self._at_once = asyncio.Semaphore(_TAKEOVERS_AT_ONCE)
 
-    async def find(self, request_id: str) -> LiveRequest:
-        """Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable."""
-        stored = await self._ledger.read(request_id)
+    async def attach(self, request_id: str) -> LiveRequest:
+        """Return a known request, live or ended; take it over if its router is gone.
+
+        Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable.
+        """
+        if (live := self._registry.known(request_id)) is not None:
+            return live
+        stored = await self._ledger.ledger.read(request_id)
         if stored.entry.state.is_final:
             return await self._ended(stored)
-        return await self.adopt(request_id)
+        return await self.take_over(request_id)
 
-    async def adopt(self, request_id: str) -> LiveRequest:
-        """Goes on with a request whose gateway is gone. It has the grace until a client comes.
+    def take_over_soon(self, request_id: str) -> None:
+        """Take over a request whose router is gone, if there is one of this id."""
+        self._tasks.spawn(self._take_over_known(request_id))
+
+    async def _take_over_known(self, request_id: str) -> None:
+        with suppress(UnknownRequest):
+            await self.take_over(request_id)
+
+    async def take_over(self, request_id: str) -> LiveRequest:
+        """Continue a request whose router is gone. A client has the grace period to come back.
 
         Raises UnknownRequest, UnknownModel, Elsewhere.
         """
-        return await asyncio.shield(self._registry.spawn(self._adopt(request_id)))
+        return await asyncio.shield(self._tasks.spawn(self._take_over(request_id)))
 
-    async def check_ownerless(self, owner: str) -> None:
-        """Raises Elsewhere when another living gateway has the request."""
-        if owner != self._registry.router_id:
-            address = (await self._registry.persist(self._ledger.gateways)).get(owner)
-            if address is not None:
-                raise Elsewhere(address)
-
-    async def _adopt(self, request_id: str) -> LiveRequest:
-        async with self._registry.moving.hold(request_id):
+    async def _take_over(self, request_id: str) -> LiveRequest:
+        async with self._registry.locks.hold(request_id):
             if (live := self._registry.get(request_id)) is not None:
                 return live
-            owner = (await self._registry.persist(lambda: self._ledger.get(request_id))).gateway
-            await self.check_ownerless(owner)
-            # Who waits for a part of the ledger that is away keeps no turn from others.
-            async with self._turns:
-                return await self._take_up(request_id, owner)
+            entry = await self._ledger.retry(lambda: self._ledger.ledger.get(request_id))
+            await self._ledger.check_ownerless(entry.gateway)
+            # Entered late, so that a wait for the ledger keeps no other takeover from its turn.
+            async with self._at_once:
+                return await self._take_from(request_id, entry.gateway)
 
-    async def _take_up(self, request_id: str, owner: str) -> LiveRequest:
+    async def _take_from(self, request_id: str, owner: str) -> LiveRequest:
         if self._registry.is_closing:
             raise RouterStopping("this router is stopping: attach through another one")
-        stored = await self._take_over(request_id, owner)
+        ledger, me = self._ledger.ledger, self._registry.router_id
+        stored = await self._ledger.retry(lambda: ledger.take_over(request_id, me, owner))
         if stored.entry.state.is_final:
             return await self._ended(stored)
-        if stored.entry.gateway != self._registry.router_id:
-            await self.check_ownerless(stored.entry.gateway)
+        if stored.entry.gateway != me:
+            await self._ledger.check_ownerless(stored.entry.gateway)
             raise Moved("another router goes on with this request: attach again")
-        return await self._go_on(stored)
+        return await self._continue(stored)
 
-    async def _take_over(self, request_id: str, owner: str) -> Stored:
-        me = self._registry.router_id
-        return await self._registry.persist(lambda: self._ledger.take_over(request_id, me, owner))
-
-    async def _go_on(self, stored: Stored) -> LiveRequest:
+    async def _continue(self, stored: Stored) -> LiveRequest:
         try:
             self._model.begun(stored.request, has_begun=any(stored.entry.num_tokens))
         except UnknownModel as error:
-            return await self._give_up(stored, error)
+            return await self._fail(stored, error)
         entry = stored.entry
         log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
-        live = await revived(stored, self._model.tokenizer)
+        live = await restored(stored, self._model.tokenizer)
         live.accepted = True
-        self._registry.take(live)
+        self._registry.add(live)
         self._attempts.enqueue(live)
         if stored.request.deadline is not None:
-            self._patience.expire_in(live, stored.request.deadline - stored.now)
-        self._patience.wait_for_reader(live)
+            self._timeouts.set_deadline(live, stored.request.deadline - stored.now)
+        self._timeouts.begin_grace(live)
         return live
 
-    async def _give_up(self, stored: Stored, error: UnknownModel) -> LiveRequest:
-        """What another model began no model here can go on with."""
-        entry = await self._registry.persist(
-            lambda: self._ledger.end(
+    async def _fail(self, stored: Stored, error: UnknownModel) -> LiveRequest:
+        entry = await self._ledger.retry(
+            lambda: self._ledger.ledger.end_request(
                 stored.entry.request_id,
                 State.FAILED,
                 error.slug,
@@ -243,11 +233,11 @@ class Takeover:
         return await self._closed(replace(stored, entry=entry))
 
     async def _ended(self, stored: Stored) -> LiveRequest:
-        """As it ended. To another tokenizer its tokens would be other text."""
+        # With another tokenizer the tokens would be other text.
         self._model.check_name(stored.request)
         return await self._closed(stored)
 
     async def _closed(self, stored: Stored) -> LiveRequest:
-        live = await revived(stored, self._model.tokenizer)
-        self._registry.close_as(live, stored.entry)
+        live = await restored(stored, self._model.tokenizer)
+        self._registry.close(live, stored.entry)
         return live

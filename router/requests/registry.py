@@ -1,89 +1,38 @@
-"""The requests that this gateway has in its hands, and what the ledger is asked about them.
-
-Every move is the ledger's. An answer that says that somebody else has a request ends it here; one
-that knows less of it than we do is told what was lost.
-"""
+"""Registry of the requests that this router owns, and of those that ended a moment ago."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from operator import ge
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 
 from everlift import logs
-from everlift.errors import (
-    Cancelled,
-    DataLoss,
-    EverliftError,
-    LedgerUnavailable,
-    Moved,
-    UnknownRequest,
-    from_slug,
-)
-from everlift.trace_context import TraceContext
+from everlift.errors import EverliftError, Moved, from_slug
 from router.auth.quotas import Quotas
 from router.event_loop import now
-from router.ledger.base import Ledger
-from router.ledger.entry import Entry, Reasserted, State
+from router.ledger.entry import Entry, State
 from router.prediction.predictor import Prediction, Predictor
-from router.requests.ledger_health import LedgerHealth
 from router.requests.observer import NOBODY, Observer
 from router.requests.request import LiveRequest
+from router.requests.tasks import TaskGroup
+from router.requests.tracer import NO_TRACES, Tracer
 
-if TYPE_CHECKING:
-    from router.requests.request import LiveRequest
+log = logs.get_logger(__name__)
 
-
-class Tracer(Protocol):
-    def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        """The span of a request whose call came with this metadata; None: it is in no trace."""
-        ...
-
-    def wants(self, trace: TraceContext | None) -> bool:
-        """Whether a request of this span is to be told of when it has ended."""
-        ...
-
-    def refused(
-        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
-    ) -> None:
-        """A request that was not accepted, so long after its call came."""
-        ...
-
-    async def ended(self, live: LiveRequest) -> None:
-        """A request that is wanted is at its end, in the ledger too."""
-        ...
-
-
-class _Nobody:
-    def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        return None
-
-    def wants(self, trace: TraceContext | None) -> bool:
-        return False
-
-    def refused(
-        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
-    ) -> None: ...
-
-    async def ended(self, live: LiveRequest) -> None: ...
-
-
-#: For a gateway without traces.
-NO_TRACES = _Nobody()
+#: Most ended requests that are kept, each with all its tokens.
+_MAX_ENDED = 10_000
 
 
 class KeyedLock:
+    """One lock per key, which exists while it is held or awaited."""
+
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
 
     @asynccontextmanager
     async def hold(self, key: str) -> AsyncIterator[None]:
-        """One holder a key at a time."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:
@@ -95,91 +44,80 @@ class KeyedLock:
                 del self._locks[key], self._users[key]
 
 
-#: Ended requests that are kept at most, with all their tokens.
-_MAX_ENDED = 10_000
+class RecentRequests:
+    """Requests that ended, were rejected or were erased within the last ``seconds``.
 
-
-class Recent:
-    """Each for so many seconds. An id is one request's: of what ended, was refused or forgotten."""
+    An id is in at most one of the three groups.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ended: dict[str, LiveRequest] = {}
-        self._refused: dict[str, None] = {}
-        self._forgotten: dict[str, float] = {}
+        self._rejected: dict[str, None] = {}
+        #: arrival in ledger time by id
+        self._erased: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def ended(self) -> Iterable[LiveRequest]:
-        """Oldest first."""
+        """Ended requests, oldest first."""
         return list(self._ended.values())
 
     @property
-    def refused(self) -> Iterable[str]:
-        return list(self._refused)
+    def rejected(self) -> Iterable[str]:
+        return list(self._rejected)
 
     @property
-    def forgotten(self) -> Iterable[str]:
-        return list(self._forgotten)
+    def erased(self) -> Iterable[str]:
+        return list(self._erased)
 
     def get(self, request_id: str) -> LiveRequest | None:
-        """One that ended."""
+        """Return the ended request of this id."""
         return self._ended.get(request_id)
 
-    def arrival_of_forgotten(self, request_id: str) -> float | None:
-        """When it had come, in ledger time: whoever has its id and came later is another one."""
-        return self._forgotten.get(request_id)
+    def erased_arrival(self, request_id: str) -> float | None:
+        """Return the arrival of an erased request: a later request of its id is another one."""
+        return self._erased.get(request_id)
 
-    def was_refused(self, request_id: str) -> bool:
-        return request_id in self._refused
+    def was_rejected(self, request_id: str) -> bool:
+        return request_id in self._rejected
 
     def has(self, live: LiveRequest) -> bool:
-        """It ended, and was not forgotten."""
         return self._ended.get(live.request_id) is live
 
-    def end(self, live: LiveRequest) -> None:
+    def add_ended(self, live: LiveRequest) -> None:
         if len(self._ended) == _MAX_ENDED:
-            self.begin(next(iter(self._ended)))
-        self.begin(live.request_id)
+            self.discard(next(iter(self._ended)))
+        self.discard(live.request_id)
         self._ended[live.request_id] = live
-        self._let_go_later(live.request_id)
+        self._discard_later(live.request_id)
 
-    def refuse(self, request_id: str) -> None:
-        self.begin(request_id)
-        self._refused[request_id] = None
-        self._let_go_later(request_id)
+    def add_rejected(self, request_id: str) -> None:
+        self.discard(request_id)
+        self._rejected[request_id] = None
+        self._discard_later(request_id)
 
-    def forget(self, request_id: str, arrived: float) -> None:
-        self.begin(request_id)
-        self._forgotten[request_id] = arrived
-        self._let_go_later(request_id)
+    def add_erased(self, request_id: str, arrived: float) -> None:
+        self.discard(request_id)
+        self._erased[request_id] = arrived
+        self._discard_later(request_id)
 
-    def begin(self, request_id: str) -> None:
-        """The id is another request's from now on."""
+    def discard(self, request_id: str) -> None:
+        """Remove an id, which belongs to another request from now on."""
         self._ended.pop(request_id, None)
-        self._refused.pop(request_id, None)
-        self._forgotten.pop(request_id, None)
+        self._rejected.pop(request_id, None)
+        self._erased.pop(request_id, None)
         if (timer := self._timers.pop(request_id, None)) is not None:
             timer.cancel()
 
-    def _let_go_later(self, request_id: str) -> None:
-        # A timer that held the request would keep its tokens for so long, however many there are.
+    def _discard_later(self, request_id: str) -> None:
+        # The timer holds the id alone: holding the request would keep its tokens in memory.
         loop = asyncio.get_running_loop()
-        self._timers[request_id] = loop.call_later(self._seconds, self.begin, request_id)
-
-
-log = logs.get(__name__)
-
-T = TypeVar("T")
-
-#: Between two tries while the ledger is away.
-_RETRY_S = 0.1
-#: So long a router that stops lets the traces of ended requests be made.
-_TRACING_S = 1.0
+        self._timers[request_id] = loop.call_later(self._seconds, self.discard, request_id)
 
 
 class Counters:
-    """Since this router started."""
+    """Totals since this router started."""
 
     def __init__(self) -> None:
         self.completed = self.failed = self.output_tokens = 0
@@ -187,33 +125,31 @@ class Counters:
 
 
 class RequestRegistry:
+    """Requests that this router owns, by id. Ends them for their clients, quotas and metrics."""
+
     def __init__(
         self,
         router_id: str,
-        ledger: Ledger,
-        health: LedgerHealth,
-        recent: Recent,
+        recent: RecentRequests,
         quotas: Quotas,
         predictor: Predictor,
+        tasks: TaskGroup,
         observer: Observer = NOBODY,
         tracer: Tracer = NO_TRACES,
     ) -> None:
         self.router_id = router_id
-        self.ledger = ledger
-        self.health = health
         self.recent = recent
         self.quotas = quotas
         self.predictor = predictor
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
-        #: the router stops: nothing more is taken, and no client that goes is missed
+        #: the router stops: no request is added, and a client that leaves is not waited for
         self.is_closing = False
-        #: held by whoever moves a request in or out of here
-        self.moving = KeyedLock()
+        #: held by id while a request is added, removed or ended
+        self.locks = KeyedLock()
+        self._tasks = tasks
         self._live: dict[str, LiveRequest] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._tracing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -224,78 +160,82 @@ class RequestRegistry:
     def get(self, request_id: str) -> LiveRequest | None:
         return self._live.get(request_id)
 
+    def known(self, request_id: str) -> LiveRequest | None:
+        """Return an owned request, or one that ended a moment ago.
+
+        A ledger that lost its last second may not know it, or take it for unfinished.
+        """
+        return self._live.get(request_id) or self.recent.get(request_id)
+
     def has(self, live: LiveRequest) -> bool:
-        """It was not let go meanwhile: its id may be another request's by now."""
+        """Return whether the request was not released meanwhile: its id may be reused."""
         return self._live.get(live.request_id) is live
 
-    def take(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """From now on it is in this gateway's hands. Where nothing is predicted of it yet, that is
-        done here."""
+    def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
+        """Own a request from now on. Without a ``prediction`` one is made."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
-        self.recent.begin(live.request_id)
+        self.recent.discard(live.request_id)
         self.quotas.hold(live.request_id)
         self._live[live.request_id] = live
 
-    def let_go(self, live: LiveRequest) -> None:
+    def release(self, live: LiveRequest) -> None:
+        """Own the request no longer."""
         if self.has(live):
             del self._live[live.request_id]
             self.quotas.let_go(live.request_id)
 
-    # a request leaves
-
-    def settle_as(self, live: LiveRequest, entry: Entry) -> None:
-        """Ends it here as the ledger says."""
+    def finalize(self, live: LiveRequest, entry: Entry) -> None:
+        """Release a request and end it for its clients as the ledger's ``entry`` says."""
         if live.is_over:
             return
-        self.let_go(live)
+        self.release(live)
         if entry.state.is_final:
             self.quotas.settle(live.request_id, sum(entry.num_tokens))
-        if entry.state is State.FINISHED and not self._is_ours_to_the_end(live, entry):
+        if entry.state is State.FINISHED and not self._was_streamed_here(live, entry):
             live.settle(now(), Moved("it finished on another router: attach again"))
             return
-        if entry.state is State.FINISHED:
+        self._count_end(live, entry.state)
+        live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
+        # ``close`` can let the last reader leave, which clears the flag.
+        is_ours = live.has_untold_end
+        self.close(live, entry)
+        if is_ours:
+            self.recent.add_ended(live)
+            self.trace_end(live)
+
+    def _count_end(self, live: LiveRequest, state: State) -> None:
+        if state is State.FINISHED:
             self.counters.completed += 1
             for choice in live.choices:
-                self._note_length(live, len(choice.output))
-        if entry.state is State.EXPIRED:
+                self._learn_length(live, len(choice.output))
+        if state is State.EXPIRED:
             for choice in live.unfinished:
                 self.predictor.note_cut_off(live.prediction, len(choice.output))
-        self.counters.failed += entry.state is State.FAILED
-        live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
-        # Whoever reads may have all of it within this call.
-        is_ours = live.has_untold_end
-        self.close_as(live, entry)
-        if is_ours:
-            self.recent.end(live)
-            self._trace(live)
+        self.counters.failed += state is State.FAILED
 
-    def _note_length(self, live: LiveRequest, num_tokens: int) -> None:
-        """An output ended."""
+    def _learn_length(self, live: LiveRequest, num_tokens: int) -> None:
         if self.predictor.note(live.prediction, num_tokens) and self.predictor.trust is not None:
             trust = self.predictor.trust
             event = "predictions trusted" if trust.is_trusted else "predictions not trusted"
             log.warning(event, tau=round(trust.tau, 3))
 
-    def _trace(self, live: LiveRequest) -> None:
+    def trace_end(self, live: LiveRequest) -> None:
         if self.tracer.wants(live.request.trace):
-            task = self.spawn(self.tracer.ended(live))
-            self._tracing.add(task)
-            task.add_done_callback(self._tracing.discard)
+            self._tasks.spawn_tracing(self.tracer.ended(live))
 
-    def is_ours(self, live: LiveRequest, entry: Entry) -> bool:
-        """Nobody else has gone on with it."""
+    def is_current(self, live: LiveRequest, entry: Entry) -> bool:
+        """Return whether no other router has continued the request."""
         counts = zip(live.choices, entry.num_tokens, strict=True)
         has_more = any(count > len(choice.output) for choice, count in counts)
         return entry.gateway == self.router_id and not has_more
 
-    def _is_ours_to_the_end(self, live: LiveRequest, entry: Entry) -> bool:
-        """What finished is what was streamed here."""
+    def _was_streamed_here(self, live: LiveRequest, entry: Entry) -> bool:
         tokens = tuple(len(choice.output) for choice in live.choices)
         return entry.gateway == self.router_id and entry.num_tokens == tokens
 
-    def close_as(self, live: LiveRequest, entry: Entry) -> None:
-        """Its readers hear of the end that ``entry`` says, or that another router has it."""
+    def close(self, live: LiveRequest, entry: Entry) -> None:
+        """End the streams of a request: as finished, or with the error that ``entry`` names."""
         live.entry = entry
         if entry.state is State.FINISHED:
             for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):
@@ -304,157 +244,12 @@ class RequestRegistry:
         else:
             live.settle(now(), _error_of(entry))
 
-    # asking the ledger
-
-    async def move(self, live: LiveRequest, move: Callable[[], Awaitable[Entry]]) -> Entry:
-        """The ledger's answer to a move of a live request, or to a question about it. If it has
-        lost something that it had acknowledged, it is told that first. The live request is over if
-        they contradict each other. Raises UnknownRequest of what is in nobody's hands here."""
-        while True:
-            had = _acknowledged(live)
-            try:
-                entry = await self.persist(move)
-            except UnknownRequest:
-                if not (self.has(live) or self.recent.has(live)):
-                    # It was given up meanwhile, not lost.
-                    raise
-            else:
-                if _has_all(entry, had):
-                    return entry
-            answer, entry = await self._restore(live)
-            # An end stays, also one that contradicts ours: it cannot be told twice.
-            if answer is not Reasserted.OK or entry.state.is_final:
-                return entry
-
-    async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
-        """Tells the ledger again what it was told of a request. If what it has instead contradicts
-        what was streamed here, or it was forgotten, this is the request's end."""
-        answer, entry = await self.persist(lambda: self.ledger.reassert(live.held()))
-        if answer is Reasserted.FORGOTTEN:
-            return answer, _forgotten(entry)
-        self.health.lost()
-        log.warning("told again", request_id=live.request_id, tokens=live.num_tokens)
-        if answer is Reasserted.DIVERGED:
-            error = DataLoss("the ledger came back with other tokens than were streamed")
-            entry = await self._end_as_failed(live, error) or entry
-            self.fail(live, error)
-            self._trace(live)
-        return answer, entry
-
-    async def _end_as_failed(self, live: LiveRequest, error: EverliftError) -> Entry | None:
-        """In the ledger. None where it was forgotten meanwhile."""
-        with suppress(UnknownRequest):
-            return await self.persist(
-                lambda: self.ledger.end(
-                    live.request_id,
-                    State.FAILED,
-                    error.slug,
-                    str(error),
-                    self.router_id,
-                    live.packed_explanation(now()),
-                )
-            )
-        return None
-
     def fail(self, live: LiveRequest, error: EverliftError) -> None:
-        """Ends it here without the ledger."""
+        """Release a request and end it with ``error``, whatever the ledger has of it."""
         self.counters.failed += not live.is_over
-        self.let_go(live)
+        self.release(live)
         self.quotas.settle(live.request_id, live.num_tokens)
         live.settle(now(), error)
-
-    async def persist(self, move: Callable[[], Awaitable[T]]) -> T:
-        """Asks for a move until the ledger answers. Moves may be repeated without harm."""
-        while True:
-            try:
-                return await move()
-            except LedgerUnavailable:
-                await asyncio.sleep(_RETRY_S)
-
-    # work that outlives its caller
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Goes on whatever becomes of the caller; an error that nobody awaits is logged."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """``spawn`` of what is done for one request: an error that nobody foresaw ends it."""
-        task = self.spawn(self._guarded(live, work))
-        # What is cancelled before its first step has not begun with its work either.
-        task.add_done_callback(lambda _: work.close())
-        return task
-
-    async def _guarded(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        except (EverliftError, Elsewhere):
-            raise
-        except Exception:
-            error = EverliftError("internal error; the router's log says more")
-            self.fail(live, error)
-            await self._end_as_failed(live, error)
-            self._trace(live)
-            raise
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        try:
-            task.result()
-        except Elsewhere:
-            # Who asked is told where; and what nobody asked for is in good hands.
-            pass
-        except EverliftError as error:
-            log.info("not done", cause=str(error))
-        except Exception:
-            log.exception("request work failed")
-
-    async def cancel_work(self) -> None:
-        """Cancels all that was spawned. What the tracer is to be told of requests that have ended
-        has a moment for it."""
-        if self._tracing:
-            await asyncio.wait(self._tracing, timeout=_TRACING_S)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class Elsewhere(Exception):
-    """A living gateway answers for this request: ``address`` is its internal one."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self.address = address
-
-
-def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
-    """What the ledger has said that it has: moves, tokens, ends."""
-    tokens = (choice.stored for choice in live.choices)
-    return live.entry.moves, *tokens, *(choice.is_complete for choice in live.choices)
-
-
-def _has_all(entry: Entry, had: tuple[int, ...]) -> bool:
-    """It may be of an older request that had the same id, and other choices."""
-    has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
-    return len(has) == len(had) and all(map(ge, has, had))
-
-
-def _forgotten(entry: Entry) -> Entry:
-    """Its end, of which the ledger knows nothing: there is nobody who had it."""
-    error = Cancelled("it was forgotten")
-    return replace(
-        entry,
-        state=State.CANCELLED,
-        gateway="",
-        worker="",
-        epoch=0,
-        error_slug=error.slug,
-        error_message=str(error),
-    )
 
 
 def _error_of(entry: Entry) -> EverliftError:

@@ -16,6 +16,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState, Tokenizer
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.request import QueueKey
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 from router.prediction.predictor import NOTHING
 from router.requests.explanation import explained, packed, summed
@@ -129,7 +130,7 @@ class Choice:
 
     # what happens to it
 
-    def begin(self, epoch: int) -> None:
+    def begin_attempt(self, epoch: int) -> None:
         """A worker gets it, under a fresh epoch."""
         self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
@@ -150,12 +151,12 @@ class Choice:
         self.readable = count
         return True
 
-    def take(self, count: int) -> None:
+    def mark_taken(self, count: int) -> None:
         """A client has the first ``count`` tokens."""
         self.taken = max(self.taken, count)
 
     def complete(self) -> None:
-        """Its end is in the ledger, with all its tokens."""
+        """Note that its end is in the ledger, with all its tokens."""
         assert self.finish_reason is not None
         if not self.is_complete:
             self.is_complete = True
@@ -191,7 +192,6 @@ class Choice:
         return piece
 
     def _tokens_a_piece(self) -> int:
-        """Each has as many log probabilities."""
         if not self.output.logprobs:
             return _TOKENS_A_PIECE
         return max(1, _LOGPROBS_A_PIECE // (1 + len(self.output.logprobs[0].top)))
@@ -211,6 +211,14 @@ def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> No
             piece.stop_string = reason
         case int():
             piece.stop_token_id = reason
+
+
+class Elsewhere(Exception):
+    """Another living router owns the request; ``address`` is that router's internal one."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
 
 
 class Phase(Enum):
@@ -290,9 +298,26 @@ class LiveRequest:
         #: it ended here, and the ledger does not know what became of it since
         self.has_untold_end = False
 
+    @classmethod
+    def opened(
+        cls, request: Request, entry: Entry, tokenizer: Tokenizer, now: float, journal: Journal
+    ) -> Self:
+        """Return a new request, waiting although ``entry`` may tell of its first dispatch."""
+        if entry.state is State.RUNNING:
+            entry = replace(
+                entry,
+                state=State.QUEUED,
+                worker="",
+                epoch=0,
+                attempts=entry.attempts - 1,
+                moves=entry.moves - 1,
+            )
+        outputs = [Output.of(request, tokenizer) for _ in range(request.n)]
+        return cls(request, entry, outputs, now, journal=journal)
+
     @property
     def names(self) -> dict[str, str]:
-        """What it is called in a log line, whoever looks for it there."""
+        """Return its names in a log line."""
         names = {"request_id": self.request_id, "tenant": tenant_of(self.request_id)}
         if self.request.x_request_id:
             names["x_request_id"] = self.request.x_request_id
@@ -325,25 +350,8 @@ class LiveRequest:
         return len(self.request.prompt_ids) + outputs
 
     @property
-    def predicted_total(self) -> int:
-        """Tokens of its prompt and all its outputs, as predicted when it came here; 0 where
-        requests are not ordered by that."""
-        return self.prediction.ordered_tokens(self.request)
-
-    @property
-    def predicted_rank(self) -> float:
-        """Of its outputs among those predicted lately."""
-        return self.prediction.rank
-
-    @property
-    def predicted_work_rank(self) -> float:
-        """The same of its prompt and all its outputs."""
-        return self.prediction.work_rank
-
-    @property
-    def foreseen_wait_s(self) -> float:
-        """By what waited when it came here."""
-        return self.prediction.foreseen_wait_s
+    def queue_key(self) -> QueueKey:
+        return self.prediction.queue_key
 
     @property
     def attempts(self) -> int:
@@ -357,7 +365,7 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
+        """Tokens of all choices."""
         return sum(len(choice.output) for choice in self.choices)
 
     @property
@@ -382,7 +390,7 @@ class LiveRequest:
 
     @property
     def is_preempted(self) -> bool:
-        """Its worker has it, and computes none of its choices."""
+        """True if its worker computes none of its choices."""
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
@@ -404,10 +412,10 @@ class LiveRequest:
     # what happens to it
 
     def observe(self, observer: ClassObserver) -> None:
-        """From now on it hears of it."""
+        """Report to this observer from now on."""
         self._moments.observer = observer
 
-    def begin(
+    def begin_attempt(
         self,
         dispatched: session_pb2.Dispatched,
         neighbours: tuple[str, ...],
@@ -433,7 +441,7 @@ class LiveRequest:
         self.has_stepped = False
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
-            choice.begin(dispatched.epoch)
+            choice.begin_attempt(dispatched.epoch)
         self._moments.dispatched(dispatched, now)
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
 
@@ -443,7 +451,7 @@ class LiveRequest:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
 
     def wait_again(self, entry: Entry, now: float) -> None:
-        """Its worker is gone or gave it back, and the ledger knows."""
+        """Note that it is queued again: its worker is gone or gave it back."""
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
@@ -519,7 +527,7 @@ class LiveRequest:
         self._watchers.add(wake)
 
     def part(self, wake: Callable[[], None]) -> None:
-        """It reads no more."""
+        """Remove a reader."""
         self._num_readers -= 1
         self._watchers.discard(wake)
 
@@ -530,7 +538,7 @@ class LiveRequest:
     def caught_up(self, choice: Choice, now: float) -> None:
         """A client has taken all of the choice that it was late with."""
         choice.is_late = False
-        self.journal.unread.end(choice.index, now)
+        self.journal.unread.mark_caught_up(choice.index, now)
 
     def _look_at_unread(self, now: float) -> None:
         for choice in self.choices:
@@ -539,7 +547,7 @@ class LiveRequest:
 
     def _late(self, choice: Choice, now: float) -> None:
         choice.is_late = True
-        self.journal.unread.begin(choice.index, self._moments.readable_since(choice.index, now))
+        self.journal.unread.mark_late(choice.index, self._moments.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
         """Waits until the ledger has all that came so far, or the request is over."""
@@ -563,7 +571,7 @@ class LiveRequest:
         )
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
-        """As the choice's own, with what belongs to the request."""
+        """Return a piece of a choice, with the request's own fields."""
         piece = choice.piece(offset)
         if self.has_logprobs:
             prompt_logprobs = self._prompt_logprobs(choice, offset)
@@ -594,11 +602,11 @@ class LiveRequest:
             migrations=self.migrations,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
-            overtaken=self.journal.overtaken,
+            bypassed=self.journal.bypassed,
         )
 
     def explanation(self, now: float) -> pb.Explanation:
-        """Where its time went, until this moment."""
+        """Return where its time went until now."""
         self._look_at_unread(now)
         return explained(
             self.journal.until(now, is_read=self.has_readers),
@@ -610,7 +618,7 @@ class LiveRequest:
         )
 
     def packed_explanation(self, now: float) -> bytes:
-        """As the ledger keeps it."""
+        """Return the explanation as the ledger stores it."""
         return packed(self.explanation(now))
 
     # what the ledger is told of it
@@ -635,7 +643,6 @@ class LiveRequest:
 
     @property
     def _last_explanation(self) -> bytes:
-        """Once all choices are at their ends."""
         return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
 
     def held(self) -> Stored:
@@ -662,6 +669,5 @@ class LiveRequest:
         )
 
     def _prompt_logprobs(self, choice: Choice, offset: int) -> tuple[TokenLogprobs, ...]:
-        """They go with the first tokens of the first choice, all together."""
         is_first = (choice.index, offset) == (0, 0)
         return tuple(self.prompt_logprobs) if is_first and not self.lacks_prompt_logprobs else ()

@@ -18,10 +18,10 @@ from everlift.errors import (
 from everlift.v1 import inference_pb2 as pb
 from router.event_loop import now
 from router.requests.delivered import Delivered
-from router.requests.manager import given_up
 from router.requests.stream import Source
+from router.requests.submission import given_up
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Seconds for which a stream looks for its request. A dead router's lease ends well before.
 _RESUME_S = 10.0
@@ -79,7 +79,7 @@ class RequestStream(Source):
     def is_over(self) -> bool:
         return self._opening is None and self._source.is_over
 
-    def take(self) -> pb.GenerateResponse | None:
+    def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now. Raises what the request fails with."""
         try:
             piece = self._take() if self._opening is None or self._is_reopened() else None
@@ -109,14 +109,14 @@ class RequestStream(Source):
 
     def _take(self) -> pb.GenerateResponse | None:
         try:
-            piece = self._source.take()
+            piece = self._source.poll()
             if self._delivered is None:
                 return piece
             while piece is not None:
-                if (new := self._delivered.take(piece)) is not None:
+                if (new := self._delivered.accept(piece)) is not None:
                     self._deadline, self._retry_s = None, _RETRY_S
                     return new
-                piece = self._source.take()
+                piece = self._source.poll()
         except self._source.resumable as error:
             self._resume(error)
         return None

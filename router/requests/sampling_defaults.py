@@ -31,7 +31,6 @@ def of_model(directory: Path) -> SamplingParams:
 
 
 def _number(name: str, given: dict[str, Any]) -> Any:
-    """Raises TypeError."""
     value = given[name]
     is_integer = type(value) is int
     if not is_integer and (name == "top_k" or type(value) is not float):

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol, TypeVar
 import grpc
 
 from everlift import wire
-from everlift.digest import token_digest
 from everlift.errors import (
     DataLoss,
     EverliftError,
@@ -20,6 +19,7 @@ from everlift.errors import (
     RouterStopping,
     Unreachable,
 )
+from everlift.hashes import token_digest
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
@@ -99,7 +99,7 @@ class Reading:
     def _read(self, choice: Choice) -> pb.GenerateResponse:
         piece = self._live.piece(choice, self._offsets[choice.index])
         self._offsets[choice.index] += len(piece.token_ids)
-        choice.take(self._offsets[choice.index])
+        choice.mark_taken(self._offsets[choice.index])
         if choice.is_late and choice.taken >= choice.readable:
             self._live.caught_up(choice, now())
         if piece.finish_reason:
@@ -134,7 +134,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Closable(Protocol[T_co]):
-    """As every asynchronous generator is."""
+    """An asynchronous generator that can be closed."""
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
@@ -200,10 +200,10 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the last piece was taken, or the source is closed."""
+        """True if the last piece was taken, or the source is closed."""
 
     @abstractmethod
-    def take(self) -> pb.GenerateResponse | None:
+    def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now. Raises what the request fails with."""
 
     @abstractmethod
@@ -216,7 +216,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     async def __anext__(self) -> pb.GenerateResponse:
         while True:
             self._came.clear()
-            if (piece := self.take()) is not None:
+            if (piece := self.poll()) is not None:
                 return piece
             if self.is_over:
                 raise StopAsyncIteration
@@ -238,7 +238,7 @@ class Carried(Source):
     def is_over(self) -> bool:
         return self._is_over
 
-    def take(self) -> pb.GenerateResponse | None:
+    def poll(self) -> pb.GenerateResponse | None:
         if self._coming is None:
             self._coming = asyncio.create_task(self._read())
             self._coming.add_done_callback(lambda _: self.on_more())
@@ -284,7 +284,7 @@ class Pieces(Source):
     def is_over(self) -> bool:
         return self._reading.is_at_end or self._is_closed
 
-    def take(self) -> pb.GenerateResponse | None:
+    def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now.
 
         Raises the request's error when all pieces before it were taken, and DataLoss as Reading

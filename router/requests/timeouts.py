@@ -1,48 +1,93 @@
-"""How long a request may go on: to its deadline, and for a while without a client."""
+"""Time limits of a request: its deadline, its grace without a client, and its wait for a worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 
-from everlift.errors import Cancelled, DeadlineExceeded
+from everlift.errors import Cancelled, DeadlineExceeded, EverliftError, NoWorker
 from everlift.messages import OnDisconnect
 from router.ledger.entry import State
-from router.requests.attempts import Attempts
-from router.requests.request import LiveRequest
+from router.requests.request import LiveRequest, Phase
 
 
-class Patience:
-    def __init__(self, grace_s: float, attempts: Attempts) -> None:
+class Timeouts:
+    """Deadlines, and the grace period of requests without a client.
+
+    ``end`` ends a request in a state and with an error.
+    """
+
+    def __init__(
+        self, grace_s: float, end: Callable[[LiveRequest, State, EverliftError], object]
+    ) -> None:
         self._grace_s = grace_s
-        self._attempts = attempts
+        self._end = end
 
-    def expire_in(self, live: LiveRequest, timeout_s: float | None) -> None:
-        """It has no deadline if that is None."""
+    def set_deadline(self, live: LiveRequest, timeout_s: float | None) -> None:
+        """Expire the request after ``timeout_s``; None: it has no deadline."""
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
             live.deadline = loop.call_later(max(0.0, timeout_s), self._expire, live)
 
     def _expire(self, live: LiveRequest) -> None:
         if not live.is_ending:
-            self._attempts.end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
+            self._end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
 
     def reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
-        """Maybe its last one. Who ``has_grace`` has it although its request says otherwise."""
+        """Cancel a request without a reader, at once or after its grace period.
+
+        ``has_grace``: it has the grace period even if it asks to be cancelled at once.
+        """
         if live.is_ending or live.has_readers:
             return
         if live.on_disconnect is OnDisconnect.CANCEL and not has_grace:
-            self._give_up(live, "its client disconnected")
+            self._cancel(live, "its client disconnected")
         else:
-            self.wait_for_reader(live)
+            self.begin_grace(live)
 
-    def wait_for_reader(self, live: LiveRequest) -> None:
-        """For as long as the request says."""
+    def begin_grace(self, live: LiveRequest) -> None:
+        """Cancel the request if no client comes within the grace period, unless it continues."""
         if live.on_disconnect is not OnDisconnect.CONTINUE:
             cause = f"no client came back within {self._grace_s:g} s"
             live.end_grace()
             loop = asyncio.get_running_loop()
-            live.grace = loop.call_later(self._grace_s, self._give_up, live, cause)
+            live.grace = loop.call_later(self._grace_s, self._cancel, live, cause)
 
-    def _give_up(self, live: LiveRequest, cause: str) -> None:
+    def _cancel(self, live: LiveRequest, cause: str) -> None:
         if not (live.is_ending or live.has_readers):
-            self._attempts.end(live, State.CANCELLED, Cancelled(cause))
+            self._end(live, State.CANCELLED, Cancelled(cause))
+
+
+class WorkerWait:
+    """Limits the queue wait while the cluster has no worker, as it has none at the beginning.
+
+    ``fail`` ends a request with an error.
+    """
+
+    def __init__(self, longest_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
+        self._longest_s = longest_s
+        self._fail = fail
+        self._has_worker = False
+
+    def start_timer(self, live: LiveRequest) -> None:
+        """Note that the request queues from now on."""
+        live.end_worker_wait()
+        if not self._has_worker:
+            loop = asyncio.get_running_loop()
+            live.worker_wait = loop.call_later(self._longest_s, self._expire, live)
+
+    def worker_up(self, requests: Iterable[LiveRequest]) -> None:
+        if not self._has_worker:
+            self._has_worker = True
+            for live in requests:
+                live.end_worker_wait()
+
+    def last_worker_lost(self, requests: Iterable[LiveRequest]) -> None:
+        self._has_worker = False
+        for live in requests:
+            if live.phase is Phase.WAITING:
+                self.start_timer(live)
+
+    def _expire(self, live: LiveRequest) -> None:
+        if live.phase is Phase.WAITING:
+            self._fail(live, NoWorker(f"no worker was there for {self._longest_s:g} s"))

@@ -1,7 +1,7 @@
 """What a gateway sees of a request, from its call to its end. Pure.
 
-    came --> read --> rendered --> tokenised --> charged --> in the ledger --> in the queue
-                                                                                    |
+    came --> tokenised --> in the ledger --> in the queue
+                                                  |
     dispatched --waits at its worker--> first step --> first token --> last token --> left
         ^                                         |--- preempted, resumed ---|          |
         +--------------- in the queue again <------------- lost, or given back ---------+
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -45,13 +46,13 @@ class Unread:
         self._choices: set[int] = set()
         self._since = inf
 
-    def begin(self, index: int, since: float) -> None:
+    def mark_late(self, index: int, since: float) -> None:
         """A choice is late, with tokens that could be read since then."""
         self._choices.add(index)
         self._since = min(self._since, max(since, self._counted))
 
-    def end(self, index: int, now: float) -> None:
-        """Its client has taken all."""
+    def mark_caught_up(self, index: int, now: float) -> None:
+        """Note that the client has read everything."""
         self._choices.discard(index)
         if not self._choices:
             self._seconds += max(0.0, now - self._since)
@@ -66,50 +67,28 @@ class Unread:
 Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 
 
-def in_queue(stay: session_pb2.Stay) -> list[Share]:
-    """While others leave before a request, each of them keeps it waiting for as long as any other:
-    what they took together is shared out by how many of them there were for each reason."""
-    without_worker_s = stay.no_worker_s + stay.unplaced_s + stay.starting_s
-    held_s = stay.leader_s + without_worker_s + stay.first_s
-    behind_s = max(0.0, stay.seconds - held_s)
-    behind = list(_behind(stay.queue, behind_s))
-    # Nobody left, so those ahead of it wait themselves.
-    waited_s = stay.first_s if behind else stay.first_s + behind_s
+def in_queue(queue_wait: session_pb2.QueueWait) -> list[Share]:
     return [
-        (pb.SPAN_KIND_LEADER, stay.leader_s),
-        (pb.SPAN_KIND_NO_WORKER, stay.no_worker_s),
-        (pb.SPAN_KIND_WORKER_UNPLACED, stay.unplaced_s),
-        (pb.SPAN_KIND_WORKER_STARTS, stay.starting_s),
-        *behind,
-        (pb.SPAN_KIND_NO_CREDIT, waited_s),
-        (pb.SPAN_KIND_DISPATCH, stay.dispatch_s),
+        (pb.SPAN_KIND_NO_WORKER, queue_wait.no_worker_s),
+        (pb.SPAN_KIND_QUEUE, max(0.0, queue_wait.seconds - queue_wait.no_worker_s)),
+        (pb.SPAN_KIND_LEDGER, queue_wait.dispatch_s),
     ]
 
 
-def _behind(queue: pb.QueueStay, seconds: float) -> Iterator[Share]:
-    counts = {
-        pb.SPAN_KIND_BEHIND_EARLIER: queue.earlier,
-        pb.SPAN_KIND_BEHIND_CLASS: queue.higher,
-        pb.SPAN_KIND_BEHIND_TURN: queue.turns,
-        pb.SPAN_KIND_BEHIND_ORDER: queue.ordered,
-        pb.SPAN_KIND_BEHIND_FLOOR: queue.lower,
-    }
-    if num_left := sum(counts.values()):
-        for kind, count in counts.items():
-            yield kind, seconds * count / num_left
-
-
-def at_worker(account: session_pb2.Account) -> list[Share]:
+def at_worker(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
+    interference_s = (
+        breakdown.prefill_interference_s
+        + breakdown.decode_interference_s
+        + breakdown.not_scheduled_s
+    )
     return [
-        (pb.SPAN_KIND_WORKER_WAIT, account.waiting_s),
-        (pb.SPAN_KIND_PREFILL, account.prefill_s),
-        (pb.SPAN_KIND_STALLED, account.stalled_s),
-        (pb.SPAN_KIND_DECODE, account.decode_s),
-        (pb.SPAN_KIND_CO_TENANCY, account.co_tenancy_s),
-        (pb.SPAN_KIND_PREEMPTED, account.preempted_s),
-        (pb.SPAN_KIND_RECOMPUTE, account.recompute_s),
-        (pb.SPAN_KIND_PASSED_OVER, account.passed_over_s),
-        (pb.SPAN_KIND_BETWEEN_STEPS, account.between_steps_s),
+        (pb.SPAN_KIND_WORKER_WAIT, breakdown.waiting_s),
+        (pb.SPAN_KIND_PREFILL, breakdown.prefill_s),
+        (pb.SPAN_KIND_DECODE, breakdown.decode_s),
+        (pb.SPAN_KIND_INTERFERENCE, interference_s),
+        (pb.SPAN_KIND_PREEMPTED, breakdown.preempted_s),
+        (pb.SPAN_KIND_RECOMPUTE, breakdown.recompute_s),
+        (pb.SPAN_KIND_OTHER, breakdown.between_steps_s),
     ]
 
 
@@ -117,7 +96,7 @@ def at_worker(account: session_pb2.Account) -> list[Share]:
 _MAX_PAUSES = 32
 
 
-_NOTHING = session_pb2.Account()
+_NOTHING = session_pb2.TimeBreakdown()
 
 
 class Speaker(Protocol):
@@ -128,7 +107,7 @@ class Speaker(Protocol):
     def last_heard(self) -> float: ...
 
     @property
-    def decoding(self) -> session_pb2.Account: ...
+    def decoding(self) -> session_pb2.TimeBreakdown: ...
 
 
 class Silent:
@@ -165,7 +144,7 @@ class Attempt:
     #: of its own tenant too, at other workers then, if there was no room; and who came since
     occupants: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
-    queue: pb.QueueStay | None = None
+    queue: pb.QueueBypass | None = None
     #: None when it has left
     worker: Speaker | None = None
     #: of the request, by choice, and how many tokens they had when it came there
@@ -185,11 +164,11 @@ class Attempt:
     #: choices that have no KV blocks
     preempted: set[int] = field(default_factory=set)
     #: by the worker, of the choice that it told of last; and when that came
-    account: session_pb2.Account | None = None
+    breakdown: session_pb2.TimeBreakdown | None = None
     accounted: float | None = None
     #: its worker's decoding then, and what came to that since
-    _decoding: session_pb2.Account = field(default_factory=lambda: _NOTHING)
-    since: session_pb2.Account = field(default_factory=lambda: _NOTHING)
+    _decoding: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
+    since: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
     #: something was told of it
     is_begun: bool = False
     #: of one that was told of, when its worker was heard last
@@ -199,17 +178,17 @@ class Attempt:
 
     @property
     def unaccounted(self) -> pb.SpanKind.ValueType:
-        """What the time was since its worker told where it went, and not what came of others'."""
+        """Kind of the time since the worker's last breakdown."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
         if self.new_tokens:
             return pb.SPAN_KIND_DECODE
         # After the first step and before the first token, the prompt is computed.
-        return pb.SPAN_KIND_UNTOLD if self.waited_s is None else pb.SPAN_KIND_PREFILL
+        return pb.SPAN_KIND_OTHER if self.waited_s is None else pb.SPAN_KIND_PREFILL
 
     @property
     def _is_preempted(self) -> bool:
-        return (0 if self.account is None else self.account.choice) in self.preempted
+        return (0 if self.breakdown is None else self.breakdown.choice) in self.preempted
 
     @property
     def shares(self) -> list[Share]:
@@ -218,7 +197,7 @@ class Attempt:
 
     @property
     def steps(self) -> int:
-        return self.since.steps + (self.account.steps if self.account is not None else 0)
+        return self.since.steps + (self.breakdown.steps if self.breakdown is not None else 0)
 
     @property
     def last_token(self) -> float | None:
@@ -230,8 +209,8 @@ class Attempt:
 
     # what comes of it
 
-    def look(self) -> None:
-        """At what its worker has said by now."""
+    def update(self) -> None:
+        """Update from the worker's last report."""
         if self.worker is None:
             return
         self.new_tokens = sum(map(len, self.outputs)) - self.tokens_before
@@ -246,19 +225,19 @@ class Attempt:
     def close(self, end: str) -> None:
         self.worker, self.outputs, self.end = None, (), end
 
-    def tell(self, account: session_pb2.Account) -> None:
-        """Its worker says where its time went."""
+    def add_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
+        """Add a breakdown of the worker."""
         assert self.worker is not None
         self.is_begun, self.accounted = True, self.worker.last_heard
         # A part of a message keeps all of it, and the worker's frame around it.
-        self.account = session_pb2.Account()
-        self.account.CopyFrom(account)
+        self.breakdown = session_pb2.TimeBreakdown()
+        self.breakdown.CopyFrom(breakdown)
         self._decoding, self.since = self.worker.decoding, _NOTHING
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """What came with it besides more tokens than there were."""
+        """Note changes other than new tokens."""
         self.is_begun = True
-        self.look()
+        self.update()
         if self.new_tokens and self.first_token is None:
             self.first_token = self.heard
         if self.waited_s is None and message.HasField("waited_s"):
@@ -284,12 +263,13 @@ class Attempt:
                 pause.until = self.heard
 
 
-def _between(then: session_pb2.Account, now: session_pb2.Account) -> session_pb2.Account:
-    """Where the time went that has passed for all that decode."""
-    return session_pb2.Account(
-        stalled_s=now.stalled_s - then.stalled_s,
+def _between(
+    then: session_pb2.TimeBreakdown, now: session_pb2.TimeBreakdown
+) -> session_pb2.TimeBreakdown:
+    return session_pb2.TimeBreakdown(
+        prefill_interference_s=now.prefill_interference_s - then.prefill_interference_s,
         decode_s=now.decode_s - then.decode_s,
-        co_tenancy_s=now.co_tenancy_s - then.co_tenancy_s,
+        decode_interference_s=now.decode_interference_s - then.decode_interference_s,
         between_steps_s=now.between_steps_s - then.between_steps_s,
         steps=max(0, now.steps - then.steps),
     )
@@ -303,7 +283,7 @@ FINISHED = "finished"
 #: Who waits for room no longer than that waits for nobody: it is what the queue itself takes.
 _NOTHING_S = 1e-3
 #: What comes last, in this order.
-_BEHIND = (pb.SPAN_KIND_STORING, pb.SPAN_KIND_DELIVERY)
+_BEHIND = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
 
 
 class Span(NamedTuple):
@@ -326,7 +306,7 @@ class Journal:
         self.ledger_s: float | None = None
         self.unread = Unread()
         #: times that one that came to the queue later left it first
-        self.overtaken = 0
+        self.bypassed = 0
         #: of the request, by choice
         self.outputs: Sequence[Sized] = ()
         #: a worker has it, whose first token of it has not come
@@ -344,7 +324,8 @@ class Journal:
         self._is_delivered = False
         self._until = came
         #: what the time since then will be called
-        self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_DOOR
+        self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_RECEIVE
+        self._is_at_worker = False
         #: the attempt that the next span belongs to, and the last one that there was
         self._number = self._last_attempt = 0
 
@@ -359,12 +340,12 @@ class Journal:
 
     @property
     def total_s(self) -> float:
-        """From its call to what happened last: what the spans add up to."""
+        """Seconds from the call to the last event: the sum of the spans."""
         return self._until - self.came
 
     @property
     def unread_s(self) -> float:
-        """Of the whole, in which there were tokens that no client had read."""
+        """Seconds of the total in which there were unread tokens."""
         return min(self.total_s, self.unread.until(self._until))
 
     @property
@@ -384,17 +365,18 @@ class Journal:
         if not self._is_at_worker:
             return self._until
         attempt = self._attempts[-1]
-        attempt.look()
+        attempt.update()
         return self._until if attempt.heard is None else max(self._until, attempt.heard)
 
     @property
     def spans(self) -> list[Span]:
-        """In their order, up to what happened last."""
+        """Spans in order, up to the last event."""
+        first = list(takewhile(lambda span: not span.attempt, self._spans))
         early = (Span(kind, seconds) for kind, seconds in sorted(self._early.items()))
-        return [*early, *self._spans]
+        return [*first, *early, *self._spans[len(first) :]]
 
     @property
-    def told(self) -> list[Attempt]:
+    def kept_attempts(self) -> list[Attempt]:
         """Attempts of which every span is told."""
         return list(self._attempts)[-MAX_TOLD:]
 
@@ -412,7 +394,7 @@ class Journal:
         journal = copy(self)
         journal._spans = [*self._spans]
         if journal._is_at_worker:
-            journal._attempts[-1].look()
+            journal._attempts[-1].update()
             journal._leave(now, is_lost=False)
         if journal.is_open:
             journal._lap(journal._open, now)
@@ -422,24 +404,13 @@ class Journal:
 
     # it is accepted
 
-    def read(self, now: float) -> None:
-        """Its call is read and checked; of a chat its template comes next."""
-        self._lap(pb.SPAN_KIND_DOOR, now)
-
-    def rendered(self, now: float) -> None:
-        """The template has written its prompt."""
-        self._lap(pb.SPAN_KIND_RENDERING, now)
-
-    def tokenised(self, now: float) -> None:
-        self._lap(pb.SPAN_KIND_DOOR, now)
-
-    def charged(self, now: float) -> None:
-        """To its tenant's limits."""
-        self._lap(pb.SPAN_KIND_LIMITS, now)
+    def received(self, now: float) -> None:
+        """Note that the call is checked and the prompt tokenised."""
+        self._lap(pb.SPAN_KIND_RECEIVE, now)
 
     def accepted(self, now: float) -> None:
-        """It is in the ledger."""
-        self._lap(pb.SPAN_KIND_OPENING, now)
+        """Note that the ledger has the request."""
+        self._lap(pb.SPAN_KIND_LEDGER, now)
         self.accept_s = now - self.came
         self._queue()
 
@@ -447,7 +418,7 @@ class Journal:
         """Another gateway had it, and told so much of it."""
         for span in earlier:
             self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
-        self._lap(pb.SPAN_KIND_ELSEWHERE, now, 0)
+        self._lap(pb.SPAN_KIND_OTHER, now, 0)
         self._last_attempt = num_attempts
         self._queue()
 
@@ -463,11 +434,11 @@ class Journal:
         occupants: tuple[str, ...] = (),
     ) -> None:
         """``occupants`` count where it waited for room."""
-        stay = message.stay if message.HasField("stay") else None
-        shares = {} if stay is None else dict(in_queue(stay))
+        queue_wait = message.queue_wait if message.HasField("queue_wait") else None
+        shares = {} if queue_wait is None else dict(in_queue(queue_wait))
         self._number = self._last_attempt = message.attempt
-        self.overtaken += message.overtaken
-        self._divide(pb.SPAN_KIND_LINE, [*shares.items()], now)
+        self.bypassed += message.bypassed
+        self._divide(pb.SPAN_KIND_NETWORK, [*shares.items()], now)
         self._attempts.append(
             Attempt(
                 message.attempt,
@@ -475,14 +446,14 @@ class Journal:
                 message.worker_id,
                 known_tokens,
                 neighbours,
-                occupants if shares.get(pb.SPAN_KIND_NO_CREDIT, 0.0) > _NOTHING_S else (),
-                queue=None if stay is None else _copied(stay.queue),
+                occupants if shares.get(pb.SPAN_KIND_QUEUE, 0.0) > _NOTHING_S else (),
+                queue=None if queue_wait is None else _copied(queue_wait.queue),
                 worker=worker,
                 outputs=self.outputs,
                 tokens_before=sum(map(len, self.outputs)),
             )
         )
-        self._open, self.awaits_token = pb.SPAN_KIND_UNTOLD, True
+        self._is_at_worker = self.awaits_token = True
         self._num_dispatched += 1
         if self._num_dispatched > MAX_TOLD:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
@@ -492,12 +463,12 @@ class Journal:
         if self._is_at_worker:
             self._attempts[-1].newcomers = newcomers
 
-    def account(self, account: session_pb2.Account) -> None:
+    def breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
         if self._is_at_worker:
-            self._attempts[-1].tell(account)
+            self._attempts[-1].add_breakdown(breakdown)
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """It has news of the KV blocks, or its first token is awaited."""
+        """Note a change of its KV blocks, or its first token."""
         if not self._is_at_worker:
             return
         attempt = self._attempts[-1]
@@ -511,29 +482,30 @@ class Journal:
         if not self._is_at_worker:
             return
         attempt, is_finished = self._attempts[-1], end == FINISHED
-        attempt.look()
+        attempt.update()
         if is_finished and attempt.heard is not None:
             now = attempt.heard
         self._leave(now, is_lost=is_lost)
         attempt.close(end)
         self.awaits_token = False
-        self._open = pb.SPAN_KIND_STORING if is_finished else pb.SPAN_KIND_REQUEUE
+        self._is_at_worker = False
+        self._open = pb.SPAN_KIND_LEDGER if is_finished else pb.SPAN_KIND_MIGRATION
 
     def queued_again(self, now: float) -> None:
         self.left("", now)
         self._lap(self._open, now)
         self._queue()
 
-    def withdrawn(self, stay: session_pb2.Stay, now: float) -> None:
+    def withdrawn(self, queue_wait: session_pb2.QueueWait, now: float) -> None:
         """Out of the queue, for its end."""
-        if self._open == pb.SPAN_KIND_QUEUED:
-            self._divide(pb.SPAN_KIND_LINE, in_queue(stay), now)
-            self._open = pb.SPAN_KIND_STORING
+        if self._is_queued:
+            self._divide(pb.SPAN_KIND_NETWORK, in_queue(queue_wait), now)
+            self._open = pb.SPAN_KIND_LEDGER
 
     # its clients read it
 
     def readable(self, now: float) -> None:
-        """By clients, for the first time here."""
+        """Note the first token that clients can read here."""
         if self.accept_s is not None:
             self.readable_s = now - self.came - self.accept_s
         if self.ttft_s is None:
@@ -542,33 +514,32 @@ class Journal:
                 self.ledger_s = now - self._first_token
 
     def ended(self, end: str, now: float) -> None:
-        """In the ledger, or given up here."""
+        """Note its end, in the ledger or given up here."""
         self.left(end, now)
         if self.is_open:
-            is_queued = self._open == pb.SPAN_KIND_QUEUED
-            self._lap(pb.SPAN_KIND_QUEUED if is_queued else pb.SPAN_KIND_STORING, now)
+            self._lap(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
         self._open = pb.SPAN_KIND_UNSPECIFIED
 
     def delivered(self, now: float) -> None:
         """A client has read all of it. The first one counts."""
         if not self.is_open and not self._is_delivered:
-            self._lap(pb.SPAN_KIND_DELIVERY, now)
+            self._lap(pb.SPAN_KIND_CLIENT, now)
             self._is_delivered = True
 
     # spans
 
     @property
-    def _is_at_worker(self) -> bool:
-        return self._open == pb.SPAN_KIND_UNTOLD
+    def _is_queued(self) -> bool:
+        return self._open == pb.SPAN_KIND_QUEUE and not self._is_at_worker
 
     def _queue(self) -> None:
-        self._open = pb.SPAN_KIND_QUEUED
+        self._open = pb.SPAN_KIND_QUEUE
         self._number = self._last_attempt + 1
 
     def _leave(self, now: float, *, is_lost: bool) -> None:
         attempt = self._attempts[-1]
-        if attempt.account is not None and attempt.accounted is not None:
-            self._divide(pb.SPAN_KIND_ON_THE_WAY, at_worker(attempt.account), attempt.accounted)
+        if attempt.breakdown is not None and attempt.accounted is not None:
+            self._divide(pb.SPAN_KIND_NETWORK, at_worker(attempt.breakdown), attempt.accounted)
             if attempt.heard is not None and attempt.since.steps:
                 self._divide(attempt.unaccounted, attempt.shares, attempt.heard)
         elif attempt.waited_s is not None and attempt.heard is not None:
@@ -577,9 +548,9 @@ class Journal:
             self._lap(pb.SPAN_KIND_PREFILL, first)
         if attempt.heard is not None:
             self._lap(attempt.unaccounted, attempt.heard)
-            self._lap(pb.SPAN_KIND_DETECTION if is_lost else attempt.unaccounted, now)
+            self._lap(pb.SPAN_KIND_MIGRATION if is_lost else attempt.unaccounted, now)
         else:
-            self._lap(pb.SPAN_KIND_UNTOLD if is_lost else pb.SPAN_KIND_WORKER_WAIT, now)
+            self._lap(pb.SPAN_KIND_OTHER if is_lost else pb.SPAN_KIND_WORKER_WAIT, now)
 
     def _divide(
         self,
@@ -598,24 +569,28 @@ class Journal:
         self._until = max(self._until, until)
 
     def _lap(self, kind: pb.SpanKind.ValueType, until: float, attempt: int | None = None) -> None:
-        """The next span lasts until this moment. There is none of no length."""
         if until > self._until:
             number = self._number if attempt is None else attempt
-            self._spans.append(Span(kind, until - self._until, number))
+            seconds = until - self._until
+            last = self._spans[-1] if self._spans else None
+            if last is not None and (last.kind, last.attempt) == (kind, number):
+                self._spans[-1] = last._replace(seconds=last.seconds + seconds)
+            else:
+                self._spans.append(Span(kind, seconds, number))
             self._until = until
 
     def _forget_up_to(self, attempt: int) -> None:
-        """Of these spans there are sums from now on."""
+        """Keep only sums of these spans; those before the first attempt stay as they are."""
         self.earlier_dropped += len(self.earlier_attempts)
         self.earlier_attempts = ()
         for span in self._spans:
-            if span.attempt <= attempt:
+            if 1 <= span.attempt <= attempt:
                 self._early[span.kind] = self._early.get(span.kind, 0.0) + span.seconds
-        self._spans = [span for span in self._spans if span.attempt > attempt]
+        self._spans = [span for span in self._spans if not 1 <= span.attempt <= attempt]
 
 
-def _copied(queue: pb.QueueStay) -> pb.QueueStay:
-    copied = pb.QueueStay()
+def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
+    copied = pb.QueueBypass()
     copied.CopyFrom(queue)
     return copied
 
@@ -648,7 +623,7 @@ class Moments:
         self._waiting_since = now
 
     def dispatched(self, message: session_pb2.Dispatched, now: float) -> None:
-        """To a worker. For whoever observes it the first time counts."""
+        """Note a dispatch; the first one counts for observers."""
         if message.HasField("predicted_ttft_s"):
             self._predicted_ttft_s = message.predicted_ttft_s
         if message.HasField("predicted_tpot_s"):
@@ -688,13 +663,13 @@ class Moments:
     def finished(
         self, prompt_tokens: int, output_tokens: int, reasons: Sequence[FinishReason], now: float
     ) -> None:
-        """By its last token."""
+        """Note its end by its last token."""
         self.observer.finished(
             self.age_s(now),
             now - self._began_to_tell(now),
             prompt_tokens,
             output_tokens,
-            self._journal.overtaken,
+            self._journal.bypassed,
             reasons,
         )
 
@@ -705,13 +680,13 @@ class Moments:
         return self._readable_since.get(choice, otherwise)
 
     def ttft_s(self, ended: float) -> float:
-        """From its call to its first token; to its end where there is none."""
+        """Seconds from its call to its first token, or to its end if there is none."""
         told_s = self._journal.ttft_s
         return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
 
     @property
     def foreseen_ttft_s(self) -> float | None:
-        """From its call, as it was predicted when it came here."""
+        """Predicted seconds from its call to its first token."""
         if self._predicted_ttft_s is None:
             return None
         return self.age_s(self._taken) + self._predicted_ttft_s

@@ -1,5 +1,4 @@
-"""What came of requests on its way into the ledger, what the ledger answers, and how far clients
-may read meanwhile."""
+"""Writes the output of requests to the ledger, and lets clients read what is written."""
 
 from __future__ import annotations
 
@@ -18,26 +17,28 @@ from router.ledger.entry import Append, Appended, Entry, State
 from router.requests.registry import RequestRegistry
 from router.requests.request import Choice, LiveRequest
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
-#: Of which request, what the ledger was told, and what it says to it. By then another request may
-#: have the same id.
+#: A request, an append and the ledger's answer. The id may belong to another request by then.
 Answered = tuple[LiveRequest, Append, Appended]
 
 #: A request, one of its choices, and an epoch.
 _Key = tuple[LiveRequest, int, int]
-#: Until a ledger that is away is asked again.
+#: Seconds between two tries while the ledger is unavailable.
 _RETRY_S = 0.1
-#: Answers before others have their turn of the event loop.
+#: Answers that are handled in one turn of the event loop.
 _AT_ONCE = 64
-#: An answer is late that takes longer than this while the event loop keeps up.
+#: Seconds after which an answer is late, while the event loop keeps up.
 _LATE_S = 0.3
 
 
 class LedgerAppender:
-    """``on_answers`` hears the ledger's answer to every append; ``on_away``, while the ledger does
-    not answer, hears of every append that waits for it. Appends gather for ``gather_s`` seconds, or
-    until one that ends its choice comes."""
+    """Sends appends to the ledger in batches.
+
+    ``on_answers`` receives the ledger's answer to every append. ``on_away`` receives every pending
+    append, again and again, while the ledger does not answer. Appends are batched for ``gather_s``
+    seconds, or until one that ends its choice.
+    """
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class LedgerAppender:
         self._more = asyncio.Event()
         self._has_end = asyncio.Event()
 
-    def put(self, live: LiveRequest, append: Append) -> None:
-        """Appends of one epoch may overlap what still waits here, but leave no gap behind it."""
+    def add(self, live: LiveRequest, append: Append) -> None:
+        """Add an append. It may overlap a pending one of its epoch, but leave no gap."""
         key = (live, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
@@ -91,9 +92,10 @@ class LedgerAppender:
         self._has_end.clear()
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
-        """Return the ledger's answers. While they are late, report what waits to ``on_away`` again
-        and again, so that it can be delivered without them. An answer that is late because this
-        process stalled is not: the ledger may have answered in time."""
+        """Return the ledger's answers, and call ``on_away`` while they are late.
+
+        Time in which this process stalled does not count: the ledger may have answered in time.
+        """
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
             while not await event_loop.wait(call, _LATE_S):
@@ -106,14 +108,14 @@ class LedgerAppender:
     def _put_back(self, batch: dict[_Key, Append]) -> None:
         later, self._pending = self._pending, batch
         for (live, *_), append in later.items():
-            self.put(live, append)
+            self.add(live, append)
         for (live, *_), append in self._pending.items():
             self._on_away(live, append)
         self._more.set()
 
 
 def _joined(earlier: Append, later: Append) -> Append:
-    """Both as one. They may overlap, where tokens are asserted anew, but not leave a gap."""
+    """Return both as one. They may overlap, but leave no gap between them."""
     first, second = sorted((earlier, later), key=lambda append: append.offset)
     overlap = first.offset + len(first.tokens) - second.offset
     assert overlap >= 0
@@ -127,18 +129,22 @@ def _joined(earlier: Append, later: Append) -> Append:
     )
 
 
-#: So long tokens gather for one append where their delivery does not wait for it.
+#: Seconds for which tokens are batched if their delivery does not wait for the ledger.
 _GATHER_S = 0.02
 
 
 class TokenWriter:
-    """``on_difference`` hears of a request of which the ledger has another state than we do,
-    ``on_failure`` of one that cannot go on."""
+    """Writes output of owned requests to the ledger, and marks it as stored and readable.
+
+    ``on_difference`` receives a request of which the ledger has another state, ``on_failure`` one
+    that cannot continue, with the error.
+    """
 
     def __init__(
         self,
         config: RouterConfig,
         registry: RequestRegistry,
+        ledger: Ledger,
         on_difference: Callable[[LiveRequest], None],
         on_failure: Callable[[LiveRequest, EverliftError], None],
     ) -> None:
@@ -149,37 +155,37 @@ class TokenWriter:
         self._may_go_on_s = config.unledgered if config.on_ledger_loss == "available" else 0.0
         self._away_since: float | None = None
         self._appender = LedgerAppender(
-            registry.ledger, self._answered, self._away, _GATHER_S if self._is_behind else 0.0
+            ledger, self._answered, self._away, _GATHER_S if self._is_behind else 0.0
         )
 
     async def run(self) -> None:
-        """Carries tokens into the ledger until cancelled."""
+        """Write to the ledger until cancelled."""
         await self._appender.run()
 
     @property
     def is_away(self) -> bool:
-        """The ledger does not answer what it is told."""
+        """True if the ledger does not answer appends."""
         return self._away_since is not None
 
-    def put(self, live: LiveRequest, choice: Choice, offset: int) -> None:
-        """What the choice has from ``offset`` on."""
-        self._appender.put(live, live.append(choice, offset))
+    def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
+        """Write the output of a choice from ``offset`` on."""
+        self._appender.add(live, live.append(choice, offset))
         if self._is_behind and self._may_run_ahead():
             live.run_ahead(choice, now())
 
-    def put_rest(self, live: LiveRequest) -> None:
-        """What the ledger does not have yet."""
+    def write_rest(self, live: LiveRequest) -> None:
+        """Write all output that the ledger does not have."""
         for choice in live.choices:
             if not choice.is_stored:
-                self._appender.put(live, live.append(choice, choice.stored))
+                self._appender.add(live, live.append(choice, choice.stored))
 
-    async def put_all(self, live: LiveRequest) -> None:
-        """Waits until the ledger has all that came, or the request is over."""
-        self.put_rest(live)
+    async def write_all(self, live: LiveRequest) -> None:
+        """Write all output, and return when the ledger has it or the request is over."""
+        self.write_rest(live)
         await live.all_stored()
 
-    def mark_as(self, live: LiveRequest, entry: Entry) -> None:
-        """The ledger says what it has."""
+    def mark_stored(self, live: LiveRequest, entry: Entry) -> None:
+        """Mark as stored what the ledger's entry says that it has."""
         heard = now()
         for choice, count in zip(live.choices, entry.num_tokens, strict=True):
             self._mark(live, choice, count, heard)
@@ -194,9 +200,9 @@ class TokenWriter:
         self._away_since, heard = None, now()
         for live, append, answer in answered:
             if self._registry.has(live):
-                self._take(live, append, answer, heard)
+                self._on_answer(live, append, answer, heard)
 
-    def _take(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
+    def _on_answer(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
         if answer is Appended.FINISHED:
             self._finished(live, heard)
         elif answer is Appended.OK:
@@ -212,7 +218,7 @@ class TokenWriter:
         if not append.finish_reason:
             return
         if all(other.is_complete for other in live.choices if other is not choice):
-            # Every end was stored, and yet the request is not finished: one of them was forgotten.
+            # Every end was stored and the request is not finished: the ledger lost one of them.
             self._on_difference(live)
         else:
             choice.complete()
@@ -221,7 +227,7 @@ class TokenWriter:
     def _finished(self, live: LiveRequest, heard: float) -> None:
         for choice in live.choices:
             self._mark(live, choice, len(choice.output), heard)
-        self._registry.settle_as(live, _finished_entry(live))
+        self._registry.finalize(live, _finished_entry(live))
         log.info("finished", **live.names, tokens=live.num_tokens)
 
     def _away(self, live: LiveRequest, append: Append) -> None:
@@ -231,11 +237,11 @@ class TokenWriter:
             live.run_ahead(live.choices[append.choice], now())
 
     def _may_run_ahead(self) -> bool:
-        """While the ledger is away only for so long."""
+        """Return whether clients may read output that the ledger does not have."""
         return self._away_since is None or now() - self._away_since < self._may_go_on_s
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """What the ledger has of a request whose last end it has just stored."""
+    """Return the ledger's entry of a request whose last end it has just stored."""
     entry = live.as_entry()
     return replace(entry, state=State.FINISHED, worker="", epoch=0, moves=entry.moves + 1)

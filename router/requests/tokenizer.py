@@ -1,4 +1,4 @@
-"""What a gateway has to know of the served model: its tokenizer and its limits."""
+"""The served model as a router needs it: its tokenizer and its limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import tokenizers
 
 from everlift import model_files, text
-from everlift.blockhash import BLOCK_SIZE
 from everlift.checks import check_range
 from everlift.end_tokens import end_token_ids
 from everlift.errors import (
@@ -24,8 +23,9 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
 )
+from everlift.hashes import BLOCK_SIZE
+from everlift.hub import name_for_clients
 from everlift.messages import Request, Submission
-from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
@@ -300,7 +300,6 @@ class ServedModel:
         )
 
     def _room_behind(self, num_prompt: int) -> int:
-        """Tokens that the context can hold behind so long a prompt. Raises PromptTooLong."""
         room = self.longest_sequence - num_prompt
         if room < 1:
             what = f"the {num_prompt} tokens of the prompt leave no room for one of an output"
@@ -370,7 +369,6 @@ class ServedModel:
             raise PromptTooLong(self._too_long(what), field="tokens")
 
     def _too_long(self, what: str) -> str:
-        """In words by which langchain, litellm and others know what to do about it."""
         return (
             "the prompt is too long: this model's maximum context length is "
             f"{self.longest_sequence} tokens (worker.max_model_len), and {what}"
@@ -401,7 +399,6 @@ class ServedModel:
 
 
 def _room(worker: session_pb2.WorkerInfo) -> int:
-    """Tokens of the longest sequence that it can hold."""
     return min(worker.max_model_len, worker.num_blocks * BLOCK_SIZE)
 
 
@@ -418,7 +415,6 @@ def _check_total(num_prompt: int, max_tokens: int, context: int) -> None:
 
 
 def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> None:
-    """Of the log probabilities that are asked for."""
     sampling, num_output = submission.sampling, submission.n * max_tokens
     for name, num_top, num_tokens, limit in (
         ("logprobs", sampling.logprobs, num_output, _MAX_LOGPROBS),
@@ -433,7 +429,6 @@ def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> N
 
 
 def _facts(config: Path) -> dict[str, Any]:
-    """Of the part that makes text, where a model has others. Raises UnknownModel."""
     try:
         facts = json.loads(config.read_text())
         return {**facts.get("text_config", {}), **facts}
@@ -457,7 +452,6 @@ def _context(facts: Mapping[str, Any]) -> int:
 
 
 def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
-    """0 without YaRN, or where it does not say by how much."""
     if facts.get("rope_type", facts.get("type")) != "yarn":
         return 0
     original = _number(facts, ["original_max_position_embeddings"], written)

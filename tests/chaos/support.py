@@ -54,7 +54,7 @@ COUNT = 150
 #: it may be.
 ROUTER: dict[str, Any] = {"port": 0, "http_port": 0, "grace": 20.0, "worker_silence": 5.0}
 #: Whatever has not come by then does not come.
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def config(
@@ -176,7 +176,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 async def until(
-    holds: Callable[[], Awaitable[object]] | Callable[[], object], seconds: float = PATIENCE_S
+    holds: Callable[[], Awaitable[object]] | Callable[[], object], seconds: float = TIMEOUT_S
 ) -> None:
     """Waits for a condition; a timeout is a failure, an unreachable router a no."""
     async with asyncio.timeout(seconds):
@@ -313,7 +313,7 @@ class Load:
 
     async def finish(self) -> None:
         """Until every client has come to an end, good or bad."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await asyncio.gather(*self._tasks)
 
     def check(self) -> None:

@@ -49,9 +49,9 @@ def wanted(request_id: str, count: int, way: OnDisconnect | None = None) -> pb.G
 @pytest.mark.parametrize(
     ("way", "state"),
     [
-        (OnDisconnect.CANCEL, pb.REQUEST_STATE_CANCELLED),
+        pytest.param(OnDisconnect.CANCEL, pb.REQUEST_STATE_CANCELLED, marks=pytest.mark.long),
         (OnDisconnect.GRACE, pb.REQUEST_STATE_CANCELLED),
-        (OnDisconnect.CONTINUE, pb.REQUEST_STATE_FINISHED),
+        pytest.param(OnDisconnect.CONTINUE, pb.REQUEST_STATE_FINISHED, marks=pytest.mark.long),
     ],
 )
 async def test_a_client_that_vanishes_leaves_its_request_as_it_wished(
@@ -80,6 +80,7 @@ async def is_in(client: AsyncClient, request_id: str, state: pb.RequestState.Val
     return (await client.get_request(request_id)).state == state
 
 
+@pytest.mark.long
 async def test_clients_that_do_not_read_cost_no_memory_and_nobody_else_anything(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,13 @@ from worker.runner.fake_runner import expected_tokens
 SLOW = FakeModel(step_time=0.01)
 
 
-@pytest.mark.parametrize("way", ["SIGTERM", "SIGUSR1", "everlift drain"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "SIGTERM",
+        *(pytest.param(it, marks=pytest.mark.long) for it in ("SIGUSR1", "everlift drain")),
+    ],
+)
 async def test_a_worker_that_is_told_to_go_hands_everything_back(tmp_path: Path, way: str) -> None:
     """At once, with its tokens; it is no loss to anybody."""
     async with running(config(tmp_path, fake=SLOW)) as cluster:
@@ -65,6 +71,7 @@ async def has_nothing(cluster: Cluster, worker_id: str) -> bool:
     return known is None or not known.alive or not (known.num_running or known.num_waiting)
 
 
+@pytest.mark.long
 async def test_all_workers_are_replaced_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
     async with running(config(tmp_path, fake=SLOW)) as cluster:
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=500, plain=True) as load:

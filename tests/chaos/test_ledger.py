@@ -112,6 +112,7 @@ async def test_streams_go_on_while_a_killed_server_comes_back(
         report("ledger killed", cluster, load, since)
 
 
+@pytest.mark.long
 async def test_strict_streams_pause_until_the_server_is_back(
     server: Server, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_server_that_forgot_is_told_again(server: Server, tmp_path: Path
         assert all([(await cluster.status(router)).ledger.rollbacks for router in (0, 1)])
 
 
+@pytest.mark.long
 async def test_tokens_that_only_clients_still_have_are_made_again_or_missed_aloud(
     server: Server, tmp_path: Path
 ) -> None:
@@ -193,6 +195,7 @@ async def test_tokens_that_only_clients_still_have_are_made_again_or_missed_alou
         await cluster.idle()
 
 
+@pytest.mark.long
 async def test_a_server_that_answers_late_holds_up_no_step(server: Server, tmp_path: Path) -> None:
     socket = Path(server.url.rpartition("@")[2])
     async with way_to(socket) as (way, url_of):
@@ -215,6 +218,7 @@ async def way_to(socket: Path) -> AsyncIterator[tuple[Proxy, str]]:
             yield way, way.address
 
 
+@pytest.mark.long
 async def test_connections_that_break_in_the_middle_of_an_answer_lose_nothing(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -234,6 +238,7 @@ async def test_connections_that_break_in_the_middle_of_an_answer_lose_nothing(
             assert not load.moved
 
 
+@pytest.mark.long
 async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> None:
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
@@ -248,6 +253,7 @@ async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> 
         report("ledger frozen for 3 s", cluster, load, since)
 
 
+@pytest.mark.long
 async def test_a_nearly_full_server_gets_no_new_requests_and_finishes_what_it_has(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -286,6 +292,7 @@ async def is_taken(client: AsyncClient) -> bool:
     return True
 
 
+@pytest.mark.long
 async def test_streams_go_on_unledgered_while_a_server_is_full(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -302,6 +309,7 @@ async def test_streams_go_on_unledgered_while_a_server_is_full(
             await check_all(cluster, load)
 
 
+@pytest.mark.long
 async def test_a_server_that_only_reads_for_a_while_is_waited_for(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -318,6 +326,7 @@ async def test_a_server_that_only_reads_for_a_while_is_waited_for(
             await check_all(cluster, load)
 
 
+@pytest.mark.long
 async def test_scripts_are_flushed_and_a_script_hangs(redis_url: str, tmp_path: Path) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
@@ -341,6 +350,7 @@ def hang(url: str) -> None:
         client.eval("while true do end", 0)
 
 
+@pytest.mark.long
 async def test_everything_in_the_ledger_is_deleted_and_nothing_hangs(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -359,6 +369,7 @@ async def test_everything_in_the_ledger_is_deleted_and_nothing_hangs(
             await cluster.idle()
 
 
+@pytest.mark.long
 async def test_a_disk_that_is_full_is_waited_for(tmp_path: Path) -> None:
     with redis_that_can_be_full() as (url, disk_is_full), Redis.from_url(url) as admin:
         settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=url))

@@ -207,6 +207,7 @@ async def flood(address: str, is_http2: bool, frames: Iterator[bytes]) -> None:
         writer.transport.abort()
 
 
+@pytest.mark.long
 async def test_floods_disturb_nobody_and_leave_nothing(tmp_path: Path) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
         router = cluster.routers[0]
@@ -225,6 +226,7 @@ async def test_floods_disturb_nobody_and_leave_nothing(tmp_path: Path) -> None:
         assert not errors_of(cluster)
 
 
+@pytest.mark.long
 async def test_a_body_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
     """Half a head, half a body, half a message: a hundred of each wait beside the good ones."""
     halves = (

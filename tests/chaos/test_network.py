@@ -107,6 +107,7 @@ async def is_back(cluster: Cluster, worker_id: str) -> bool:
     return all(worker_id in ids for ids in alive)
 
 
+@pytest.mark.long
 async def test_a_wire_that_breaks_again_and_again_costs_no_token(tmp_path: Path) -> None:
     """Each break is a loss to the requests that it strikes: there are fewer than are allowed."""
     settings = config(tmp_path, fake=SLOW, router={"max_losses": 10})

@@ -130,7 +130,8 @@ def adopted(cluster: Cluster, since: float) -> list[str]:
     return [e["request_id"] for e in events if e["event"] == "request adopted"]
 
 
-@pytest.mark.parametrize("drain", [0.2, 30.0])
+@pytest.mark.long
+@pytest.mark.parametrize("drain", [0.2, pytest.param(30.0, marks=pytest.mark.long)])
 async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
     tmp_path: Path, drain: float
 ) -> None:
@@ -159,6 +160,7 @@ async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
         report(f"router left, drain {drain:g} s", cluster, load, since)
 
 
+@pytest.mark.long
 async def test_all_routers_are_restarted_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
     fake = FakeModel(step_time=0.01)
     settings = config(tmp_path, routers=2, fake=fake, router={"drain": 0.2})

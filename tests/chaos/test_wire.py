@@ -19,7 +19,12 @@ from tests.chaos.support import Cluster, Load, config, resident, running
 GENERATE = "/everlift.v1.Inference/Generate"
 
 
-@pytest.mark.parametrize("reset", [True, False], ids=["taken back at once", "left open"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "reset",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["taken back at once", "left open"],
+)
 async def test_a_hundred_thousand_streams_on_one_connection_disturb_nobody(
     tmp_path: Path, reset: bool
 ) -> None:

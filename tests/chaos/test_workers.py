@@ -108,6 +108,7 @@ async def is_alive(cluster: Cluster, worker_id: str) -> bool:
     return any(w.worker_id == worker_id and w.alive for w in workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )
@@ -141,6 +142,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 async def test_a_slow_worker_gets_nothing_while_others_have_room(tmp_path: Path) -> None:
     # Beside a busy machine's other work the others' steps take ten times as long, too.
     slow = {1: {"fake": FakeModel(step_time=0.25)}}
@@ -232,6 +234,7 @@ async def test_steps_that_lack_memory_cost_their_requests_time_and_nothing_else(
         assert sum(preemptions) > 0
 
 
+@pytest.mark.long
 async def test_a_prompt_that_the_model_makes_no_numbers_of_fails_alone(tmp_path: Path) -> None:
     """The torch engine, and a checkpoint in which one token's embedding is not a number."""
     poison = 300

@@ -148,7 +148,7 @@ def spread(count: int, parts: int) -> list[int]:
 @pytest.mark.parametrize("break_it", [kill, kill_gateway, attach], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spread_of_indices(bench: Bench, kind: str, break_it: Break) -> None:
-    for index in spread(undisturbed(bench, kind).num_tokens, parts=2):
+    for index in spread(undisturbed(bench, kind).num_tokens, parts=1):
         check(bench, kind, index, break_it)
 
 

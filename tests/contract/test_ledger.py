@@ -110,7 +110,7 @@ async def bring(ledger: Ledger, state: State) -> Stored:
     if state is State.FINISHED:
         await store(ledger, Append("r", EPOCH, 3, (13,), finish_reason=FinishReason.STOP))
     elif state.is_final:
-        await ledger.end("r", state, "slug", "message")
+        await ledger.end_request("r", state, "slug", "message")
     stored = await ledger.read("r")
     assert stored.entry.state is state
     return stored
@@ -132,9 +132,9 @@ async def make(ledger: Ledger, move: Move) -> object:
         case Move.DISCARD:
             return await ledger.discard("r", "gateway")
         case Move.END:
-            return await ledger.end("r", State.CANCELLED, Cancelled.slug, "why")
+            return await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "why")
         case Move.FORGET:
-            return await ledger.forget("r")
+            return await ledger.erase("r")
         case _:
             assert_never(move)
 
@@ -208,7 +208,7 @@ async def test_an_id_is_opened_once(ledger: Ledger, state: State) -> None:
 @pytest.mark.parametrize("source", [State.QUEUED, State.RUNNING])
 async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state: State) -> None:
     before = (await bring(ledger, source)).entry
-    entry = await ledger.end("r", state, "some_slug", "some message, ä")
+    entry = await ledger.end_request("r", state, "some_slug", "some message, ä")
     assert entry == replace(
         before,
         state=state,
@@ -224,7 +224,7 @@ async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state
 async def test_nothing_is_ended_as_what_is_no_failure(ledger: Ledger, state: State) -> None:
     await run(ledger)
     with pytest.raises(ValueError, match=state.value):
-        await ledger.end("r", state, "", "")
+        await ledger.end_request("r", state, "", "")
 
 
 #: Of two forgets the second one is of what is unknown; see below for one that is tried twice.
@@ -419,7 +419,7 @@ async def test_ids_of_every_legal_character_are_kept_apart(ledger: Ledger, reque
     entry = await run(ledger, request_id)
     assert entry.request_id == request_id
     assert await tokens_of(ledger, request_id) == (10, 11, 12)
-    await ledger.end(request_id, State.CANCELLED, Cancelled.slug, "")
+    await ledger.end_request(request_id, State.CANCELLED, Cancelled.slug, "")
     for neighbour in neighbours:
         assert (await ledger.get(neighbour)).state is State.RUNNING
 
@@ -502,7 +502,7 @@ async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Le
 async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> None:
     for request_id in ("a", "b", "c", "d", "e"):
         await run(ledger, request_id)
-    await ledger.end("e", State.CANCELLED, Cancelled.slug, "")
+    await ledger.end_request("e", State.CANCELLED, Cancelled.slug, "")
     answers = await ledger.append(
         [
             Append("a", EPOCH, 3, (13,)),
@@ -712,7 +712,7 @@ async def test_every_move_counts_and_leaves_one_event(ledger: Ledger, tick: Tick
 
 async def test_an_end_is_one_event_whichever_it_is(ledger: Ledger) -> None:
     await ledger.open(make_request("ended"), "gateway")
-    await ledger.end("ended", State.EXPIRED, "deadline_exceeded", "it was late")
+    await ledger.end_request("ended", State.EXPIRED, "deadline_exceeded", "it was late")
     assert await history(ledger, "ended") == [("open", "gateway"), ("end", "deadline_exceeded")]
     await run(ledger, "lost")
     await ledger.release("lost", EPOCH, loss="why", max_losses=1)
@@ -773,9 +773,9 @@ async def test_an_explanation_is_kept_until_there_is_another_one(ledger: Ledger)
     told = await ledger.take_over("r", "heir", "gateway")
     assert told.explanation == b"release"
     ended = ("r", State.FAILED, "slug", "message", "heir")
-    await ledger.end(*ended)
+    await ledger.end_request(*ended)
     assert await explanation(ledger) == b"release"
-    await ledger.end(*ended, b"too late")
+    await ledger.end_request(*ended, b"too late")
     assert await explanation(ledger) == b"release"
 
 
@@ -784,7 +784,7 @@ async def test_what_ends_is_explained_by_the_move_that_ends_it(ledger: Ledger, l
     await run(ledger)
     await ledger.release("r", EPOCH, loss="why", max_losses=losses, explanation=b"lost")
     assert await explanation(ledger) == b"lost"
-    entry = await ledger.end("r", State.CANCELLED, "slug", "message", None, b"ended")
+    entry = await ledger.end_request("r", State.CANCELLED, "slug", "message", None, b"ended")
     assert await explanation(ledger) == (b"lost" if entry.state is State.FAILED else b"ended")
 
 
@@ -794,7 +794,7 @@ async def test_who_had_it_to_its_end_explains_it_once_more(ledger: Ledger) -> No
     told = Explained("r", entry.gateway, entry.arrived, b"delivered")
     await ledger.explain([told])
     assert await explanation(ledger) == b""
-    ended = await ledger.end("r", State.CANCELLED, "slug", "message", None, b"ended")
+    ended = await ledger.end_request("r", State.CANCELLED, "slug", "message", None, b"ended")
     others = (
         replace(told, request_id="other"),
         replace(told, gateway="heir"),
@@ -822,8 +822,8 @@ async def test_what_is_told_again_explains_itself(ledger: Ledger) -> None:
 
 async def test_of_a_forgotten_request_nothing_is_left(ledger: Ledger) -> None:
     await run_rich(ledger)
-    await ledger.end("r", State.CANCELLED, Cancelled.slug, "")
-    assert await ledger.forget("r") is None
+    await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "")
+    assert await ledger.erase("r") is None
     opened = await ledger.open(make_request(body=b"other", n=3, logprobs=2), "heir")
     assert (opened.created, opened.entry.moves) == (True, 1)
     stored = await ledger.read("r")
@@ -836,8 +836,8 @@ async def test_an_id_that_is_taken_again_outlives_what_was_forgotten(
 ) -> None:
     for request_id in ("r", "later"):
         await run(forgetful, request_id)
-        await forgetful.end(request_id, State.CANCELLED, "", "")
-    assert await forgetful.forget("r") is None
+        await forgetful.end_request(request_id, State.CANCELLED, "", "")
+    assert await forgetful.erase("r") is None
     await forgetful.open(make_request(), "gateway")
 
     async def other_is_over() -> bool:
@@ -864,18 +864,18 @@ async def test_a_move_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None
         assert await store(ledger, Append("r", EPOCH, 0, (1,), choice, STOP)) is answer
     assert (await ledger.get("r")).moves == known + 1
     assert len(await ledger.events("r")) == 6
-    assert await ledger.forget("r") is None
+    assert await ledger.erase("r") is None
     assert await content(ledger) is None
     assert (await ledger.open(request, "gateway")).created
-    assert (await ledger.end("r", State.EXPIRED, "", "")).moves == 2
+    assert (await ledger.end_request("r", State.EXPIRED, "", "")).moves == 2
 
 
 async def test_what_was_forgotten_is_not_told_again(ledger: Ledger) -> None:
     """Its gateway was frozen and taken for dead: it knows of more moves than the end of another."""
     told = await run_rich(ledger)
     known = replace(told, entry=replace(told.entry, moves=told.entry.moves + 7))
-    await ledger.end("r", State.CANCELLED, "", "")
-    assert await ledger.forget("r") is None
+    await ledger.end_request("r", State.CANCELLED, "", "")
+    assert await ledger.erase("r") is None
     for _ in range(2):
         assert await ledger.reassert(known) == (Reasserted.FORGOTTEN, known.entry)
         assert await content(ledger) is None
@@ -897,14 +897,14 @@ async def test_read_tells_a_forgotten_request_from_an_unknown_one(
         return {read.type, got.type}
 
     await run(forgetful)
-    await forgetful.end("r", State.CANCELLED, "", "")
-    assert await forgetful.forget("r") is None
+    await forgetful.end_request("r", State.CANCELLED, "", "")
+    assert await forgetful.erase("r") is None
     assert await reason("r") == {ForgottenRequest}
     assert await reason("other") == {UnknownRequest}
     assert (await forgetful.open(make_request(), "gateway")).created
     assert (await forgetful.get("r")).state is State.QUEUED
-    await forgetful.end("r", State.CANCELLED, "", "")
-    assert await forgetful.forget("r") is None
+    await forgetful.end_request("r", State.CANCELLED, "", "")
+    assert await forgetful.erase("r") is None
 
     async def is_unknown() -> bool:
         return await reason("r") == {UnknownRequest}
@@ -918,8 +918,8 @@ async def test_that_it_was_forgotten_is_known_for_as_long_as_it_would_have_been_
 ) -> None:
     await run(forgetful)
     told = await forgetful.read("r")
-    await forgetful.end("r", State.CANCELLED, "", "")
-    assert await forgetful.forget("r") is None
+    await forgetful.end_request("r", State.CANCELLED, "", "")
+    assert await forgetful.erase("r") is None
 
     async def is_taken() -> bool:
         return (await forgetful.reassert(told))[0] is Reasserted.OK
@@ -951,8 +951,8 @@ async def run_rich(ledger: Ledger) -> Stored:
 
 async def lose(ledger: Ledger, request_id: str = "r") -> None:
     """The ledger knows nothing of it any more."""
-    entry = await ledger.end(request_id, State.CANCELLED, "", "")
-    await ledger.forget(request_id)
+    entry = await ledger.end_request(request_id, State.CANCELLED, "", "")
+    await ledger.erase(request_id)
     await unbury(ledger, entry)
 
 
@@ -982,7 +982,7 @@ async def test_what_the_ledger_lost_is_made_again_whole(ledger: Ledger, state: S
         ends = [Append("r", EPOCH, 0, (), choice, LENGTH) for choice in (0, 2)]
         assert await ledger.append(ends) == [Appended.OK, Appended.FINISHED]
     elif state.is_final:
-        await ledger.end("r", state, "slug", "message, ä")
+        await ledger.end_request("r", state, "slug", "message, ä")
     told = await ledger.read("r")
     assert told.entry.state is state
     await lose(ledger)
@@ -1057,7 +1057,7 @@ async def test_tokens_beyond_the_ledgers_are_added_and_its_state_stays(
 
 async def test_who_knows_of_more_moves_is_followed(ledger: Ledger) -> None:
     before = await run_rich(ledger)
-    await ledger.beat("heir", "address", AGES_S)
+    await ledger.heartbeat("heir", "address", AGES_S)
     told = known_more(
         before,
         5,
@@ -1117,11 +1117,11 @@ async def test_what_another_gateway_has_by_now_is_not_changed(ledger: Ledger, mo
 async def test_an_heir_gives_way_to_who_knows_of_more_moves(ledger: Ledger) -> None:
     before = await run_rich(ledger)
     taken = (await ledger.take_over("r", "heir", "gateway")).entry
-    await ledger.beat("heir", "address", AGES_S)
+    await ledger.heartbeat("heir", "address", AGES_S)
     told = known_more(before, moves=taken.moves + 1)
     assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
     assert await ledger.orphans(10) == ["r"]
-    assert await ledger.end("r", State.FAILED, "", "", owner="heir") == told.entry
+    assert await ledger.end_request("r", State.FAILED, "", "", owner="heir") == told.entry
     late = await ledger.take_over("r", "late heir", "heir")
     assert late.entry == told.entry
 
@@ -1153,7 +1153,7 @@ async def test_other_tokens_or_ends_change_nothing(
 ) -> None:
     before = await run_rich(ledger)
     if is_final:
-        await ledger.end("r", State.CANCELLED, "", "")
+        await ledger.end_request("r", State.CANCELLED, "", "")
     told = changed(known_more(before), index, tokens, reason)
     before = await ledger.read("r")
     assert await ledger.reassert(told) == (Reasserted.DIVERGED, before.entry)
@@ -1181,7 +1181,7 @@ async def test_a_request_that_was_sent_again_meanwhile_is_the_one_that_is_told(
 
 async def test_what_ended_stays_as_it_ended(ledger: Ledger) -> None:
     before = await run_rich(ledger)
-    await ledger.end("r", State.CANCELLED, Cancelled.slug, "")
+    await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "")
     ended = await ledger.read("r")
     told = known_more(before, 5, 6)
     assert await ledger.reassert(told) == (Reasserted.ENDED, ended.entry)
@@ -1291,7 +1291,7 @@ async def test_terms_differ_down_to_their_last_bit(ledger: Ledger, term: int) ->
         with pytest.raises(StaleTerm):
             await ledger.dispatch("r", "worker", 1, other)
         assert not await ledger.lead("other", "address", other, AGES_S)
-    assert (await ledger.beat("gateway", "address", AGES_S)).term == term
+    assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == term
     assert (await ledger.dispatch("r", "worker", 1, term)).state is State.RUNNING
 
 
@@ -1379,11 +1379,11 @@ async def test_of_many_dispatches_at_once_one_wins(ledger: Ledger) -> None:
 
 
 async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Tick) -> None:
-    await ledger.beat("living", "127.0.0.1:1", AGES_S)
+    await ledger.heartbeat("living", "127.0.0.1:1", AGES_S)
     for request_id, gateway in (("a", "living"), ("b", "leaving"), ("c", "dying"), ("d", "never")):
         await ledger.open(make_request(request_id), gateway)
-    await ledger.beat("dying", "127.0.0.1:3", LEASE_S)
-    await ledger.beat("leaving", "127.0.0.1:2", AGES_S)
+    await ledger.heartbeat("dying", "127.0.0.1:3", LEASE_S)
+    await ledger.heartbeat("leaving", "127.0.0.1:2", AGES_S)
     assert await ledger.orphans(10) == ["d"]
     assert set(await ledger.gateways()) == {"living", "leaving", "dying"}
 
@@ -1392,7 +1392,7 @@ async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Ti
 
     await eventually(only_two_live, tick)
     await tick()
-    await ledger.leave("leaving")
+    await ledger.end_lease("leaving")
     assert await ledger.gateways() == {"living": "127.0.0.1:1"}
     assert await ledger.orphans(10) == ["d", "c", "b"]
     assert await ledger.orphans(2) == ["d", "c"]
@@ -1401,40 +1401,40 @@ async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Ti
 async def test_a_lease_that_is_renewed_does_not_end(ledger: Ledger, tick: Tick) -> None:
     await ledger.open(make_request("kept"), "kept")
     await ledger.open(make_request("gone"), "gone")
-    await ledger.beat("gone", "address", LEASE_S)
+    await ledger.heartbeat("gone", "address", LEASE_S)
 
     async def is_gone() -> bool:
-        await ledger.beat("kept", "address", LEASE_S)
+        await ledger.heartbeat("kept", "address", LEASE_S)
         return await ledger.orphans(10) == ["gone"]
 
     await eventually(is_gone, tick)
     assert list(await ledger.gateways()) == ["kept"]
-    await ledger.beat("gone", "new address", AGES_S)
+    await ledger.heartbeat("gone", "new address", AGES_S)
     assert (await ledger.gateways())["gone"] == "new address"
 
 
 async def test_a_gateway_may_leave_twice_or_unknown(ledger: Ledger) -> None:
-    await ledger.beat("gateway", "address", AGES_S)
+    await ledger.heartbeat("gateway", "address", AGES_S)
     for _ in range(2):
-        await ledger.leave("gateway")
-        await ledger.leave("nobody")
+        await ledger.end_lease("gateway")
+        await ledger.end_lease("nobody")
     assert await ledger.gateways() == {}
 
 
 async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -> None:
-    await ledger.beat("heir", "address", AGES_S)
+    await ledger.heartbeat("heir", "address", AGES_S)
     for request_id in ("adopted", "finished", "discarded"):
         await ledger.open(make_request(request_id), "dead")
     await run(ledger, "adopted")
     assert set(await ledger.orphans(10)) == {"adopted", "finished", "discarded"}
-    await ledger.end("finished", State.EXPIRED, "", "")
+    await ledger.end_request("finished", State.EXPIRED, "", "")
     await ledger.discard("discarded", "dead")
     stored = await ledger.take_over("adopted", "heir", "dead")
     assert (stored.entry.gateway, stored.entry.epoch) == ("heir", 0)
     assert stored.choices == (StoredChoice((10, 11, 12)),)
     assert await ledger.orphans(10) == []
     assert await store(ledger, Append("adopted", EPOCH, 3, (13,))) is Appended.FENCED
-    await ledger.leave("heir")
+    await ledger.end_lease("heir")
     assert await ledger.orphans(10) == ["adopted"]
 
 
@@ -1454,7 +1454,7 @@ async def test_what_ended_is_forgotten_and_what_did_not_is_not(
         await run(forgetful, request_id)
     last = Append("finished", EPOCH, 3, (), finish_reason=FinishReason.STOP)
     assert await store(forgetful, last) is Appended.FINISHED
-    await forgetful.end("ended", State.CANCELLED, "", "")
+    await forgetful.end_request("ended", State.CANCELLED, "", "")
     await forgetful.release("failed", EPOCH, loss="why", max_losses=1)
 
     async def all_forgotten() -> bool:
@@ -1510,16 +1510,16 @@ async def test_an_owner_ends_what_it_still_owns_and_nothing_else(
 ) -> None:
     before = (await bring(ledger, state)).entry
     for owner in ("other gateway", ""):
-        assert await ledger.end("r", State.FAILED, "slug", "why", owner) == before
+        assert await ledger.end_request("r", State.FAILED, "slug", "why", owner) == before
         assert await ledger.get("r") == before
     taken = (await ledger.take_over("r", "heir", "gateway")).entry
-    assert await ledger.end("r", State.FAILED, "slug", "why", owner="gateway") == taken
+    assert await ledger.end_request("r", State.FAILED, "slug", "why", owner="gateway") == taken
     assert await ledger.get("r") == taken
-    ended = await ledger.end("r", State.FAILED, "slug", "why", owner="heir")
+    ended = await ledger.end_request("r", State.FAILED, "slug", "why", owner="heir")
     failed = {"state": State.FAILED, "error_slug": "slug", "error_message": "why"}
     assert ended == replace(taken, moves=taken.moves + 1, **failed)
     for owner in ("heir", "gateway"):
-        assert await ledger.end("r", State.EXPIRED, "other", "", owner) == ended
+        assert await ledger.end_request("r", State.EXPIRED, "other", "", owner) == ended
     assert await ledger.orphans(10) == []
 
 
@@ -1530,7 +1530,7 @@ async def test_nobody_dispatches_before_somebody_leads(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     with pytest.raises(StaleTerm):
         await ledger.dispatch("r", "worker", EPOCH, TERM)
-    membership = await ledger.beat("gateway", "address", AGES_S)
+    membership = await ledger.heartbeat("gateway", "address", AGES_S)
     assert (membership.leader, membership.leader_address, membership.term) == ("", "", 0)
 
 
@@ -1540,11 +1540,11 @@ async def test_one_leads_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> 
     assert await ledger.lead("first", "127.0.0.1:1", 1, LEASE_S)
     assert not await ledger.lead("second", "127.0.0.1:2", 2, AGES_S)
     assert not await ledger.lead("first", "127.0.0.1:1", 3, AGES_S)
-    membership = await ledger.beat("gateway", "address", AGES_S)
+    membership = await ledger.heartbeat("gateway", "address", AGES_S)
     assert (membership.leader, membership.leader_address) == ("first", "127.0.0.1:1")
 
     async def nobody_leads() -> bool:
-        return not (await ledger.beat("gateway", "address", AGES_S)).leader
+        return not (await ledger.heartbeat("gateway", "address", AGES_S)).leader
 
     await eventually(nobody_leads, tick)
     # Until somebody else leads, the last leader's word stands.
@@ -1558,7 +1558,7 @@ async def test_one_leads_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> 
 
 
 async def test_a_leader_that_renews_goes_on_leading(ledger: Ledger, tick: Tick) -> None:
-    await ledger.beat("watch", "address", 2 * LEASE_S)
+    await ledger.heartbeat("watch", "address", 2 * LEASE_S)
     assert await ledger.lead("first", "address", 1, LEASE_S)
 
     async def long_after() -> bool:
@@ -1575,7 +1575,7 @@ async def test_a_lease_given_back_is_free_at_once(ledger: Ledger) -> None:
     assert not await ledger.lead("second", "address", 2, AGES_S)
     await ledger.resign(1)
     await ledger.resign(1)
-    assert (await ledger.beat("gateway", "address", AGES_S)).term == 0
+    assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == 0
     assert await ledger.lead("second", "address", 2, AGES_S)
 
 
@@ -1590,7 +1590,7 @@ async def test_who_slept_through_another_term_renews_nothing(
     if is_over:
 
         async def nobody_leads() -> bool:
-            return not (await ledger.beat("gateway", "address", AGES_S)).leader
+            return not (await ledger.heartbeat("gateway", "address", AGES_S)).leader
 
         await eventually(nobody_leads, tick)
     else:
@@ -1606,7 +1606,7 @@ async def test_a_ledger_that_knows_of_no_term_renews_any(ledger: Ledger) -> None
     """It has lost everything, and the leader lives."""
     await ledger.open(make_request(), "gateway")
     assert await ledger.lead("router", "address", TERM, AGES_S, is_new=False)
-    assert (await ledger.beat("gateway", "address", AGES_S)).term == TERM
+    assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == TERM
     assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).state is State.RUNNING
 
 
@@ -1625,7 +1625,7 @@ async def test_leading_moves_from_one_to_the_other_and_back(ledger: Ledger) -> N
 
 async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledger) -> None:
     async def version() -> int:
-        return (await ledger.beat("gateway", "address", AGES_S)).workers_version
+        return (await ledger.heartbeat("gateway", "address", AGES_S)).workers_version
 
     first = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:1", num_blocks=64)
     second = session_pb2.WorkerInfo(worker_id="w0", address="127.0.0.1:2", pid=7)
@@ -1648,7 +1648,7 @@ async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledg
 
 async def test_a_worker_replaces_the_other_one_at_its_address(ledger: Ledger) -> None:
     async def version() -> int:
-        return (await ledger.beat("gateway", "address", AGES_S)).workers_version
+        return (await ledger.heartbeat("gateway", "address", AGES_S)).workers_version
 
     def worker(worker_id: str, port: int, pid: int = 1) -> session_pb2.WorkerInfo:
         return session_pb2.WorkerInfo(worker_id=worker_id, address=f"127.0.0.1:{port}", pid=pid)
@@ -1802,8 +1802,8 @@ async def test_what_arrives_does_not_disturb_older_pages(ledger: Ledger, tick: T
 async def test_only_some_states_are_listed_where_they_are_named(ledger: Ledger, tick: Tick) -> None:
     await run(ledger, "a")
     await open_all(ledger, tick, "b", "c", "d")
-    await ledger.end("b", State.EXPIRED, "slug", "")
-    await ledger.end("d", State.CANCELLED, "slug", "")
+    await ledger.end_request("b", State.EXPIRED, "slug", "")
+    await ledger.end_request("d", State.CANCELLED, "slug", "")
     assert await names(ledger, states=[State.RUNNING]) == ["a"]
     assert await names(ledger, states=[State.CANCELLED, State.EXPIRED], limit=1) == ["d", "b"]
     assert await names(ledger, states=[State.FAILED]) == []
@@ -1844,14 +1844,14 @@ async def test_those_that_arrived_at_one_moment_are_each_listed_once(
 async def test_what_is_gone_is_not_listed(ledger: Ledger, tick: Tick) -> None:
     await open_all(ledger, tick, "t/a", "t/b", "t/c")
     await ledger.discard("t/a", "gateway")
-    await ledger.end("t/b", State.CANCELLED, "slug", "")
-    await ledger.forget("t/b")
+    await ledger.end_request("t/b", State.CANCELLED, "slug", "")
+    await ledger.erase("t/b")
     assert await names(ledger) == await names(ledger, "t") == ["t/c"]
 
 
 async def test_what_expired_is_not_listed(forgetful: Ledger, tick: Tick) -> None:
     await open_all(forgetful, tick, "t/a", "t/b")
-    await forgetful.end("t/b", State.CANCELLED, "slug", "")
+    await forgetful.end_request("t/b", State.CANCELLED, "slug", "")
 
     async def is_alone() -> bool:
         return await names(forgetful) == ["t/a"]
@@ -1903,9 +1903,9 @@ async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> No
 
 
 async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) -> None:
-    assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == 0
+    assert (await ledger.heartbeat("gateway", "here:1", LEASE_S)).policy_version == 0
     policy = await ledger.set_policy({"max_queued": "500"})
-    assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == policy.version
+    assert (await ledger.heartbeat("gateway", "here:1", LEASE_S)).policy_version == policy.version
     assert await ledger.set_policy({"max_queued": "500", "order": ""}) == policy
     assert await ledger.set_policy({}) == policy
 

@@ -153,7 +153,7 @@ async def test_a_dispatch_gives_all_time_again(ledger: RedisLedger, keys: Keys) 
 
 
 async def cancel(ledger: Ledger) -> None:
-    await ledger.end("r", State.CANCELLED, "slug", "")
+    await ledger.end_request("r", State.CANCELLED, "slug", "")
 
 
 async def lose(ledger: Ledger) -> None:
@@ -200,7 +200,7 @@ async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
     await run(ledger)
     await end(ledger)
     told = await ledger.read("r")
-    await ledger.forget("r")
+    await ledger.erase("r")
     await unbury(ledger, told.entry)
     assert (await ledger.reassert(told))[0] is Reasserted.OK
     left = await keys.left_ms_of_request()
@@ -219,7 +219,7 @@ async def test_of_what_is_forgotten_that_it_was_is_left_for_a_while(
 ) -> None:
     await run(ledger)
     await cancel(ledger)
-    await ledger.forget("r")
+    await ledger.erase("r")
     (call, call_left), *graves = sorted((await keys.left_ms()).items())
     assert call.startswith("f:")
     assert 0 < call_left <= 2000 * DEFAULTS.timeout
@@ -311,9 +311,9 @@ async def test_a_slow_leader_does_not_write_its_term_over_its_successors(
 
 async def test_nobody_leads_whose_lease_is_over(ledger: RedisLedger, keys: Keys) -> None:
     assert await ledger.lead("router", "address", TERM, AGES_S)
-    assert (await ledger.beat("gateway", "address", AGES_S)).term == TERM
+    assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == TERM
     await keys.put("leader", "ends", 1)
-    assert (await ledger.beat("gateway", "address", AGES_S)).term == 0
+    assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == 0
 
 
 async def test_a_leader_comes_after_the_one_before_it_though_the_clock_went_back(
@@ -361,7 +361,7 @@ async def test_nothing_of_a_tenant_stays_when_its_buckets_are_full(
     await ledger.hold(["acme/r"], 100.0)
     left = await keys.left_ms()
     assert min(left["slots:acme"], left["charges:acme"]) > 61_000
-    await ledger.settle([Settlement("acme/r", 9)])
+    await ledger.settle_charges([Settlement("acme/r", 9)])
     assert await keys.names() == {"buckets:acme"}
 
 

@@ -38,7 +38,7 @@ async def refused(ledger: Ledger, *args: object, **limits: int) -> str:
 
 
 async def settle(ledger: Ledger, request_id: str, output_tokens: int | None) -> None:
-    await ledger.settle([Settlement(f"acme/{request_id}", output_tokens)])
+    await ledger.settle_charges([Settlement(f"acme/{request_id}", output_tokens)])
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
@@ -171,10 +171,10 @@ async def test_ends_of_many_tenants_are_told_in_one_call(ledger: Ledger) -> None
     charges = [replace(charge("r", **{AT_A_TIME: 1}), request_id=name) for name in names]
     for each in charges:
         await ledger.charge(each, AGES_S)
-    await ledger.settle([Settlement(name, 0) for name in names])
+    await ledger.settle_charges([Settlement(name, 0) for name in names])
     for each in charges:
         assert await ledger.charge(replace(each, request_id=f"{each.request_id}-2"), AGES_S)
-    await ledger.settle([])
+    await ledger.settle_charges([])
     await ledger.hold([], AGES_S)
 
 

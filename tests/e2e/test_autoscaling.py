@@ -13,7 +13,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.ray.ray_cluster import RayCluster
 from everlift.client.client import AsyncClient
-from everlift.v1.inference_pb2 import SPAN_KIND_WORKER_STARTS
+from everlift.v1.inference_pb2 import SPAN_KIND_NO_WORKER
 from everlift.v1.session_pb2 import Scaling
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
@@ -96,7 +96,7 @@ async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path:
         # It waits for a worker to start.
         await check_some(client, 1)
         kinds = {span.kind for span in (await client.explain("0-of-1")).spans}
-        assert SPAN_KIND_WORKER_STARTS in kinds
+        assert SPAN_KIND_NO_WORKER in kinds
         await until_workers(client, 0)
         crowd = asyncio.create_task(check_some(client, 40))
         await until_workers(client, 2)

@@ -116,6 +116,7 @@ def readers(
     ]
 
 
+@pytest.mark.long
 async def test_a_killed_worker_changes_nothing_that_was_asked_for(cluster: ProcessCluster) -> None:
     async with AsyncClient(cluster.address) as client:
         first = await everything(client, "first", stop="")

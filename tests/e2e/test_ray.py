@@ -101,6 +101,7 @@ def rank_actors() -> list[Any]:
     return [a for a in state.list_actors() if a.class_name == "RankActor" and a.state == "ALIVE"]
 
 
+@pytest.mark.long
 async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
     running: RayCluster, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
     assert [text for _, text in of_two] == [task.answer for task in TASKS]
 
 
+@pytest.mark.long
 async def test_ranks_have_their_threads_which_sleep_while_they_wait(running: RayCluster) -> None:
     environments = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in rank_actors()]
     assert len(environments) == 2
@@ -120,6 +122,7 @@ async def test_ranks_have_their_threads_which_sleep_while_they_wait(running: Ray
         assert {"OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS=1"} <= set(environment.split("\0"))
 
 
+@pytest.mark.long
 async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None:
     from ray import serve
 
@@ -133,6 +136,7 @@ async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None
     assert sum(parts_s.values()) < samples.total("everlift_worker_busy_seconds_total")
 
 
+@pytest.mark.long
 async def test_status_names_what_a_worker_without_a_place_waits_for(running: RayCluster) -> None:
     async with AsyncClient(running.address) as client:
         before = await only_worker(client)

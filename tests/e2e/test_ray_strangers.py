@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 
 from tests.conftest import listening_ports
 
@@ -66,6 +67,7 @@ def control_plane(pid: int) -> str:
     raise AssertionError("it has no Ray")
 
 
+@pytest.mark.long
 async def test_nobody_without_the_token_runs_anything(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

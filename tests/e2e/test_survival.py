@@ -61,20 +61,22 @@ class Wire:
         )
         self.tokens: list[int] = []
         self.offsets: list[int] = []
-        self.migrations = 0
+        self.attempts = 0
 
     async def read(self, stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
         async for piece in stub.Generate(self.request):
             self.tokens.extend(piece.token_ids)
             self.offsets.extend(range(piece.offset, piece.offset + len(piece.token_ids)))
-            self.migrations = piece.timing.migrations
+            self.attempts = piece.timing.attempts
 
     def check(self) -> None:
         assert self.offsets == list(range(COUNT))
         assert self.tokens == expected_tokens(self.prompt, COUNT, FAKE)
 
 
-@pytest.mark.parametrize("tokens_before", [1, 5, 40, 100, 120])
+@pytest.mark.parametrize(
+    "tokens_before", [40, *(pytest.param(it, marks=pytest.mark.long) for it in (1, 5, 100, 120))]
+)
 async def test_a_killed_worker_costs_no_token_and_repeats_none(
     cluster: ProcessCluster, tokens_before: int
 ) -> None:
@@ -89,7 +91,7 @@ async def test_a_killed_worker_costs_no_token_and_repeats_none(
     for stream in streams:
         stream.check()
     assert status.failed == 0
-    assert sum(stream.migrations for stream in streams) > 0
+    assert max(stream.attempts for stream in streams) > 1
 
 
 async def until_one_has(streams: list[Wire], tokens: int) -> None:
@@ -98,6 +100,7 @@ async def until_one_has(streams: list[Wire], tokens: int) -> None:
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.long
 async def test_both_workers_are_killed_in_turn(cluster: ProcessCluster) -> None:
     asked = prompts(12)
     async with patient.client(cluster.address) as client:
@@ -114,6 +117,7 @@ async def received(client: AsyncClient, prompt: list[int]) -> list[int]:
     return [token async for chunk in stream for token in chunk.token_ids]
 
 
+@pytest.mark.long
 async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path: Path) -> None:
     """More requests than slots: some run, some wait, when the router is killed."""
     small = WorkerConfig(model="fake", num_blocks=512, max_num_seqs=4, fake=FAKE)
@@ -153,6 +157,7 @@ async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster)
     assert stream.tokens + tokens == expected_tokens(prompt, COUNT, FAKE)
 
 
+@pytest.mark.long
 async def test_the_ledgers_server_is_killed_and_comes_back(cluster: ProcessCluster) -> None:
     """What it lost of its last second it is told again; streams go on meanwhile."""
     streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(12))]

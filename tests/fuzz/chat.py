@@ -8,17 +8,14 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from everlift.errors import EverliftError, InvalidGrammar, QueueFull
+from everlift.errors import EverliftError, InvalidGrammar, QueueFull, SettingsError
 from everlift.sampling import Grammar, GrammarKind
-from everlift.settings import SettingsError
 from everlift.text import Stops, TextState
 from router.api.openai import body, fields, submissions
 from router.api.openai.conversation import Conversations
 from router.auth import document, file_store, key
 from router.chat.formats import HERMES, LLAMA3
 from router.chat.tools import ToolUse
-from router.event_loop import now
-from router.requests.timing import Journal
 from router.requests.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
 from tests.fuzz import web
 from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn
@@ -36,7 +33,7 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
 async def _conversed(conversations: Conversations, data: bytes) -> None:
     read = fields.parse(fields.ChatFields, body.parse(data))
-    conversation = await conversations.of(read, Journal(now()))
+    conversation = await conversations.of(read)
     submissions.of_chat(read, conversation.prompt, conversation.grammar)
     parser = conversation.parser("r", 0)
     parser.feed('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
@@ -161,7 +158,7 @@ def _schema(data: bytes) -> None:
 
 
 @contextmanager
-def _keepers() -> Iterator[Run]:
+def _processes() -> Iterator[Run]:
     # It loads torch, which the other targets do without.
     from tests.support.worker.grammar_support import grammar_service
 
@@ -178,7 +175,7 @@ def _keepers() -> Iterator[Run]:
             ):
                 raise result
             if "cannot be handled" in str(result):
-                raise Finding("a grammar that the keeper did not foresee")
+                raise Finding("a grammar that the grammar process did not foresee")
 
         yield compile_
 
@@ -247,7 +244,7 @@ TARGETS = (
         weight=4.0,
         refusals=(NotEnforceable,),
     ),
-    Target("grammar", _keepers, _FORMS, parts_reshaped(b" ", (b"{,}", b"|", b"(?<", b"*")), 0.02),
+    Target("grammar", _processes, _FORMS, parts_reshaped(b" ", (b"{,}", b"|", b"(?<", b"*")), 0.02),
     Target(
         "access",
         lambda: nullcontext(_keys),

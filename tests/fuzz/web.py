@@ -22,10 +22,10 @@ from router.api import service
 from router.api.openai import body, fields, submissions
 from router.api.openai.connection import Connection
 from router.api.openai.event_id import EventId
+from router.auth.access import Table
 from router.auth.caller import Scope
 from router.auth.document import Document
 from router.auth.key import Key, hash_of, whole
-from router.auth.table import Table
 from router.console.actions import check_own_page, message_of
 from router.observability.metrics.http_server import MAX_HEAD_BYTES, MetricsServer, encoder
 from tests.fuzz.mutation import json_reshaped, parts_reshaped

@@ -101,7 +101,7 @@ def test_a_ramp_finds_saturation_to_a_tenth_in_a_few_stages(
     ramp, tried = Ramp(first, first * factor), 0
     while (rate := ramp.next_rate()) is not None:
         assert first <= rate <= first * factor
-        ramp.tell(rate, rate <= saturation)
+        ramp.report(rate, rate <= saturation)
         tried += 1
     assert tried <= 12
     assert ramp.kept is None or ramp.kept <= saturation

@@ -28,6 +28,7 @@ from everlift.testing import (
     Skip,
 )
 from tests.simulated_cluster.clock import Clock
+from tests.support.example_counts import examples
 
 TOKENS, CHOICES, PROMPTS = 4, 2, 3
 #: Faults that may be the end of a request; it goes on after all the others.
@@ -93,7 +94,7 @@ def judge(got: Tokens, prompt: int, error: EverliftError | None) -> None:
         assert type(error) is not EverliftError
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(scripts)
 def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | None]) -> None:
     got: Tokens = defaultdict(list)
@@ -115,7 +116,7 @@ def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | No
         assert error is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(scripts, st.integers(1, 4))
 def test_many_give_each_token_once_or_a_named_error(
     script: list[Fault | None], concurrency: int

@@ -17,7 +17,7 @@ from everlift.v1 import session_pb2
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests import messages
-from router.requests.attempts import Attempts
+from router.requests.attempt_runner import AttemptRunner
 from router.requests.recovery import Resync
 from router.requests.request import Choice, LiveRequest
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
@@ -228,7 +228,7 @@ def test_of_a_starved_worker_what_it_preempts_goes_on_where_there_is_room() -> N
 
 
 @pytest.mark.parametrize("trouble", [*Trouble])
-@pytest.mark.parametrize("name", ["open", "dispatch", "append", "release", "beat", "lead"])
+@pytest.mark.parametrize("name", ["open", "dispatch", "append", "release", "heartbeat", "lead"])
 def test_a_call_of_the_ledger_goes_wrong(name: str, trouble: Trouble) -> None:
     with cluster() as it:
         left = chain([trouble], repeat(None))
@@ -275,7 +275,7 @@ def test_the_ledger_loses_its_last_moves_and_is_told_again(lag: float, tokens: i
         before = it.ledger.snapshot()
         late = it.ask(SHORT, router=1)
         it.run_for(lag)
-        it.ledger.leave(0.1)
+        it.ledger.end_lease(0.1)
         it.ledger.restart(before)
         it.settle(60)
         it.run_for(1.0)
@@ -512,11 +512,11 @@ def test_a_client_vanishes_and_comes_back(tokens: int) -> None:
 
 
 def nobody_hears_of_a_lost_worker(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attempts, "worker_lost", lambda self, worker_id: None)
+    patch.setattr(AttemptRunner, "worker_lost", lambda self, worker_id: None)
 
 
 def a_worker_keeps_what_a_dead_gateway_started(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sessions, "leave", lambda self, session: None)
+    patch.setattr(Sessions, "end_session", lambda self, session: None)
 
 
 def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
@@ -532,10 +532,7 @@ def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
-    async def tell(self: Resync) -> None:
-        pass
-
-    patch.setattr(Resync, "_tell", tell)
+    patch.setattr(Resync, "_work", lambda self: iter(()))
 
 
 @pytest.mark.parametrize(
@@ -632,7 +629,7 @@ def test_without_a_mutant_the_same_history_is_right() -> None:
 def test_a_router_that_is_told_to_go_ends_though_the_ledger_is_away() -> None:
     with cluster() as it:
         it.until_has(it.ask(), 20)
-        it.ledger.leave(20.0)
+        it.ledger.end_lease(20.0)
         it.stop_router(0)
         it.start_router(0)
         it.settle(60)

@@ -14,6 +14,7 @@ from everlift.errors import EverliftError, InvalidRequest
 from tests.fuzz import targets
 from tests.fuzz.mutation import case
 from tests.fuzz.target import Finding, Run, Target, opened
+from tests.support.example_counts import examples
 
 few = settings(
     derandomize=True,
@@ -43,12 +44,12 @@ def test_what_clients_send_and_what_is_nearly_that_is_taken_or_refused(
     for seed in target.seeds:
         run(seed)
 
-    @settings(few, max_examples=20 if target.name in _SLOW else 200)
+    @settings(few, max_examples=examples(20 if target.name in _SLOW else 200))
     @given(rng=st.randoms(use_true_random=False))
     def changed(rng: Random) -> None:
         run(case(rng, target.seeds, target.reshape))
 
-    @settings(few, max_examples=10 if target.name in _SLOW else 100)
+    @settings(few, max_examples=examples(10 if target.name in _SLOW else 100))
     @given(data=st.binary(max_size=300))
     def anything(data: bytes) -> None:
         run(data)

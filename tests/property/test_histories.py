@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.history import Event, History, Kind, Played, play
+from tests.support.example_counts import examples
 
 _BATCH = 25
-_BATCHES = 20
+_BATCHES = 10
 #: Batches in one test.
 _AT_ONCE = 5
 
@@ -67,7 +68,7 @@ def play_all(numbers: Iterable[int]) -> tuple[int, Counter[str]]:
     for number in numbers:
         batches += 1
         _batch(number, add)
-    return batches * _BATCH, sums
+    return batches * examples(_BATCH), sums
 
 
 def _until(end: float, first_seed: int) -> Iterator[int]:
@@ -80,7 +81,7 @@ def _until(end: float, first_seed: int) -> Iterator[int]:
 def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
     @seed(number)
     @settings(
-        max_examples=_BATCH,
+        max_examples=examples(_BATCH),
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.example_counts import examples
 from tests.support.ledger.ledger_backends import InMemory, OnServer
 from tests.support.ledger.ledger_machine import Run, check
 from tests.support.ledger.ledgers import valkey_server
@@ -20,14 +21,14 @@ def run() -> Iterator[Run]:
 
 
 def test_the_memory_ledger_behaves_as_the_model(run: Run) -> None:
-    check(run, InMemory(), histories=1000)
+    check(run, InMemory(), histories=examples(500))
 
 
 def test_the_ledger_on_valkey_behaves_as_the_model(run: Run) -> None:
     with valkey_server(also="+copy") as url:
-        check(run, OnServer(url), histories=60)
+        check(run, OnServer(url), histories=examples(60))
 
 
 def test_the_ledger_behaves_as_the_model_though_every_answer_is_lost(run: Run) -> None:
     with valkey_server(also="+copy") as url:
-        check(run, OnServer(url, loses_answers=True), histories=25, tries=2)
+        check(run, OnServer(url, loses_answers=True), histories=examples(25), tries=2)

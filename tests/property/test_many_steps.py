@@ -104,7 +104,7 @@ def is_news(outcome: Outcome) -> bool:
 def state(scheduler: MultiStepScheduler) -> object:
     """All of it."""
     batch = scheduler._batch
-    pool, columns = batch._pool, batch.columns
+    pool, slot_table = batch._pool, batch.slot_table
     sequences = [
         (it.key, it.tokens, it.num_computed, it.slot, it.block_table, it.news, it.is_preempted)
         for it in sorted(scheduler, key=lambda it: it.order)
@@ -113,7 +113,7 @@ def state(scheduler: MultiStepScheduler) -> object:
     return (
         sequences,
         blocks,
-        columns._numbers.tolist(),
+        slot_table._numbers.tolist(),
         scheduler.load(),
         scheduler._budget.tokens,
         sorted(batch._vacated),

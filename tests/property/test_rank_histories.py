@@ -17,6 +17,7 @@ from everlift.errors import EngineFailed
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import session_pb2
 from tests.property.test_worker_engine import MODEL, Event, Job, bounds, crowds, events
+from tests.support.example_counts import examples
 from tests.support.worker.worker_support import Collected, limits, prompt
 from worker.config import Speculation
 from worker.engine.engine import Engine
@@ -222,7 +223,7 @@ class Rank0:
             job.check(key, self.collected, is_whole=stop in (Stop.EOS, Stop.LENGTH))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(bounds, crowds, events, st.booleans(), st.booleans(), st.randoms(use_true_random=False))
 def test_every_rank_does_what_rank_0_does_in_the_same_order(
     bounds: Limits, crowd: Event, events: list[Event], ahead: bool, drains: bool, dice: Random

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.simulator.forecast import Forecast
 from cluster.simulator.scenario import Event, Scenario, WorkerDrain, WorkerLoss, WorkerStart
 from cluster.simulator.simulate import simulate
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from router.admission.policy import ORDERS
 from router.config import RouterConfig
+from tests.support.example_counts import examples
 from tests.support.small_clusters import spec
 
 moments = st.floats(0, 2, allow_nan=False).map(lambda at: round(at, 3))
@@ -60,7 +59,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(requests, scenarios())
 def test_steps_computed_at_once_are_as_those_one_by_one(
     load: list[Arrival], cluster: Scenario
@@ -70,12 +69,6 @@ def test_steps_computed_at_once_are_as_those_one_by_one(
     assert at_once.samples == one_by_one.samples
     assert at_once.num_steps == one_by_one.num_steps
     check_ends(at_once)
-
-
-@settings(max_examples=60)
-@given(requests, scenarios())
-def test_fluid_workers_lose_and_repeat_nothing(load: list[Arrival], cluster: Scenario) -> None:
-    check_ends(simulate(load, replace(cluster, fluid=True)))
 
 
 def check_ends(forecast: Forecast) -> None:

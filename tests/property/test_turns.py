@@ -17,7 +17,7 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
 from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import QueueKey, Waiting
 
 PROMPT, OUTPUT = 1.0, 2.0
 #: Tokens of all that may run at once, and what they cost at most.
@@ -55,7 +55,7 @@ class Life:
     def __init__(self, policy: Policy, dice: random.Random) -> None:
         self._share = FairShare(PROMPT, OUTPUT, lambda tenant: 3.0 if tenant == HEAVY else 1.0)
         self._share.handover_ended()
-        self._queue = AdmissionQueue(policy, 0.0, self._share, in_turns=True)
+        self._queue = AdmissionQueue(policy, 0.0, self._share, is_fair=True)
         self._dice = dice
         self._served = dict.fromkeys((*TENANTS, HEAVY), 0.0)
         self._running: list[Running] = []
@@ -82,7 +82,7 @@ class Life:
         prompt = self._dice.randint(1, longest_prompt)
         output = self._dice.randint(1, longest_output)
         name, total = qualified(tenant, str(self._moment)), prompt + output
-        return Waiting(name, "g", self._moment, prompt, output, predicted_total=total)
+        return Waiting(name, "g", self._moment, prompt, output, queue_key=QueueKey(total))
 
     def _come(self, waiting: Waiting) -> None:
         self._moment += 1
@@ -121,7 +121,7 @@ class Life:
         for each in self._running:
             tenant = tenant_of(each.waiting.request_id)
             self._served[tenant] += OUTPUT
-            self._share.told([pb.ServedTokens(tenant=tenant, tokens=1)])
+            self._share.on_handover([pb.ServedTokens(tenant=tenant, tokens=1)])
         self._running = [replace(it, left=it.left - 1) for it in self._running if it.left > 1]
         if self._running and self._dice.random() < 0.1:
             self._come(_again(self._running.pop(self._dice.randrange(len(self._running)))))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
+from tests.support.example_counts import examples
 from tests.support.worker.worker_support import POLICIES, Collected, limits, prompt, run, start
 from worker.config import FakeModel, Speculation
 from worker.engine.engine import Engine
@@ -248,10 +249,10 @@ class Run:
             key for key in self.arrived[arrival] if key in abort and key not in self.collected.stops
         )
 
-    def preempt(self, stay: int) -> None:
-        self.collected.take(self.engine.settle())
+    def preempt(self, queue_wait: int) -> None:
+        self.collected.take(self.engine.commit_in_flight())
         scheduler = self.engine._scheduler
-        for sequence in list(scheduler._batch)[stay:]:
+        for sequence in list(scheduler._batch)[queue_wait:]:
             scheduler.preempt(sequence)
 
     def step(self) -> None:
@@ -276,7 +277,7 @@ class Run:
         return ((key, job) for key, job in self.jobs.items() if key not in self.aborted)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(bounds, crowds, events)
 def test_every_sequence_gets_exactly_its_tokens(
     bounds: Limits, crowd: Event, events: list[Event]
@@ -284,7 +285,7 @@ def test_every_sequence_gets_exactly_its_tokens(
     check_all(Run(bounds), [crowd, *events])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(bounds, crowds, events)
 def test_the_same_where_steps_are_launched_ahead(
     bounds: Limits, crowd: Event, events: list[Event]
@@ -313,7 +314,7 @@ def check_all(this: Run, events: list[Event]) -> None:
         assert this.collected.recomputed_tokens.total() == load.counters.recomputed_tokens
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(bounds, crowds, events)
 def test_the_same_log_makes_the_same_plans(
     bounds: Limits, crowd: Event, events: list[Event]

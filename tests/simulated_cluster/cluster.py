@@ -17,7 +17,7 @@ from everlift.client.client import AsyncClient
 from everlift.errors import LedgerUnavailable
 from everlift.options import GenerateOptions, Prompt
 from router.config import RouterConfig
-from router.ledger.audit import Item
+from router.ledger.listing import Item
 from router.router import Router
 from tests.simulated_cluster.client import Manners, Transcript, addresses, read
 from tests.simulated_cluster.clock import Clock, VirtualLoop

@@ -226,7 +226,7 @@ class _Player:
 
     def _ledger_away(self, event: Event) -> None:
         self.may_lose = True
-        self.cluster.ledger.leave(event.seconds)
+        self.cluster.ledger.end_lease(event.seconds)
         self._later(event.seconds, lambda: None)
 
     def _ledger_slow(self, event: Event) -> None:
@@ -243,7 +243,7 @@ class _Player:
 
     def _roll_back(self, memory: MemoryLedger) -> None:
         self.may_lose = True
-        self.cluster.ledger.leave(0.1)
+        self.cluster.ledger.end_lease(0.1)
         self.cluster.ledger.restart(memory)
 
     def _ledger_trouble(self, event: Event) -> None:

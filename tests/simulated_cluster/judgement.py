@@ -20,9 +20,9 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.v1 import inference_pb2 as pb
-from router.ledger.audit import Audited
 from router.ledger.entry import Entry
-from router.requests.explanation import ACCEPTING
+from router.ledger.listing import Audited
+from router.requests.explanation import accepting_s
 from tests.simulated_cluster.asked import ROUTERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners, Transcript
 from tests.simulated_cluster.cluster import SimCluster
@@ -115,8 +115,7 @@ def _judge_explanations(cluster: SimCluster) -> None:
             request_id = item.entry.request_id
             explanation = cluster.ledger.explained(request_id)
             told_s = sum(span.seconds for span in explanation.spans)
-            accepting_s = sum(it.seconds for it in explanation.spans if it.kind in ACCEPTING)
-            whole_s = accepting_s + cluster.ledger.age_s(request_id)
+            whole_s = accepting_s(explanation) + cluster.ledger.age_s(request_id)
             allowed_s = max(1e-3, 0.01 * whole_s)
             if not -allowed_s < told_s - whole_s < allowed_s + _behind_s(explanation):
                 raise Wrong(
@@ -125,7 +124,7 @@ def _judge_explanations(cluster: SimCluster) -> None:
 
 
 def _behind_s(explanation: pb.Explanation) -> float:
-    kinds = (pb.SPAN_KIND_STORING, pb.SPAN_KIND_DELIVERY)
+    kinds = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
     return sum(span.seconds for span in explanation.spans[-2:] if span.kind in kinds)
 
 

@@ -18,10 +18,10 @@ from typing import Any, TypeVar, cast
 
 from everlift.errors import LedgerUnavailable, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
-from router.ledger.audit import Item
 from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Entry, State
+from router.ledger.listing import Item
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.explanation import kept
 from tests.simulated_cluster.clock import Clock, VirtualLoop
@@ -65,7 +65,7 @@ class LedgerServer:
 
     # what can happen to it
 
-    def leave(self, seconds: float) -> None:
+    def end_lease(self, seconds: float) -> None:
         """It answers nobody for so long; what it knows stays."""
         self._away_until = max(self._away_until, self._clock.now + seconds)
 

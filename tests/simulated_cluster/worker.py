@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from cluster.local.starting import Announcer
-from everlift.blockhash import BLOCK_SIZE
 from everlift.engine_policy import EnginePolicy
+from everlift.hashes import BLOCK_SIZE
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.simulated_cluster.clock import VirtualLoop
@@ -148,7 +148,7 @@ class SimWorker:
 
     async def _step_for_ever(self) -> None:
         while True:
-            orders = self._orders.take(timeout_s=0)
+            orders = self._orders.wait(timeout_s=0)
             if not orders and not self.engine.has_work:
                 self._orders.come.clear()
                 await self._orders.come.wait()

@@ -25,7 +25,7 @@ from typer.main import get_command
 from cluster import config as configuration
 from cluster.cli import app
 from everlift import settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
 _MARKDOWN = MarkdownIt("commonmark").enable("table")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.simulator.forecast import Forecast, Sample
-from cluster.simulator.record import Record
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.summary import Record
+from cluster.simulator.workloads.arrivals import Arrival
 
 
 def finished(

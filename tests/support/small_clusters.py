@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from cluster.simulator.scenario import Scenario, WorkerSpec
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.step_time import Roofline
 from worker.config import WorkerConfig
 

@@ -49,7 +49,7 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
-        """Of all that attends."""
+        """Names of everything that attends."""
         ...
 
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel
@@ -152,7 +152,6 @@ class CpuStep:
         return out
 
     def _num_pairs(self) -> int:
-        """Of a query and a key."""
         return int(self._rows.counts @ (self._rows.starts + self._rows.counts))
 
     def _threads_for(self, work: int, alone: int) -> int:
@@ -160,7 +159,6 @@ class CpuStep:
 
 
 def _address(array: NDArray[Any]) -> int:
-    """As ``array.ctypes.data``, which makes an object of several others for it."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.attention.prompts import Prompts, bounds_of
 from worker.device.upload import upload
@@ -60,8 +60,6 @@ class FlashInfer:
 
 
 class _Planner:
-    """What plans and runs layers of one form."""
-
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self._wrapper = wrapper
         self._device = device
@@ -110,5 +108,4 @@ class FlashInferStep:
 
 
 def _here(column: NDArray[Any]) -> Tensor:
-    """It is looked at on the host, too."""
     return torch.from_numpy(column.astype(np.int32))

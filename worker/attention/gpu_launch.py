@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.device.kv_cache import KVCache
 from worker.kernels.paged_attention import attend_tiles, merge_splits

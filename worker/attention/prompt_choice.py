@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from everlift import logs
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.attention.flash_attention import FlashAttention3
 from worker.attention.flash_infer import FlashInfer
@@ -29,7 +29,7 @@ from worker.device.upload import upload
 from worker.engine.limits import blocks_for
 from worker.engine.plan import Row, Rows
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 BackendClass = type[FlashAttention3] | type[FlashInfer]
 #: The first that works is used.
@@ -48,8 +48,6 @@ _LARGEST_ERROR = 0.02
 
 
 class _Like(NamedTuple):
-    """What a KV cache is like."""
-
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -105,7 +103,6 @@ def _works(backend: PromptBackend, like: _Like, feature: Feature) -> bool:
 
 @torch.inference_mode()
 def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) -> float:
-    """The largest of a head's output, relative to the output; inf where one is not a number."""
     rows = _rows()
     form = AttentionForm(
         like.head_dim**-0.5,
@@ -130,7 +127,6 @@ def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) ->
 
 
 def _rows() -> Rows:
-    """With blocks in no order."""
     free = iter(Random(_SEED).sample(range(_BLOCKS), _BLOCKS))
     return Rows.of(
         Row(
@@ -141,7 +137,6 @@ def _rows() -> Rows:
 
 
 def _filled(like: _Like, rows: Rows, random: torch.Generator) -> KVCache:
-    """With random keys and values up to each row's end, NaN behind it and in the other layer."""
     cache = like.cache(_BLOCKS, _LAYERS)
     layer = cache.tensor.fill_(torch.nan)[:, _LAYER]
     for row in rows:

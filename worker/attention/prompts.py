@@ -23,7 +23,7 @@ from worker.attention.tiles import FEW
 from worker.device.upload import Parcel
 from worker.engine.plan import Ints, Rows
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 def span_of_prompts(counts: Ints) -> slice | None:
@@ -73,7 +73,7 @@ class PromptBackend(Protocol):
 
 
 class Feature(NamedTuple):
-    """What a form asks of a kernel beyond a softmax."""
+    """Feature of an attention form beyond a softmax."""
 
     window: bool
     softcap: bool

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel, upload
@@ -89,7 +89,6 @@ class ReferenceStep:
         return out
 
     def _bundles(self, window: int | None) -> list[_Bundle]:
-        """Those of all rows, prepared for the first layer with this window."""
         if window not in self._bundles_of:
             most = _MAX_GATHERED_BYTES // self._cache.layer(0)[0].nbytes
             spans = _Spans.of(self._rows, window)
@@ -148,7 +147,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _attend_in_steps(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, form: AttentionForm
 ) -> Tensor:
-    """As _attend_plainly, with what torch's own attention does not have."""
     rows, new, _, head_dim = query.shape
     grouped = query.view(rows, new, key.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
     products = torch.matmul(grouped.flatten(2, 3), key.transpose(-1, -2)).float()

@@ -45,7 +45,7 @@ def narrow_rows(counts: Ints) -> Ints:
 
 
 def wide_rows(counts: Ints) -> Ints:
-    """Those of the others."""
+    """Return the other rows."""
     return np.flatnonzero(counts > FEW)
 
 

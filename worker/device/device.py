@@ -1,4 +1,4 @@
-"""On what a rank computes: device, dtype and threads, as the configuration asks for them."""
+"""Device, dtype and threads of a rank, as configured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def _gpu_has_bfloat16() -> bool:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Without these instructions bfloat16 is converted, and slower than float32."""
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 

@@ -1,4 +1,4 @@
-"""What a rank computes on, as far as defaults depend on it. Pure."""
+"""Kind of device, as far as defaults depend on it. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _GIB = 1 << 30
 
 
 class DeviceKind(Enum):
-    """By the compute and the memory that a long step takes."""
+    """Kind by the time and the memory of a long step."""
 
     CPU = "cpu"
     GPU = "gpu"

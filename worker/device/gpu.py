@@ -1,16 +1,18 @@
-"""How busy this rank's GPU is, as NVML has it."""
+"""Memory and utilisation of a rank's GPU."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from everlift import logs
 from worker.device.device import choose_device
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: NVML's own figure is of about the last second.
 _INTERVAL_S = 1.0
@@ -27,3 +29,59 @@ async def watch(device: str, tell: Callable[[float], None]) -> None:
             await asyncio.sleep(_INTERVAL_S)
     except Exception as error:
         log.info("GPU utilisation not known", cause=str(error))
+
+
+class DeviceMemory(Protocol):
+    """Memory of a GPU, in bytes."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def used(self) -> int:
+        """Memory used by any process."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Memory held for this process's tensors, including torch's cache."""
+        ...
+
+    @property
+    def most_held(self) -> int:
+        """Since ``release``."""
+        ...
+
+    def release(self) -> None:
+        """Gives back what torch keeps, once all that was begun is done."""
+        ...
+
+
+class CudaMemory:
+    """The DeviceMemory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    @property
+    def used(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    @property
+    def held(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    @property
+    def most_held(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)

@@ -17,7 +17,7 @@ import threading
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 
 #: Linux has it since 5.14, Python's mmap not.
 _MADV_POPULATE_WRITE = 23
@@ -95,13 +95,11 @@ def _take_memory(tensor: Tensor) -> None:
 
 
 def _whole_pages(tensor: Tensor) -> range:
-    """The addresses of those that are the tensor's alone."""
     begin, size = tensor.data_ptr(), mmap.PAGESIZE
     return range(begin + -begin % size, (begin + tensor.nbytes) // size * size)
 
 
 def _advise(begin: int, size: int, advice: int) -> bool:
-    """Whether the system took it."""
     refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
     return not refused
 

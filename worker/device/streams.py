@@ -1,4 +1,4 @@
-"""Streams of a device: what is put into one is done in its order, and beside what is in others."""
+"""Streams of a device, and tensors that are copied from it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Stream(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """What is put in from here on is done after another stream's ``mark``."""
+        """Make later work of this stream follow another stream's ``mark``."""
         ...
 
 
 class CopyStreams(NamedTuple):
-    """In ``compute`` is all that the model does; ``out`` leads to the host, ``into`` from it."""
+    """Streams of a model: ``compute``, ``out`` to the host, and ``into`` from it."""
 
     compute: Stream
     out: Stream
@@ -48,7 +48,7 @@ class CudaStream:
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
@@ -57,8 +57,25 @@ class CudaStream:
 
 
 def cuda_streams(device: torch.device) -> CopyStreams:
-    out, into = (
-        torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        for _ in range(2)
-    )
+    out, into = (torch.cuda.Stream(device) for _ in range(2))
     return CopyStreams(CudaStream(device), CudaStream(device, out), CudaStream(device, into))
+
+
+class Arriving:
+    """``tensor``, which is copied to the host as soon as it is computed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[Any]:
+        """Return the data once the copy is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[Any] = self._host.tolist()
+        return values

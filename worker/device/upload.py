@@ -76,7 +76,6 @@ class Parcel:
 
 
 def _room(array: NDArray[Any]) -> int:
-    """Bytes, to where the next one begins."""
     return -(-array.nbytes // _ALIGNED) * _ALIGNED
 
 

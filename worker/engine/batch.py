@@ -1,7 +1,7 @@
 """The sequences in the batch: their slots and their blocks. Pure.
 
-A block is hashed as soon as a row that fills it is planned, so that rows behind it in the same plan
-share it; what was not computed after all is forgotten when the step has failed.
+A block is published under its hash as soon as a row that fills it is planned, so that later rows of
+the same plan share it. If the step fails, the block is unpublished.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.engine.blocks import BlockPool
 from worker.engine.host_store import HostStore
 from worker.engine.limits import Limits, blocks_for
@@ -20,17 +20,19 @@ from worker.engine.slot_table import SlotTable
 
 
 class Batch:
-    """At most ``limits.max_num_seqs`` sequences over one pool of blocks. Those that were preempted
-    are not in it, but what they had computed is kept for them if possible."""
+    """At most ``limits.max_num_seqs`` sequences over one pool of blocks.
 
-    def __init__(self, limits: Limits, columns: SlotTable | None = None) -> None:
+    Preempted sequences are not in it, but their computed blocks are kept for them if possible.
+    """
+
+    def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:
         self._limits = limits
         self._store = HostStore(limits.num_host_blocks)
         self._pool = BlockPool(limits.num_blocks, self._store)
         self._slots: dict[int, Sequence] = {}
-        self.columns = SlotTable(limits) if columns is None else columns
+        self.slot_table = SlotTable(limits) if slot_table is None else slot_table
         self._free_slots = list(range(limits.max_num_seqs))
-        #: since somebody asked
+        #: slots that were left since ``take_vacated``
         self._vacated: set[int] = set()
 
     def __len__(self) -> int:
@@ -43,13 +45,13 @@ class Batch:
         return self._slots[slot]
 
     def at(self, slots: Ints) -> list[Sequence]:
-        """Who is in these."""
+        """Return the sequences in these slots."""
         by_slot = self._slots
         return [by_slot[slot] for slot in slots.tolist()]
 
     @property
     def is_full(self) -> bool:
-        """No slot is free."""
+        """Whether no slot is free."""
         return not self._free_slots
 
     @property
@@ -62,13 +64,13 @@ class Batch:
 
     @property
     def num_blocks_cached(self) -> int:
-        """Free ones that hold a known prefix."""
+        """Free blocks that hold a known prefix."""
         return self._pool.num_cached
 
     # coming and going
 
     def prefix_hits(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of the blocks that hold how its known tokens begin."""
+        """Return the hashes of the cached blocks of its longest known prefix."""
         hits = []
         for index in range(sequence.num_reusable // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -78,54 +80,52 @@ class Batch:
         return hits
 
     def has_room(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
-        """For all of its known tokens."""
+        """Return whether there are free blocks for all its known tokens."""
         needed = blocks_for(sequence.num_known) - sum(map(self._pool.is_used, hits))
         watermark = self._limits.watermark_blocks if self._slots else 0
         return needed + watermark <= self._pool.num_free
 
     def admit(self, sequence: Sequence, hits: Several[bytes]) -> None:
-        """Gives it the lowest free slot and blocks for its known tokens, the first ones by
-        ``hits``."""
+        """Give it a slot and blocks for its known tokens, the first ones from ``hits``."""
         self.give_up(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
         self._slots[sequence.slot] = sequence
         self._vacated.discard(sequence.slot)
         sequence.num_hits = len(hits)
         sequence.num_computed = len(hits) * BLOCK_SIZE
-        self.columns.put(sequence)
+        self.slot_table.write(sequence)
         self._extend(sequence, self._pool.claim(hits))
         self.take_blocks(sequence, sequence.num_known)
 
     def remove(self, sequence: Sequence) -> None:
-        """Its slot and its blocks are free at once; full ones stay hashed."""
+        """Free its slot and its blocks; full blocks stay cached."""
         self._pool.free(sequence.block_table)
         sequence.block_table = ()
         sequence.num_computed = 0
-        self.columns.clear(sequence.slot)
+        self.slot_table.clear(sequence.slot)
         del self._slots[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         self._vacated.add(sequence.slot)
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
-        """Removes a sequence that will come back: until then, or until it gives up, it wants its
-        blocks kept."""
+        """Remove a sequence that will come back; keep its blocks if possible."""
         sequence.num_computed_before = sequence.most_computed
         sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
         self._store.want(sequence.hashes_before())
         self.remove(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
-        """One that is not in the batch wants nothing kept any more."""
+        """Stop keeping the blocks of a sequence that is not in the batch."""
         self._store.unwant(sequence.hashes_before())
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """The slots that were left since they were last taken, and that nobody has again."""
+        """Slots that were left since ``take_vacated`` and are still free."""
         return tuple(self._vacated)
 
     def take_vacated(self) -> tuple[int, ...]:
-        """Answers ``vacated``, and empties it."""
+        """Return ``vacated``, and empty it."""
         slots = self.vacated
         self._vacated.clear()
         return slots
@@ -133,86 +133,87 @@ class Batch:
     # blocks
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Takes the blocks that ``num_tokens`` need beyond its table; enough are free."""
+        """Allocate the blocks that ``num_tokens`` need beyond its table; enough must be free."""
         count = blocks_for(num_tokens) - len(sequence.block_table)
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
     def take_one(self, slots: Ints) -> None:
-        """Takes a block for each sequence in ``slots``; enough are free."""
+        """Allocate a block for each sequence in ``slots``; enough must be free."""
         blocks = self._pool.allocate(len(slots))
         for sequence, block in zip(self.at(slots), blocks, strict=True):
             sequence.block_table += (block,)
-        self.columns.extend_by_one(slots, blocks)
+        self.slot_table.extend_by_one(slots, blocks)
 
     def _extend(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
         sequence.block_table += blocks
-        self.columns.extend(sequence.slot, blocks)
+        self.slot_table.extend(sequence.slot, blocks)
 
-    def take_back(self) -> None:
-        """Frees the blocks that were taken for drafts alone."""
+    def release_drafts(self) -> None:
+        """Free the blocks that hold only drafts."""
         for sequence in self:
             needed = blocks_for(sequence.num_known)
             self._pool.free(sequence.block_table[needed:])
             sequence.block_table = sequence.block_table[:needed]
-            self.columns.cut(sequence.slot, len(sequence.block_table))
+            self.slot_table.cut(sequence.slot, len(sequence.block_table))
 
-    def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Its tokens from ``start`` to before ``end`` are computed, or planned to be: from here on
-        others find the blocks that they fill."""
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Publish the blocks that tokens from ``start`` to before ``end`` fill."""
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
-            self._pool.register(sequence.block_table[index], sequence.block_hash(index))
+            self._pool.publish(sequence.block_table[index], sequence.block_hash(index))
 
-    def forget(self, row: Row) -> None:
-        """What the row was to fill, nobody finds any more."""
+    def unpublish_row(self, row: Row) -> None:
+        """Unpublish the blocks that the row was to fill."""
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
-            self._pool.forget(block)
+            self._pool.unpublish(block)
 
-    def forget_all(self) -> None:
-        """Nobody finds anything any more that was computed so far, here or in the host's
-        memory."""
-        self._store.forget_all()
+    def invalidate_all(self) -> None:
+        """Unpublish all blocks, here and in the host's memory."""
+        self._store.invalidate_all()
         for block in range(self._limits.num_blocks):
-            self._pool.forget(block)
+            self._pool.unpublish(block)
 
-    def distrust(self, sequence: Sequence) -> None:
-        """A row of it failed, so that all it has computed may be wrong. Nobody finds that any more,
-        nor what it found here itself, unless others use that too."""
+    def invalidate_row(self, sequence: Sequence) -> None:
+        """Invalidate the blocks of a sequence after a failed row: they may be wrong.
+
+        Cached blocks that it shares with other sequences stay valid.
+        """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
-                self._pool.distrust(block)
+                self._pool.invalidate(block)
 
-    def distrust_gone(self, sequence: Sequence, num_computed: int) -> None:
-        """``distrust`` of a sequence that was removed before the failure of its row was known: its
-        blocks may be others' by now, and its slot as well."""
+    def invalidate_gone(self, sequence: Sequence, num_computed: int) -> None:
+        """Do the same for a sequence that was removed before its row failed.
+
+        Its slot and its blocks may belong to other sequences by now.
+        """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
             if index >= sequence.num_hits or not self._pool.is_used(block_hash):
-                self._pool.distrust_content(block_hash)
+                self._pool.invalidate_content(block_hash)
 
     # one step
 
     def planned_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Saves and loads of the step that is being planned."""
+        """Return saves and loads of the step that is being planned."""
         return self._store.planned()
 
     def copied(self) -> None:
-        """What is computed from here on finds these copies made."""
+        """Mark the planned copies as made, for all later steps."""
         self._store.done()
 
     def failed(self, plan: Plan) -> None:
-        """The step was not executed, or who knows how far."""
+        """Unpublish what a step was to fill that was not executed, or only in part."""
         self._store.failed()
         for copy in plan.loads:
-            self._pool.forget(copy.block)
+            self._pool.unpublish(copy.block)
         for row in plan.rows:
-            self.forget(row)
+            self.unpublish_row(row)
 
     def check_integrity(self, preempted: Iterable[Sequence]) -> None:
-        """Between steps; ``preempted`` are all that want something. O(blocks). Raises
-        AssertionError."""
+        """Check invariants between steps. O(blocks). Raises AssertionError."""
         self._pool.check_integrity(s.block_table for s in self)
-        self.columns.check_integrity(self)
+        self.slot_table.check_integrity(self)
         self._store.check_integrity(h for s in preempted for h in s.hashes_before())
         assert sorted([*self._free_slots, *self._slots]) == [*range(self._limits.max_num_seqs)]
         for slot, sequence in self._slots.items():

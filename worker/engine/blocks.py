@@ -1,14 +1,14 @@
-"""The blocks of the paged KV cache: who uses them, and which of them hold a known prefix. Pure.
+"""Block pool of the paged KV cache, with a prefix cache by block hash. Pure.
 
-    free, no hash  --allocate-->  used  --register-->  used, hashed
+    free, no hash  --allocate-->  used  --publish-->   used, hashed
          ^                         |                     |     ^
          |                        free                  free  claim
          |                         v                     v     |
          +------------------ free, no hash         free, hashed --allocate--> used
 
-A freed block keeps its content and its hash until it is the least recently freed one and somebody
-needs a block; then ``store`` may keep the content elsewhere. The pool knows block ids and hashes,
-never tokens or tensors.
+A freed block keeps its content and its hash until it is reused, the least recently freed one first;
+then ``store`` may keep the content elsewhere. The pool knows block ids and hashes, never tokens or
+tensors.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import Protocol
 
 
 class BlockStore(Protocol):
-    """A second tier, below the pool."""
+    """Second cache tier below the pool."""
 
     def __contains__(self, block_hash: bytes) -> bool: ...
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """``block``, which holds what ``block_hash`` names, is about to be overwritten."""
+        """Note that ``block``, cached under ``block_hash``, is about to be overwritten."""
         ...
 
     def pin(self, block_hash: bytes) -> None:
-        """If it is here, it must stay until it is loaded."""
+        """Keep a stored block until it is loaded."""
         ...
 
     def load(self, block_hash: bytes, block: int) -> None:
-        """``block`` gets what is pinned."""
+        """Load a pinned block into ``block``."""
         ...
 
-    def forget(self, block_hash: bytes) -> None:
-        """Between steps: what is kept under it is not what it names."""
+    def invalidate(self, block_hash: bytes) -> None:
+        """Drop a stored block whose content is wrong; called between steps."""
         ...
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids from 0. Every operation is O(1) a block."""
+    """``num_blocks`` blocks with ids from 0. Every operation is O(1) per block."""
 
     def __init__(self, num_blocks: int, store: BlockStore) -> None:
         self._store = store
         self._users = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        #: the next one to be taken first
+        #: least recently freed first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached = 0
 
@@ -58,7 +58,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, with or without a hash."""
+        """Number of unused blocks, cached or not."""
         return len(self._free)
 
     @property
@@ -67,23 +67,25 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody uses and that have a hash."""
+        """Number of unused blocks with a hash."""
         return self._num_cached
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether what ``block_hash`` names can be claimed."""
+        """Whether the block of this hash can be claimed."""
         return block_hash in self._by_hash or block_hash in self._store
 
     def is_used(self, block_hash: bytes) -> bool:
-        """Whether somebody uses a block of this content: another user takes none of the free."""
+        """Return whether a block of this hash is in use: one more user takes no free block."""
         block = self._by_hash.get(block_hash)
         return block is not None and self._users[block] > 0
 
     def claim(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Blocks that hold what ``hashes`` name, with one more user each: those that are here, and
-        others that the store loads. All can be claimed, and there are enough free ones."""
-        # Whatever is there already is held first, lest a load be given its block or its place. The
-        # tail goes first, as in free().
+        """Return the blocks of ``hashes``, each with one more user; the store loads missing ones.
+
+        All must be claimable, and enough blocks free.
+        """
+        # Blocks in the pool are held first, so that no load reuses one; last block first, as in
+        # free().
         held = [self._share(block_hash) for block_hash in reversed(hashes)]
         return tuple(
             self._load(block_hash) if block is None else block
@@ -104,12 +106,14 @@ class BlockPool:
     def _load(self, block_hash: bytes) -> int:
         block = self._take()
         self._store.load(block_hash, block)
-        self.register(block, block_hash)
+        self.publish(block, block_hash)
         return block
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """``count`` blocks to write to, the least recently freed ones; what they held is forgotten
-        here. The caller has compared ``count`` with ``num_free``."""
+        """Return ``count`` blocks to write to, the least recently freed ones, without their hashes.
+
+        At least ``count`` must be free.
+        """
         return tuple([self._take() for _ in range(count)])
 
     def _take(self) -> int:
@@ -117,42 +121,44 @@ class BlockPool:
         if (block_hash := self._hashes[block]) is not None:
             self._store.evicted(block, block_hash)
             self._num_cached -= 1
-            self.forget(block)
+            self.unpublish(block)
         self._users[block] = 1
         return block
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """A used block is full, or will be by the step that is being planned. Of several with the
-        same content the first counts."""
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Cache a used block that is full, or will be after the planned step.
+
+        Of several blocks with the same content, the first one is cached.
+        """
         if self._by_hash.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
 
-    def forget(self, block: int) -> None:
-        """A block does not hold what its hash says, if it has one: nobody finds it any more."""
+    def unpublish(self, block: int) -> None:
+        """Remove the hash of a block, if it has one."""
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._num_cached -= block in self._free
 
     def is_shared(self, block: int) -> bool:
-        """It has several users."""
+        """Return whether a block has several users."""
         return self._users[block] > 1
 
-    def distrust(self, block: int) -> None:
-        """Forgets a block, and the copy of it that the store may keep."""
+    def invalidate(self, block: int) -> None:
+        """Unpublish a block, and drop the copy that the store may have."""
         if (block_hash := self._hashes[block]) is not None:
-            self._store.forget(block_hash)
-            self.forget(block)
+            self._store.invalidate(block_hash)
+            self.unpublish(block)
 
-    def distrust_content(self, block_hash: bytes) -> None:
-        """Forgets whatever block and copy hold what ``block_hash`` names, if any do."""
-        self._store.forget(block_hash)
+    def invalidate_content(self, block_hash: bytes) -> None:
+        """Unpublish the block of this hash, and drop its stored copy, if they exist."""
+        self._store.invalidate(block_hash)
         if (block := self._by_hash.get(block_hash)) is not None:
-            self.forget(block)
+            self.unpublish(block)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One user less of each of a sequence's blocks, given in the order of its tokens."""
-        # The tail goes first: a prefix is of use without what follows it, not the other way round.
+        """Remove one user of each block of a sequence, given in the order of its tokens."""
+        # Last block first: a prefix is useful without its continuation, but not vice versa.
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -166,10 +172,7 @@ class BlockPool:
         return self._hashes[block]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compares the pool with the block tables of everyone who uses it. O(blocks).
-
-        Raises AssertionError.
-        """
+        """Compare the pool with the block tables of its users. O(blocks). Raises AssertionError."""
         users = Counter(block for table in tables for block in table)
         for block, count in enumerate(self._users):
             assert count == users[block], f"block {block}: {count} users, {users[block]} tables"

@@ -46,7 +46,7 @@ class Decodes:
         """Of these, which are noted, together."""
         return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
-    def note(self, slot: int, position: int) -> None:
+    def begin_decode(self, slot: int, position: int) -> None:
         """It decodes from now on."""
         offset = position + 1 - self._num_steps
         self._notes[slot] = self._base, self._slope, self._moment, offset
@@ -77,7 +77,7 @@ class Decodes:
 
     # many at once
 
-    def take(self, slots: Ints) -> NDArray[np.float64]:
+    def drain(self, slots: Ints) -> NDArray[np.float64]:
         """Of these, which are noted, the seconds until now: they begin anew."""
         base, slope, moment, offset = self._notes[slots].T
         seconds: NDArray[np.float64] = (

@@ -2,13 +2,13 @@
 
     step = schedule -> execute -> commit
 
-Where a device computes by itself, a step is launched before the last one is committed, and the host
-plans while the device computes:
+On a GPU, a step is launched before the previous one is committed, so that the host plans while the
+device computes:
 
     step n = schedule(n) -> forward(n) -> commit(n - 1) -> sample(n)
 
-Every rank of a worker runs one; with the same policies, adds and aborts between the same steps they
-all do the same.
+Every rank of a worker runs an engine. With the same policies, adds and aborts between the same
+steps, all engines make the same plans.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from everlift import logs
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
-from worker.engine.accounts import TimeBreakdowns
-from worker.engine.digest import plan_digest
 from worker.engine.in_flight import InFlightStep
 from worker.engine.limits import Limits
 from worker.engine.load import Load, Occupant
@@ -34,30 +32,34 @@ from worker.engine.plan import (
     RowResult,
     Runner,
     TooLittleMemory,
+    plan_digest,
 )
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.step_times import STOPPED, Part, StepTimes, Stopwatch
+from worker.engine.time_breakdowns import TimeBreakdowns
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
-#: What all ranks raise for the same step, if one does.
+#: Exceptions that all ranks raise for the same step, if one does.
 OF_ALL_RANKS: tuple[type[Exception], ...] = (EngineFailed, TooLittleMemory)
 
 _AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
-    """The runner does not work any more: this rank must end."""
+    """The runner is broken; this rank must exit."""
 
 
 class Engine:
-    """A step that raises a ``survivable`` exception ends the sequences that it was to compute; any
-    other, a second such step in a row, or the loss of the device, is the engine's end. Where memory
-    was too short it ends nobody: the steps become smaller.
+    """Run steps of a scheduler's plans with a runner.
 
-    Each step is executed ``within`` a context made of its plan. ``stopwatch`` is told of its parts.
-    With ``launch``, the runner's, steps are launched ahead; ``limits`` have to allow it.
+    A step that raises a ``survivable`` exception ends the sequences that it was to compute. Any
+    other exception, a second failed step in a row, or a lost device breaks the engine. If memory
+    runs short, no sequence ends: the next steps are smaller.
+
+    Each step runs ``within`` a context made from its plan. ``stopwatch`` times its parts. With
+    ``launch``, the runner's, steps are launched ahead; ``limits`` must allow it.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class Engine:
         self._survivable = survivable
         self._last_failed = False
         self._plan = Plan(0, NO_ROWS)
-        #: what was drawn by the steps that landed in the last one
-        self._landed: list[RowResult] = []
-        #: on rank 0, where there is a clock; no plan depends on them
-        self.accounts: TimeBreakdowns | None = None
+        #: results of earlier steps that the last step committed
+        self._committed: list[RowResult] = []
+        #: on rank 0, which has the clock; no plan depends on them
+        self.breakdowns: TimeBreakdowns | None = None
         #: on rank 0: called with the sequences that the planned step admits, before that step runs
         self.before_admission: Callable[[list[Sequence]], None] | None = None
 
@@ -94,144 +96,145 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """A step was launched and is not committed."""
+        """Whether a step was launched and is not committed."""
         return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Takes in a sequence that was checked against this engine's limits, is not at its end, and
-        whose key no other one here has."""
+        """Add a sequence that is within the limits, not at its end, and has a new key."""
         self._scheduler.add(sequence)
 
     def abort(self, abort: Abort) -> None:
-        """Ends those of its choices that are here; their blocks are free at once."""
+        """Remove the choices that ``abort`` names; their blocks are free at once."""
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
         self._release()
 
     def set_policy(self, name: EnginePolicy) -> None:
-        """Another one says whom the steps are for; everybody who is here goes on under it."""
+        """Change the scheduling policy; all sequences continue under it."""
         self._scheduler.set_policy(name)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the blocks of a running sequence between two steps; it goes on when there are
-        some. No step may be in flight."""
+        """Preempt a running sequence between two steps; no step may be in flight."""
         assert self._in_flight is None, "a step is in flight"
         self._scheduler.preempt(sequence)
         self._release()
 
     def sequences(self) -> list[Sequence]:
-        """All that is here, running or waiting."""
+        """Return all sequences, running or waiting."""
         return list(self._scheduler)
 
     def unready_slots(self) -> frozenset[int]:
-        """What the next step had better hold. Only rank 0 knows."""
+        """Return the slots that the next step should hold. Only rank 0 knows."""
         return self._runner.unready_slots()
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
-        """One forward pass over some of what is known; the sequences in the slots ``held`` draw
-        nothing, but for one of them where nobody else has anything to do. ``now`` is when it
-        begins, in seconds on rank 0's clock. Raises EngineBroken."""
+        """Run one step and return its outcomes.
+
+        Sequences in ``held`` slots draw nothing, except one of them if no other can run. The step
+        begins ``now``, in seconds on rank 0's clock. Raises EngineBroken.
+        """
         self._stopwatch.start()
-        self._landed = []
-        landed = self.settle() if self._in_flight and self._scheduler.must_land() else []
+        self._committed = []
+        committed = (
+            self.commit_in_flight()
+            if self._in_flight and self._scheduler.must_commit_first()
+            else []
+        )
         self._plan = self._scheduler.schedule(held, now)
-        self._stopwatch.end(Part.SCHEDULE)
+        self._stopwatch.lap(Part.SCHEDULE)
         if not self._plan.rows:
-            return [*landed, *self.settle()]
+            return [*committed, *self.commit_in_flight()]
         if self.before_admission is not None and (admitted := self._scheduler.newcomers):
             self.before_admission(admitted)
         launch = self._launch
         outcomes = self._execute(now) if launch is None else self._run_ahead(launch, now)
         self._release()
-        return [*landed, *outcomes]
+        return [*committed, *outcomes]
 
-    def settle(self) -> list[Outcome]:
-        """Waits for the step that is in flight, if one is, and commits it."""
+    def commit_in_flight(self) -> list[Outcome]:
+        """Wait for the step in flight, if there is one, and commit it."""
         if self._in_flight is None:
             return []
         with self._within(self._in_flight[0].plan):
-            outcomes = self._land()
+            outcomes = self._commit_last()
         self._release()
         return outcomes
 
     def _run_ahead(self, launch: Launch, now: float) -> list[Outcome]:
-        """forward(n), commit(n - 1), sample(n)"""
-        plan, flight = self._plan, self._scheduler.flight(self._plan)
+        plan, step = self._plan, self._scheduler.in_flight_step(self._plan)
         with self._within(plan):
             try:
                 launched = launch(plan)
             except Exception as error:
-                landed = self._land()
-                self._begin_account(now)
-                return [*landed, *self._failed(flight.left(), error)]
+                committed = self._commit_last()
+                self._begin_breakdown(now)
+                return [*committed, *self._failed(step.left(), error)]
             self._scheduler.launched()
-            self._stopwatch.end(Part.MODEL)
+            self._stopwatch.lap(Part.MODEL)
             follows, outcomes = self._in_flight is not None, self._scheduler.notices()
-            outcomes += self._land()
-            self._begin_account(now)
+            outcomes += self._commit_last()
+            self._begin_breakdown(now)
             if follows and self._last_failed:
-                # What this step reads, that one was to write.
-                return [*outcomes, *self._scheduler.crash(flight, _AFTER_A_FAILED_STEP)]
+                # This step reads what the failed one was to write.
+                return [*outcomes, *self._scheduler.fail_in_flight(step, _AFTER_A_FAILED_STEP)]
             try:
                 launched.sample()
-                # What is told of a prompt comes before its next chunk is planned.
+                # Scores of a prompt are reported before its next chunk is planned.
                 results = launched.results() if plan.rows.scores_prompt.any() else None
             except Exception as error:
-                return [*outcomes, *self._failed(flight.left(), error)]
-            flight.take_off()
+                return [*outcomes, *self._failed(step.left(), error)]
+            step.launch()
             if results is None:
-                self._in_flight = flight, launched
+                self._in_flight = step, launched
             else:
-                outcomes += self._commit(flight, results)
+                outcomes += self._commit(step, results)
         return outcomes
 
-    def _land(self) -> list[Outcome]:
+    def _commit_last(self) -> list[Outcome]:
         if self._in_flight is None:
             return []
-        (flight, launched), self._in_flight = self._in_flight, None
+        (step, launched), self._in_flight = self._in_flight, None
         try:
             results = launched.results()
         except Exception as error:
-            flight.land()
-            outcomes = self._scheduler.crash(flight, self._survived(flight.plan, error))
-            self._end_account()
+            step.commit()
+            outcomes = self._scheduler.fail_in_flight(step, self._survived(step.plan, error))
+            self._end_breakdown()
             return outcomes
-        return self._commit(flight, results)
+        return self._commit(step, results)
 
-    def _commit(self, flight: InFlightStep, results: list[RowResult]) -> list[Outcome]:
-        self._stopwatch.end(Part.SAMPLE)
-        self._landed += results
+    def _commit(self, step: InFlightStep, results: list[RowResult]) -> list[Outcome]:
+        self._stopwatch.lap(Part.SAMPLE)
+        self._committed += results
         self._last_failed = False
-        outcomes = self._scheduler.land(flight, results)
-        self._stopwatch.end(Part.COMMIT)
-        self._end_account()
+        outcomes = self._scheduler.commit_in_flight(step, results)
+        self._stopwatch.lap(Part.COMMIT)
+        self._end_breakdown()
         return outcomes
 
     def _execute(self, now: float) -> list[Outcome]:
-        self._begin_account(now)
+        self._begin_breakdown(now)
         try:
             with self._within(self._plan):
                 results = self._runner.execute(self._plan)
         except Exception as error:
             return self._failed(self._plan, error)
-        self._stopwatch.end(Part.MODEL)
+        self._stopwatch.lap(Part.MODEL)
         self._last_failed = False
         outcomes = self._scheduler.commit(self._plan, results)
-        self._stopwatch.end(Part.COMMIT)
+        self._stopwatch.lap(Part.COMMIT)
         return outcomes
 
     def _failed(self, plan: Plan, error: Exception) -> list[Outcome]:
-        """``plan`` was not executed, and nothing was planned on top of it."""
         if isinstance(error, MemoryError) and isinstance(error, self._survivable):
             log.warning("out of memory", step=plan.step, tokens=plan.num_tokens)
-            if self.accounts is not None:
-                self.accounts.in_vain()
-            return self._scheduler.shed(plan, EngineFailed("out of memory"))
+            if self.breakdowns is not None:
+                self.breakdowns.in_vain()
+            return self._scheduler.retract(plan, EngineFailed("out of memory"))
         return self._scheduler.fail(plan, self._survived(plan, error))
 
     def _survived(self, plan: Plan, error: Exception) -> EngineFailed:
-        """What the plan's sequences are told. Raises EngineBroken where the engine ends by it."""
         log.exception("step failed", step=plan.step)
         is_survivable = isinstance(error, self._survivable) and not isinstance(error, DeviceLost)
         if self._last_failed or not is_survivable:
@@ -240,28 +243,28 @@ class Engine:
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
         return EngineFailed(f"the step failed: {cause}")
 
-    def _begin_account(self, now: float) -> None:
-        """The time of the planned step begins, when nothing is in flight any more."""
-        if self.accounts is not None:
+    def _begin_breakdown(self, now: float) -> None:
+        if self.breakdowns is not None:
             scheduler = self._scheduler
-            self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
+            self.breakdowns.begin_step(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
 
-    def _end_account(self) -> None:
-        """The time of the step that was in flight ends."""
-        if self.accounts is not None:
-            self.accounts.left(self._scheduler.vacated)
-            self.accounts.end()
+    def _end_breakdown(self) -> None:
+        if self.breakdowns is not None:
+            self.breakdowns.drop_slots(self._scheduler.vacated)
+            self.breakdowns.end_step()
 
     def _release(self) -> None:
         if slots := self._scheduler.take_vacated():
             self._runner.release(slots)
-            if self.accounts is not None:
-                self.accounts.left(slots)
+            if self.breakdowns is not None:
+                self.breakdowns.drop_slots(slots)
 
     def digest(self) -> bytes:
-        """Of the last step's plan, and of what has landed in that step: where tokens are UNKNOWN to
-        plans, they tell nothing of what was drawn."""
-        return plan_digest(self._plan, self._landed)
+        """Return the digest of the last plan and of the results that its step committed.
+
+        Plans alone do not show drawn tokens, where these are UNKNOWN to them.
+        """
+        return plan_digest(self._plan, self._committed)
 
     def step_times(self) -> StepTimes:
         return self._stopwatch.times
@@ -276,5 +279,5 @@ class Engine:
         return self._scheduler.prefilling()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the engine's books do not agree."""
+        """Check invariants. Raises AssertionError."""
         self._scheduler.check_integrity()

@@ -59,12 +59,12 @@ class HostStore:
                 del self._wanted[block_hash]
         self._drop_first(hashes)
 
-    def forget(self, block_hash: bytes) -> None:
+    def invalidate(self, block_hash: bytes) -> None:
         """Between steps: what is kept under it is not what it names."""
         if (place := self._kept.pop(block_hash, None)) is not None:
             self._free.append(place)
 
-    def forget_all(self) -> None:
+    def invalidate_all(self) -> None:
         """Nothing that is kept is what it names, and the step that is planned, if one is, comes to
         nothing. O(places)."""
         self.failed()
@@ -117,7 +117,6 @@ class HostStore:
         self.done()
 
     def _drop_first(self, hashes: Iterable[bytes]) -> None:
-        """Those of them that nobody wants, the last one before all."""
         for block_hash in hashes:
             if block_hash in self._kept and block_hash not in self._wanted:
                 self._kept.move_to_end(block_hash, last=False)

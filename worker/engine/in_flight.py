@@ -1,11 +1,11 @@
 """A step that the device is computing while the next one is planned. Pure.
 
-    planned, launched  --take_off-->  its rows count as computed and its tokens as drawn, UNKNOWN
-    in flight          --land-->      all as it was planned from; what was drawn can be committed
+    planned    --launch-->  its rows count as computed, and its tokens as drawn and UNKNOWN
+    in flight  --commit-->  the state that it was planned from; the drawn tokens can be committed
 
-Between the two nobody is preempted, but some may go: what their rows drew is thrown away. Their
-blocks may belong to others by then; these write to them in a later step of the device, which takes
-its steps one after the other.
+In between no sequence is preempted, but some may be removed: what their rows drew is dropped. Their
+blocks may already belong to other sequences, which write to them in a later step; the device runs
+steps one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.engine.sequence import Sequence
 
 
 class InFlightStep:
-    """``plan`` was made of ``batch`` just now, and has no drafts."""
+    """``plan`` was just made from ``batch``, and has no drafts."""
 
     def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan = plan
@@ -31,13 +31,13 @@ class InFlightStep:
 
     @property
     def _here(self) -> Flags:
-        """bool [n]: whose sequences are."""
+        """bool [n]: rows whose sequences are still in the batch."""
         slots = self.plan.rows.slots.tolist()
         here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
         return np.array(here, np.bool_)
 
     def left(self) -> Plan:
-        """The plan, of those who are here."""
+        """Return the plan without the rows of removed sequences."""
         here = self._here
         return self.plan if here.all() else replace(self.plan, rows=self.plan.rows.only(here))
 
@@ -45,8 +45,7 @@ class InFlightStep:
         return [*compress(results, self._here.tolist())]
 
     def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Those who are not here any more whose rows failed, and of how many tokens keys and values
-        had been computed with that."""
+        """Return removed sequences whose rows failed, with their numbers of computed tokens."""
         rows = self.plan.rows
         columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
         return [
@@ -55,18 +54,18 @@ class InFlightStep:
             if not is_here and result.error is not None
         ]
 
-    def take_off(self) -> None:
+    def launch(self) -> None:
         rows = self.left().rows
         columns = (rows.slots, rows.known_ends, rows.samples)
         for slot, end, samples in zip(*(it.tolist() for it in columns), strict=True):
-            self._batch[slot].take_off(end, samples)
-        self._batch.columns.take_off(*columns)
+            self._batch[slot].mark_launched(end, samples)
+        self._batch.slot_table.mark_launched(*columns)
 
-    def land(self) -> Plan:
-        """What is left of the plan."""
+    def commit(self) -> Plan:
+        """Undo the launch in the bookkeeping, and return what is left of the plan."""
         plan = self.left()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):
-            self._batch[slot].land(start, samples)
-        self._batch.columns.land(*columns)
+            self._batch[slot].commit_step(start, samples)
+        self._batch.slot_table.commit_steps(*columns)
         return plan

@@ -1,20 +1,22 @@
-"""The load of an engine, as routers are told. Pure."""
+"""Load and counters of an engine, as routers receive them. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.engine.counters import Counters
+from everlift.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``pending_prefill_tokens`` are known and not computed, without the one token of each sequence
-    that decodes; ``committed_tokens`` are the known tokens of all sequences. What stands from
-    ``step`` on counts from the engine's start: ``computed_tokens`` with drafts,
-    ``kv_tokens`` and ``num_pairs`` as of the rows that were computed (``plan.Rows``),
-    ``released_blocks`` that became free as sequences ended or left. ``blocks_cached`` are free and
-    hold a known prefix."""
+    """Load of an engine.
+
+    ``pending_prefill_tokens`` are known and not computed, without the one token of each decoding
+    sequence; ``committed_tokens`` are all known tokens. Fields from ``step`` on count from the
+    engine's start: ``computed_tokens`` includes drafts, ``kv_tokens`` and ``num_pairs`` are those
+    of computed rows (``plan.Rows``), ``released_blocks`` became free when sequences ended.
+    ``blocks_cached`` are free and hold a known prefix.
+    """
 
     num_running: int
     num_waiting: int
@@ -35,8 +37,27 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Who has a batch slot. It decodes, or is still ``prefilling``."""
+    """Occupant of a batch slot; it decodes, or is still ``prefilling``."""
 
     slot: int
     request_id: str
     prefilling: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters with the fields of the message EngineCounters, which documents them."""
+
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    slot_steps: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    unfilled_tokens: int = 0
+
+    def to_proto(self) -> inference_pb2.EngineCounters:
+        sums = {name: getattr(self, name) for name in self.__slots__}
+        return inference_pb2.EngineCounters(**sums)

@@ -1,4 +1,4 @@
-"""What a step made of a sequence. Pure."""
+"""Outcome of a step for a sequence. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everlift.v1 import session_pb2
 
 
 class SequenceKey(NamedTuple):
-    """Names a sequence within a worker."""
+    """Key of a sequence within a worker."""
 
     epoch: int
     choice: int
@@ -20,7 +20,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends ``choices`` of ``epoch``; none stands for all."""
+    """Abort of ``choices`` of ``epoch``; none stands for all."""
 
     epoch: int
     choices: tuple[int, ...] = ()
@@ -59,9 +59,11 @@ class Residence(Enum):
 
 
 class News(NamedTuple):
-    """What became of a sequence, beside its tokens, since anything was told of it. ``residence`` is
-    None where it is as it was. ``waited_s`` is told once: from its start here to its first step,
-    which found ``cached_tokens`` of it in the cache."""
+    """Changes of a sequence, other than tokens, since its last outcome.
+
+    ``residence`` is None if it did not change. ``waited_s`` is set once: the seconds from its start
+    here to its first step, which found ``cached_tokens`` of it in the cache.
+    """
 
     residence: Residence | None = None
     preemptions: int = 0
@@ -74,12 +76,12 @@ NO_NEWS = News()
 
 
 class Outcome(NamedTuple):
-    """New tokens, the first of them at output ``offset``, and with ``stop`` the sequence's end.
+    """New tokens from output ``offset`` on; with ``stop``, the end of the sequence.
 
-    ``logprobs`` are of the tokens, ``prompt_logprobs`` of the prompt's from position
-    ``prompt_offset`` on; both empty where nobody asked. ``num_computed`` are the known tokens that
-    were ever computed, here or before; 0 where it never came so far. ``prefilled_tokens`` are the
-    known tokens computed here so far, while the sequence is in prefill; 0 otherwise.
+    ``logprobs`` belong to the tokens, and ``prompt_logprobs`` to the prompt from position
+    ``prompt_offset`` on; both are empty if not requested. ``num_computed`` is the number of known
+    tokens that were ever computed, here or at an earlier worker. ``prefilled_tokens`` is the number
+    of known tokens computed here so far during prefill, and 0 otherwise.
     """
 
     key: SequenceKey

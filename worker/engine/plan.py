@@ -6,6 +6,8 @@ Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +17,8 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EverliftError
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.device.device_kind import DeviceKind
 from worker.engine.limits import blocks_for
@@ -355,3 +357,27 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
+    """Equal for equal plans: over the step, its copies, and each row's slot, start, tokens and
+    blocks; and for equal tokens of ``landed``. What is admitted comes from the log that all ranks
+    read.
+
+    Of the blocks, those that lie wholly before the row count where it is admitted: later they are
+    as an earlier digest had them, and there may be thousands.
+    """
+    rows = plan.rows
+    counts = (plan.step, len(rows), len(plan.saves), len(plan.loads))
+    digest = hashlib.blake2b(array("Q", counts).tobytes(), digest_size=16)
+    for copy in (*plan.saves, *plan.loads):
+        digest.update(array("Q", copy).tobytes())
+    columns = (rows.slots, rows.starts, rows.counts, rows.num_drafts, rows.tokens)
+    for column in (*columns, rows.samples, rows.scores_prompt, rows.blocks):
+        digest.update(column.tobytes())
+    admitted = {admission.slot for admission in plan.admissions}
+    for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
+        if slot in admitted:
+            digest.update(rows.tables[slot, : start // BLOCK_SIZE].tobytes())
+    digest.update(array("q", chain.from_iterable(each.tokens for each in landed)).tobytes())
+    return digest.digest()

@@ -1,16 +1,16 @@
-"""Who computes what in the next step. Pure.
+"""The scheduler: which tokens of which sequences the next step computes. Pure.
 
-One rule: each step computes some of what is known and not computed, under a token budget. Prefill
-in chunks, prefix hits, preemption, resumption, continuation and speculation are all this rule.
+One rule: each step computes known tokens that are not computed yet, within a token budget. Chunked
+prefill, prefix hits, preemption, resumption, continuation and speculation all follow from it.
 
-    waiting  --admit-->    running    it has a slot, and blocks for all its known tokens
-    running  --preempt-->  waiting    its blocks are freed (they stay hashed), its order is kept;
-                                      for want of blocks, or of memory to compute a step
-    running  --commit-->   gone       stopped, or it outgrew the whole pool
+    waiting  --admit-->    running    it gets a slot, and blocks for all its known tokens
+    running  --preempt-->  waiting    its blocks are freed (they stay cached), its order is kept;
+                                      happens if blocks, or memory for a step, run short
+    running  --commit-->   gone       it stopped, or outgrew the whole pool
     either   --remove-->   gone
 
-Who is admitted next, and whose rows come first, a policy says (`policies/`). A step costs
-O(running), whatever waits.
+A policy (`policies/`) decides which sequence is admitted next and whose rows come first. A step
+costs O(running), however many wait.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, neg
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed, EverliftError
+from everlift.hashes import BLOCK_SIZE
 from worker.engine.batch import Batch
-from worker.engine.budget import TokenBudget
-from worker.engine.counters import Counters
 from worker.engine.in_flight import InFlightStep
-from worker.engine.limits import Limits, blocks_for
-from worker.engine.load import Load, Occupant
+from worker.engine.limits import Limits, TokenBudget, blocks_for
+from worker.engine.load import Counters, Load, Occupant
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.plan import Admission, Ints, Plan, Row, RowResult, Rows
 from worker.engine.policies.choice import policy_of
@@ -40,8 +38,9 @@ from worker.engine.speculation import MAX_READ, Drafter
 
 
 class Scheduler:
-    """``schedule`` and ``commit`` alternate; ``add``, ``remove`` and ``set_policy`` come between a
-    commit and the next schedule. Deterministic: the same calls make the same plans."""
+    """Call ``schedule`` and ``commit`` in turns, and ``add``, ``remove`` and ``set_policy`` between
+    a commit and the next schedule. Deterministic: the same calls make the same plans.
+    """
 
     def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
         self._limits = limits
@@ -59,13 +58,13 @@ class Scheduler:
         self._kv_tokens = 0
         self._num_pairs = 0
         self._released_blocks = 0
-        #: preempted since anything was told
+        #: preempted since the last notices
         self._victims: dict[SequenceKey, Sequence] = {}
-        #: slots that the step in progress gives to somebody
+        #: slots that the step in progress assigns
         self._newcomers: frozenset[int] = frozenset()
         #: tokens of the step in progress
         self._num_planned = 0
-        #: slots of which the runner may know anything, since a step broke off
+        #: slots whose state in the runner is unknown after a failed step
         self._doubtful: set[int] = set()
 
     # who is there
@@ -77,18 +76,18 @@ class Scheduler:
         return chain.from_iterable(self._epochs.values())
 
     def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
-        """The choices of one request that are here."""
+        """Return the choices of one request that are here."""
         return tuple(self._epochs.get(epoch, ()))
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence, whose key is new here, at the end of the line."""
+        """Add a new sequence at the end of the queue."""
         sequence.order = self._arrivals
         self._arrivals += 1
         self._epochs.setdefault(sequence.key.epoch, []).append(sequence)
         self._waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Ends a sequence, wherever it is; its blocks are free at once."""
+        """Remove a sequence, running or waiting; its blocks are free at once."""
         siblings = self._epochs[sequence.key.epoch]
         siblings.remove(sequence)
         if not siblings:
@@ -103,9 +102,11 @@ class Scheduler:
             self._released_blocks += self._batch.num_blocks_free
 
     def set_policy(self, name: EnginePolicy) -> None:
-        """From the next step on another policy says whom it is for. The batch stays as it is, and
-        who was preempted is still of it; all others come to the new policy as if they had just
-        come, in their order. O(n log n) in what waits."""
+        """Change the policy from the next step on.
+
+        The batch stays as it is; waiting sequences enter the new policy's queue in their order.
+        O(n log n) in the number that wait.
+        """
         policy = policy_of(name, self._limits)
         for sequence in sorted(self._waiting, key=attrgetter("order")):
             policy.waiting.push(sequence)
@@ -116,27 +117,26 @@ class Scheduler:
         return self._policy.waiting
 
     def take_vacated(self) -> tuple[int, ...]:
-        """The slots that were left since this was last asked, and not taken again."""
+        """Return the slots that were left since the last call and are still free."""
         return self._batch.take_vacated()
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """What ``take_vacated`` would answer now."""
+        """What ``take_vacated`` would return now."""
         return self._batch.vacated
 
     @property
     def newcomers(self) -> list[Sequence]:
-        """Who has come into the batch by the plan that is to be executed."""
+        """Sequences that the current plan admitted."""
         return [self._batch[slot] for slot in self._newcomers]
 
     # one step
 
     def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
-        """The next step's plan, which begins ``now``; without rows when nothing is there to run.
+        """Return the plan of the step that begins ``now``; without rows if nothing can run.
 
-        The sequences in the slots ``held``, for whose grammars drawing would have to wait, sit the
-        step out, or all but one if there is nothing else to do: they slow down nobody but
-        themselves.
+        Sequences in ``held`` slots, whose grammar masks are not ready, are left out of the step, or
+        all but one of them if no other can run: so they delay only themselves.
         """
         self._step += 1
         self._make_room()
@@ -148,7 +148,7 @@ class Scheduler:
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        """Takes over what ``plan`` computed."""
+        """Take over the results of ``plan``."""
         self._batch.copied()
         return self._commit(plan, results)
 
@@ -159,41 +159,42 @@ class Scheduler:
 
     # steps that the device is computing while the next one is planned
 
-    def flight(self, plan: Plan) -> InFlightStep:
-        """Of the plan that was just made."""
+    def in_flight_step(self, plan: Plan) -> InFlightStep:
+        """Return the current plan as a step in flight."""
         return InFlightStep(plan, self._batch)
 
     def launched(self) -> None:
-        """The device has the plan that was just made, behind those before it."""
+        """Note that the current plan was launched, behind the earlier ones."""
         self._batch.copied()
 
-    def must_land(self) -> bool:
-        """Whether the next plan would preempt somebody. While a step is in flight nobody is: what
-        comes back has to know its tokens."""
-        return len(self._batch.columns.lacking()) > self._batch.num_blocks_free
+    def must_commit_first(self) -> bool:
+        """Whether the next plan would preempt a sequence, which no step may do in flight: a resumed
+        sequence must know its tokens."""
+        return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 
-    def land(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
-        """Commits what is left of it."""
+    def commit_in_flight(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
+        """Commit what is left of a step in flight."""
         for sequence, num_computed in flight.failed_of_those_gone(results):
-            self._batch.distrust_gone(sequence, num_computed)
+            self._batch.invalidate_gone(sequence, num_computed)
         left = flight.of_those_left(results)
-        plan = flight.land()
-        self._register_filled(plan.rows)
+        plan = flight.commit()
+        self._publish_filled(plan.rows)
         return self._commit(plan, left)
 
-    def crash(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
-        """As ``fail``, of what is left of a flight that is not in the air. Nobody can tell any more
-        which blocks it was to fill, since others have some of them: nothing is found of any."""
-        self._batch.forget_all()
+    def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
+        """Fail what is left of a step in flight, as ``fail`` does.
+
+        Other sequences may have some of its blocks by now, so all cached blocks are unpublished.
+        """
+        self._batch.invalidate_all()
         slots = flight.left().rows.slots.tolist()
         return [*self.notices(), *(self._fail(self._batch[slot], error) for slot in slots)]
 
-    def _register_filled(self, rows: Rows) -> None:
-        """What decoding filled: when it was planned the token was not known."""
+    def _publish_filled(self, rows: Rows) -> None:
         filled = (rows.counts == 1) & (rows.known_ends % BLOCK_SIZE == 0)
         starts = rows.starts[filled].tolist()
         for sequence, start in zip(self._batch.at(rows.slots[filled]), starts, strict=True):
-            self._batch.register(sequence, start, start + 1)
+            self._batch.publish(sequence, start, start + 1)
 
     def _executed(self, plan: Plan) -> None:
         self._budget.recover()
@@ -205,16 +206,17 @@ class Scheduler:
         self._counters.blocks_swapped_in += len(plan.loads)
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """Ends every sequence of a plan that could not be executed."""
+        """End every sequence of a plan that could not be executed."""
         self._batch.failed(plan)
         ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
         return [*self.notices(), *ended]
 
-    def shed(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """Takes back a plan that was too much to execute: some are preempted, the others are as
-        before it, and the next steps compute less. What was a single token ends with ``error``:
-        nothing less can be tried. ``plan`` is of those who are still here of the last one, which
-        was too much with all of them."""
+    def retract(self, plan: Plan, error: EverliftError) -> list[Outcome]:
+        """Take back a plan that needed too much memory: preempt some sequences, compute less next.
+
+        A plan of a single token ends its sequence with ``error``: no smaller step exists. ``plan``
+        has the rows of the last plan whose sequences are still here.
+        """
         self._batch.failed(plan)
         self._budget.shrink(self._num_planned)
         self._doubtful.update(row.slot for row in plan.rows)
@@ -228,24 +230,22 @@ class Scheduler:
     # room
 
     def _make_room(self) -> None:
-        """Every sequence in the batch gets the block that its last token needs; it had those of all
-        others when it came in, or for its drafts.
+        """Give every sequence in the batch the block that its last token needs.
 
-        If the pool lacks some, sequences are preempted. Victim is, of the lowest class, who has
-        computed least: the cheapest to repeat, and of the highest class who has computed most
-        always goes on. A single victim leaves less room than it needs to come back in the same
-        step.
+        If the pool is short of blocks, preempt the sequence of the lowest class that has computed
+        least, the cheapest to repeat. So the one of the highest class that has computed most always
+        continues. A single victim frees less than it needs to come back in the same step.
         """
-        growing = self._batch.columns.lacking()
+        growing = self._batch.slot_table.lacking()
         lacking = len(growing)
         if lacking > self._batch.num_blocks_free:
-            self._batch.take_back()
+            self._batch.release_drafts()
             for victim in sorted(self._batch, key=_by_worth):
                 if lacking <= self._batch.num_blocks_free:
                     break
                 lacking -= victim.num_blocks_lacking
                 self.preempt(victim)
-            growing = self._batch.columns.lacking()
+            growing = self._batch.slot_table.lacking()
         if len(growing):
             self._batch.take_one(growing)
 
@@ -257,8 +257,11 @@ class Scheduler:
         self._victims[victim.key] = victim
 
     def _to_shed(self, plan: Plan) -> list[Row]:
-        """Who came with the plan, for what it was to find in the cache may be of the plan itself;
-        then the largest shares, until no more than half of the tokens are left, or one row."""
+        """Return the rows to preempt: those that the plan admitted, then the largest ones.
+
+        At most half of the tokens are left, or one row. Admitted rows may depend on blocks that the
+        plan itself was to fill.
+        """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
         rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
         left = sum(len(row.tokens) for row in rows)
@@ -276,12 +279,11 @@ class Scheduler:
         decoding, others = selected.decoding, [share.row() for share in selected.shares]
         if drafts:
             drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
-            return self._batch.columns.rows(decoding[:0], [*drafted, *others])
-        return self._batch.columns.rows(decoding, others)
+            return self._batch.slot_table.rows(decoding[:0], [*drafted, *others])
+        return self._batch.slot_table.rows(decoding, others)
 
     def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
-        """Of all that the runner must be told of. It may have gone halfway with those who were in a
-        step that broke off: they are told again."""
+        """Return what the runner must know of new sequences, and of those in a failed step."""
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
         told = [sequence.slot for sequence in newcomers]
         if self._doubtful:
@@ -293,7 +295,6 @@ class Scheduler:
     # drafts
 
     def _drafts(self, decoding: Ints, budget: int) -> dict[int, tuple[int, ...]]:
-        """By slot. What is left of the budget goes to drafts for those that decode."""
         drafts: dict[int, tuple[int, ...]] = {}
         if not self._limits.speculation.num_draft_tokens:
             return drafts
@@ -311,8 +312,8 @@ class Scheduler:
         return sequence.drafter
 
     def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
-        """Blocks that are taken for it stay in the table until others need them for known tokens:
-        a draft preempts nobody."""
+        """Propose drafts. Their blocks stay in the table until known tokens need them: drafts never
+        preempt a sequence."""
         most = min(budget, self._room_for_drafts(sequence))
         if most <= 0:
             return ()
@@ -321,7 +322,6 @@ class Scheduler:
         return drafts
 
     def _room_for_drafts(self, sequence: Sequence) -> int:
-        """Of the tokens that its row can yield, the last one is no draft."""
         limits = self._limits
         blocks = len(sequence.block_table) + self._batch.num_blocks_free
         return min(
@@ -333,10 +333,9 @@ class Scheduler:
     # results
 
     def _commit_rows(self, rows: Rows, results: Iterable[RowResult]) -> list[Outcome]:
-        """Most of them draw one token and go on: the columns take these in at once."""
-        columns = self._batch.columns
+        slot_table = self._batch.slot_table
         outcomes, rest = [], []
-        usual = columns.draws_one(rows)
+        usual = slot_table.draws_one(rows)
         each = zip(usual.tolist(), self._batch.at(rows.slots), results, strict=True)
         for i, (is_usual, sequence, result) in enumerate(each):
             stops = sequence.stop_token_ids
@@ -345,15 +344,14 @@ class Scheduler:
             else:
                 rest.append((i, sequence, result))
         usual[[i for i, *_ in rest]] = False
-        columns.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
+        slot_table.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
         self._output_tokens += len(outcomes)
         told = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
         return [*outcomes, *(outcome for outcome in told if outcome is not None)]
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult) -> Outcome | None:
-        """None where there is nothing to tell."""
         if result.error is not None:
-            self._batch.distrust(sequence)
+            self._batch.invalidate_row(sequence)
             return self._fail(sequence, result.error)
         offset = sequence.num_output
         stop, error = self._append(sequence, result.tokens)
@@ -366,7 +364,7 @@ class Scheduler:
         if stop is not None:
             self.remove(sequence)
         else:
-            self._batch.columns.put(sequence)
+            self._batch.slot_table.write(sequence)
         if not count and not scores[1] and sequence.news.residence is None:
             return None
         told = result.tokens[:count], stop, error, result.logprobs[:count]
@@ -375,7 +373,6 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, tokens: Iterable[int]
     ) -> tuple[Stop | None, EverliftError | None]:
-        """Whether it ends by them, and why; those behind its end are dropped."""
         for token in tokens:
             sequence.tokens.append(token)
             self._output_tokens += 1
@@ -384,14 +381,12 @@ class Scheduler:
         return self._outgrown(sequence)
 
     def _outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
-        """Whether it ends for want of blocks."""
         if blocks_for(sequence.num_known) > self._limits.num_blocks:
             blocks = self._limits.num_blocks
             return Stop.FAILED, EngineFailed(f"outgrew the worker's KV cache of {blocks} blocks")
         return None, None
 
     def _learn(self, sequence: Sequence, row: Row, result: RowResult) -> None:
-        """Which of its drafts were right."""
         accepted = len(result.tokens) - 1
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += accepted
@@ -399,11 +394,10 @@ class Scheduler:
         sequence.drafter.learn(row.num_drafts, accepted)
 
     def _count_computed(self, sequence: Sequence, row: Row, num_drawn: int) -> None:
-        """Of ``num_drawn`` tokens all but the last are drafts that were right: computed as well."""
         sequence.num_computed = row.known_end
         if num_drawn > 1:
             sequence.num_computed += num_drawn - 1
-            self._batch.register(sequence, row.known_end, sequence.num_computed)
+            self._batch.publish(sequence, row.known_end, sequence.num_computed)
         if row.start < sequence.num_computed_before:
             end = min(sequence.num_computed, sequence.num_computed_before)
             self._counters.recomputed_tokens += end - row.start
@@ -417,24 +411,24 @@ class Scheduler:
     # telling
 
     def notices(self) -> list[Outcome]:
-        """Of those that were preempted and are not back already."""
+        """Return the outcomes of sequences that were preempted and are not back yet."""
         victims = list(self._victims.values())
         self._victims.clear()
         return [victim.outcome() for victim in victims if victim.is_preempted]
 
     def load(self) -> Load:
-        running, columns = self._batch, self._batch.columns
+        running, slot_table = self._batch, self._batch.slot_table
         return Load(
             num_running=len(running),
             num_waiting=len(self._waiting),
             blocks_used=running.num_blocks_used,
             blocks_total=self._limits.num_blocks,
-            pending_prefill_tokens=columns.num_prefilling + self._waiting.num_tokens,
-            committed_tokens=columns.num_known + self._waiting.num_tokens,
+            pending_prefill_tokens=slot_table.num_prefilling + self._waiting.num_tokens,
+            committed_tokens=slot_table.num_known + self._waiting.num_tokens,
             step=self._step,
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
-            counters=replace(self._counters, unfilled_tokens=columns.num_unfilled),
+            counters=replace(self._counters, unfilled_tokens=slot_table.num_unfilled),
             computed_tokens=self._computed_tokens,
             kv_tokens=self._kv_tokens,
             num_pairs=self._num_pairs,
@@ -443,16 +437,16 @@ class Scheduler:
         )
 
     def occupants(self) -> tuple[Occupant, ...]:
-        """Who has which batch slot, by slot."""
+        """Return the occupants of the batch slots, by slot."""
         running = sorted(self._batch, key=lambda s: s.slot)
         return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
     def prefilling(self) -> list[Sequence]:
         """Return the sequences in the batch whose prefill is not over."""
-        return list(self._batch.at(self._batch.columns.prefilling()))
+        return list(self._batch.at(self._batch.slot_table.prefilling()))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not agree. O(blocks and sequences)."""
+        """Check invariants. O(blocks and sequences). Raises AssertionError."""
         waiting = list(self._waiting)
         self._batch.check_integrity(preempted=waiting)
         assert {*waiting, *self._batch} == {*self}, "a sequence is nowhere"
@@ -464,5 +458,4 @@ class Scheduler:
 
 
 def _by_worth(sequence: Sequence) -> tuple[int, int, int]:
-    """By this order sequences give way."""
     return sequence.priority, sequence.num_computed, -sequence.order

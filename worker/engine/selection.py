@@ -1,6 +1,6 @@
-"""Who is in the next step, and with how many known tokens. Pure.
+"""Selection of the sequences of a step, and of their numbers of tokens. Pure.
 
-The policy says in which order; budget, slots, blocks and what is held say how many.
+The policy gives the order; budget, slots, blocks and held slots limit the numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from worker.engine.batch import Batch
-from worker.engine.counters import Counters
+from worker.engine.load import Counters
 from worker.engine.plan import Ints, Row
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
 
 
 class ScheduledChunk(NamedTuple):
-    """The sequence's next ``num_known`` known tokens."""
+    """The next ``num_known`` tokens of a sequence to compute."""
 
     sequence: Sequence
     num_known: int
@@ -32,7 +32,7 @@ def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
 
 
 class Selected(NamedTuple):
-    """The slots that decode, one token each, and shares of those that prefill and of newcomers."""
+    """Slots that decode, one token each, and the chunks of slots that prefill or were admitted."""
 
     decoding: Ints
     prefills: list[ScheduledChunk]
@@ -48,7 +48,7 @@ class Selected(NamedTuple):
 
 
 class BatchSelection:
-    """From ``batch``, to which newcomers are admitted, as ``policy`` says."""
+    """Select from ``batch``, and admit waiting sequences to it, by ``policy``."""
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
         self._batch = batch
@@ -58,9 +58,12 @@ class BatchSelection:
         self._times_held: dict[int, int] = {}
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        """At most ``budget`` tokens. The sequences in the slots ``held`` are left out; where that
-        is everybody, all but one: a step that waited for all of them could take very long."""
-        self.policy.begin(self._batch.columns, now)
+        """Select at most ``budget`` tokens, without the ``held`` slots.
+
+        If only held slots could run, one of them is selected: a step that waits for all of them
+        could take very long.
+        """
+        self.policy.begin_step(self._batch.slot_table, now)
         self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
         selected = self._select(budget, held, now)
         if held and not selected.num_tokens and (longest := self._longest_held()) is not None:
@@ -69,10 +72,12 @@ class BatchSelection:
         return selected
 
     def _longest_held(self) -> int | None:
-        """The slot that has sat out the most steps, for it was asked about before the others; of
-        several, the first by the policy. None where none of them has anything to do."""
-        urgent, patient = self.policy.decodes(self._batch.columns.decoding())
-        prefilling = self._batch.at(self._batch.columns.prefilling())
+        """Return the held slot that was left out of the most steps, the first by the policy.
+
+        Its mask was requested before the others'. None if no held slot has anything to compute.
+        """
+        urgent, patient = self.policy.decodes(self._batch.slot_table.decoding())
+        prefilling = self._batch.at(self._batch.slot_table.prefilling())
         prefills = [sequence.slot for sequence in self.policy.prefills(prefilling)]
         slots = [*urgent.tolist(), *prefills, *patient.tolist()]
         held = [slot for slot in slots if slot in self._times_held]
@@ -89,24 +94,22 @@ class BatchSelection:
         return selected
 
     def _may_decode(self, held: Collection[int]) -> Ints:
-        slots = self._batch.columns.decoding()
+        slots = self._batch.slot_table.decoding()
         return slots[~np.isin(slots, list(held))] if held else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """From here on others find the blocks that these fill; where the token is not known that
-        fills it, when it is."""
-        for sequence in self._batch.at(self._batch.columns.filling(slots)):
+        """Publish the blocks that these rows fill, unless the token that fills one is UNKNOWN."""
+        for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_drawing:
-                self._batch.register(sequence, sequence.num_computed, sequence.num_known)
+                self._batch.publish(sequence, sequence.num_computed, sequence.num_known)
         return slots
 
     def _prefill(
         self, budget: int, held: Collection[int], now: float
     ) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
-        """Of those in the batch, and of newcomers."""
         prefills: list[ScheduledChunk] = []
         admitted: list[ScheduledChunk] = []
-        for sequence in self.policy.prefills(self._batch.at(self._batch.columns.prefilling())):
+        for sequence in self.policy.prefills(self._batch.at(self._batch.slot_table.prefilling())):
             before = self._admit(budget, now, sequence)
             admitted += before
             budget -= num_tokens(before)
@@ -120,7 +123,6 @@ class BatchSelection:
     def _admit(
         self, budget: int, now: float, before: Sequence | None = None
     ) -> list[ScheduledChunk]:
-        """Those who come in ``before`` this one is served, or all others."""
         shares = []
         while budget and (head := self._head(before)) is not None:
             hits = self._batch.prefix_hits(head)
@@ -142,13 +144,15 @@ class BatchSelection:
 
     def _share(self, sequence: Sequence, budget: int) -> ScheduledChunk:
         count = min(sequence.remaining, budget)
-        self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
+        self._batch.publish(sequence, sequence.num_computed, sequence.num_computed + count)
         return ScheduledChunk(sequence, count)
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:
-    """Of its known tokens, how many are computed as it comes into the batch. One with a grammar
-    draws in the step after, if it can: until then nobody knows how long its mask takes."""
+    """Return how many known tokens a sequence computes in its first step.
+
+    With a grammar it draws in a later step if possible: how long its mask takes is not known yet.
+    """
     if sequence.sampling.grammar is None:
         return budget
     return max(1, min(budget, sequence.remaining - 1))

@@ -5,10 +5,10 @@
     KV cache    |------ computed ------|-- remaining --|
                 0                 num_computed     num_known
 
-A step computes some of what remains; where it computes the last known token, the next is drawn.
-Drafts may be computed behind it: what is drawn shows which of them were right. Output of earlier
-attempts is output like any other, so a continuation differs from an undisturbed run in
-``num_computed`` alone.
+A step computes some of the remaining tokens; computing the last known token draws the next one.
+Drafts may be computed after it; the drawn tokens show which drafts were right. Output of earlier
+attempts is treated like any other output, so a continuation differs from an undisturbed run only in
+``num_computed``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
-from everlift.blockhash import BLOCK_SIZE, block_hash
 from everlift.errors import (
     EmptyPrompt,
     EverliftError,
@@ -24,13 +23,14 @@ from everlift.errors import (
     OutOfRange,
     PromptTooLong,
 )
+from everlift.hashes import BLOCK_SIZE, block_hash
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
-from worker.engine.account import Account
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
 from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
 from worker.engine.speculation import Drafter
+from worker.engine.time_breakdown import TimeBreakdown
 
 #: The slot of a sequence that is not in the batch.
 NO_SLOT = -1
@@ -38,9 +38,11 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``tokens`` is prompt and output, ``max_tokens`` bounds the whole output. ``order`` is its
-    place by arrival, which it keeps over preemptions; of a smaller ``priority`` the blocks are
-    taken first."""
+    """``tokens`` holds prompt and output; ``max_tokens`` limits the whole output.
+
+    ``order`` is its place by arrival, which it keeps over preemptions. Sequences of a smaller
+    ``priority`` are preempted first.
+    """
 
     key: SequenceKey
     request_id: str
@@ -71,7 +73,7 @@ class Sequence:
     #: the router must know of the first step here before that step runs
     confirms_first_step: bool = False
     #: where its time went until it last left the batch; None where it never did, or nobody counts
-    account: Account | None = None
+    breakdown: TimeBreakdown | None = None
     #: still to be told
     news: News = NO_NEWS
     #: where its prompt is scored, the first position of which nothing was told
@@ -82,7 +84,7 @@ class Sequence:
 
     @classmethod
     def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
-        """Raises InvalidRequest where this worker can never run it."""
+        """Raise InvalidRequest if this worker can never run it."""
         sequence = cls(
             key=SequenceKey(start.epoch, start.choice),
             request_id=start.request_id,
@@ -101,7 +103,7 @@ class Sequence:
         return sequence
 
     def to_start(self) -> session_pb2.Start:
-        """The Start that continues this sequence."""
+        """Return the Start message that continues this sequence."""
         return session_pb2.Start(
             epoch=self.key.epoch,
             choice=self.key.choice,
@@ -151,41 +153,42 @@ class Sequence:
 
     @property
     def expected_output(self) -> int:
-        """Tokens of the whole output: as predicted, at most what it may have, at least one more
-        than it has."""
+        """Predicted tokens of the whole output: more than it has, at most ``max_tokens``."""
         predicted = self.predicted_tokens or self.max_tokens
         return max(self.num_output + 1, min(predicted, self.max_tokens))
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not computed."""
+        """Known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def most_computed(self) -> int:
-        """Known tokens that were ever computed, here or where it was before."""
+        """Known tokens that were ever computed, here or at an earlier worker."""
         before, now = self.num_computed_before, self.num_computed
         return before if before > now else now
 
     @property
     def num_blocks_lacking(self) -> int:
-        """Blocks that its known tokens need beyond its table, which may have more for drafts."""
+        """Blocks that its known tokens need beyond its table; drafts may have more."""
         lacking = blocks_for(len(self.tokens)) - len(self.block_table)
         return lacking if lacking > 0 else 0
 
     @property
     def is_scoring(self) -> bool:
-        """Whether log probabilities of its prompt are still to be told."""
+        """Whether log probabilities of its prompt are still to be reported."""
         return self.sampling.prompt_logprobs is not None and self.next_score < self.num_prompt
 
     @property
     def num_reusable(self) -> int:
-        """Tokens, from the first on, whose KV may be found in the cache. The others are computed,
-        since something is drawn or scored from their logits."""
+        """Leading tokens whose KV may come from the cache.
+
+        The others must be computed, since their logits are sampled or scored.
+        """
         return self.next_score - 1 if self.is_scoring else self.num_known - 1
 
     def stop(self, limits: Limits) -> Stop | None:
-        """Whether its tokens end it."""
+        """Return why its tokens end it; None if they do not."""
         num_output = self.num_output
         if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Stop.EOS
@@ -194,12 +197,12 @@ class Sequence:
         return None
 
     def earliest_end(self, limits: Limits) -> int:
-        """With fewer known tokens nothing but a stop token ends it."""
+        """Known tokens before which only a stop token can end it."""
         outgrown = limits.num_blocks * BLOCK_SIZE + 1
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
 
     def draw_one(self, result: RowResult) -> Outcome:
-        """It goes on by one token, behind all of the known ones that are computed now."""
+        """Append one drawn token; all earlier tokens are computed."""
         tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
         self.tokens.append(tokens[0])
@@ -209,19 +212,18 @@ class Sequence:
         return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     def draw(self, token: int, times: int) -> None:
-        """It goes on by ``token``, ``times`` times one after the other. Nothing is told of it."""
+        """Append ``token`` ``times`` times, without an outcome."""
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
 
-    def take_off(self, num_computed: int, draws: bool) -> None:
-        """From the launch of a step on ``num_computed`` tokens count as computed, and with
-        ``draws`` another one as known."""
+    def mark_launched(self, num_computed: int, draws: bool) -> None:
+        """Count ``num_computed`` tokens as computed, and with ``draws`` an UNKNOWN one as known."""
         self.num_computed = num_computed
         if draws:
             self.tokens.append(UNKNOWN)
 
-    def land(self, num_computed: int, drew: bool) -> None:
-        """Takes that back; no more than ``num_computed`` are."""
+    def commit_step(self, num_computed: int, drew: bool) -> None:
+        """Undo ``mark_launched``: ``num_computed`` tokens are computed."""
         self.num_computed = num_computed
         if drew:
             self.tokens.pop()
@@ -234,7 +236,7 @@ class Sequence:
     # what is told of it
 
     def admitted(self, now: float) -> None:
-        """It comes into the batch: for the first time, or again."""
+        """Note its admission to the batch, the first one or a later one."""
         if self.is_preempted:
             self.is_preempted = False
             self.news = self.news._replace(residence=Residence.RESUMED)
@@ -243,7 +245,7 @@ class Sequence:
             self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
 
     def preempted(self) -> None:
-        """It has lost its blocks."""
+        """Note that it lost its blocks."""
         self.is_preempted = True
         count = self.news.preemptions + 1
         self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
@@ -257,7 +259,7 @@ class Sequence:
         return news
 
     def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
-        """What is to be told of it beside new tokens; with ``stop`` it is the last."""
+        """Return an outcome without new tokens; with ``stop`` it is the last one."""
         return Outcome(
             self.key,
             self.num_output,
@@ -268,7 +270,7 @@ class Sequence:
         )
 
     def prefill_progress(self) -> Outcome:
-        """Return how many of the known tokens are computed here so far; news stays untold."""
+        """Return how many known tokens are computed here so far."""
         return Outcome(
             self.key,
             self.num_output,
@@ -279,7 +281,7 @@ class Sequence:
     # what it is to compute
 
     def admission(self) -> Admission:
-        """What the runner has to know of it from its first row on."""
+        """Return what the runner must know of it before its first row."""
         return Admission(
             slot=self.slot,
             tokens=tuple(self.tokens),
@@ -291,8 +293,7 @@ class Sequence:
         )
 
     def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:
-        """Its share of a step that computes its next ``count`` tokens, and ``drafts`` after the
-        last known one."""
+        """Return its row of a step: its next ``count`` tokens, then ``drafts``."""
         end = self.num_computed + count
         return Row(
             slot=self.slot,
@@ -307,18 +308,17 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """The first position of its prompt that was not told before, and what ``logprobs``, those
-        of a row that scores, have from there on."""
+        """Return the first unreported position of its prompt, and ``logprobs`` from there on."""
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
         return first, logprobs[first - (row.start + 1) :]
 
     def hashes_before(self) -> list[bytes]:
-        """Of the blocks that were computed when it was preempted."""
+        """Return the hashes of the blocks that were computed before its preemption."""
         return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:
-        """Hash of its ``index``-th block, all of whose tokens are known."""
+        """Return the hash of its ``index``-th block, whose tokens must all be known."""
         while len(self._hashes) <= index:
             start = len(self._hashes) * BLOCK_SIZE
             parent = self._hashes[-1] if self._hashes else self.salt

@@ -1,8 +1,8 @@
-"""What a step is planned from, of every batch slot, as columns: a step that decodes is planned by a
-few operations on them, and not by one for each sequence. Pure.
+"""Slot table: the state of all batch slots as arrays. Pure.
 
-The sequences have the same in their fields, for everything else; ``put`` and ``extend`` follow a
-change there, ``draw_one`` is what most rows of most steps come to.
+A decode step is planned with a few array operations instead of one loop over sequences. Sequences
+hold the same values in their fields; ``write`` and ``extend`` follow changes there, and
+``draw_one`` is the usual case of a decoded row.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.plan import UNKNOWN, Flags, Ints, Row, Rows
 from worker.engine.sequence import Sequence
 
 
 class SlotTable:
-    """Of ``limits.max_num_seqs`` slots. In an empty one nothing is known and nothing remains."""
+    """State of ``limits.max_num_seqs`` slots. An empty slot has no known tokens."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -40,8 +40,8 @@ class SlotTable:
 
     # what changes
 
-    def put(self, sequence: Sequence) -> None:
-        """What stands in the fields of a sequence with a slot, but for its block table."""
+    def write(self, sequence: Sequence) -> None:
+        """Copy the fields of a sequence with a slot, except its block table."""
         self._numbers[:-1, sequence.slot] = (
             sequence.order,
             sequence.num_known,
@@ -52,40 +52,39 @@ class SlotTable:
         )
 
     def extend(self, slot: int, blocks: Several[int]) -> None:
-        """Adds ``blocks`` to its block table."""
+        """Append ``blocks`` to the block table of a slot."""
         begin = self._num_blocks[slot]
         end = begin + len(blocks)
         self._tables[slot, begin:end] = blocks
         self._num_blocks[slot] = end
 
     def extend_by_one(self, slots: Ints, blocks: Several[int]) -> None:
-        """Adds one of ``blocks`` to the block table of each of ``slots``."""
+        """Append one of ``blocks`` to the block table of each of ``slots``."""
         self._tables[slots, self._num_blocks[slots]] = blocks
         self._num_blocks[slots] += 1
 
     def cut(self, slot: int, num_blocks: int) -> None:
-        """Leaves the first ``num_blocks`` in its block table."""
+        """Keep the first ``num_blocks`` of a block table."""
         self._num_blocks[slot] = num_blocks
 
     def clear(self, slot: int) -> None:
         self._numbers[:, slot] = 0
 
     def draw_one(self, slots: Ints, tokens: Several[int]) -> None:
-        """Behind all that is computed in each of ``slots`` by now, another token is known."""
+        """Add one drawn token to each of ``slots``, whose other tokens are all computed."""
         self._num_computed[slots] = self._num_known[slots]
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
-    def take_off(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
-        """``num_computed`` [n] of ``slots`` [n] count as computed, and where one ``draws`` another
-        token as known."""
+    def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
+        """Count ``num_computed`` [n] of ``slots`` [n] as computed, and an UNKNOWN token as known
+        where ``draws`` [n] is set."""
         self._num_computed[slots] = num_computed
         self._num_known[slots] += draws
         self._last_tokens[slots[draws]] = UNKNOWN
 
-    def land(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
-        """Takes that back; no more than ``num_computed`` are. The last tokens of those that drew
-        mean nothing until they are drawn."""
+    def commit_steps(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
+        """Undo ``mark_launched``. The last tokens of rows that drew are invalid until written."""
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= drew
 
@@ -93,30 +92,32 @@ class SlotTable:
 
     @property
     def known_by_slot(self) -> Ints:
-        """Known tokens; 0 in an empty slot. Not a copy."""
+        """Known tokens [slots]; 0 in an empty slot. Not a copy."""
         return self._num_known
 
     def decoding(self) -> Ints:
-        """Slots where one known token is not computed, by arrival, but for those that end by it:
-        of these there are some only while a step is in flight."""
+        """Return the slots with one token to compute, by arrival.
+
+        Without those that end by it, which exist only while a step is in flight.
+        """
         return self._by_order((self._remaining == 1) & self._goes_on)
 
     def prefilling(self) -> Ints:
-        """Those where more are, by arrival."""
+        """Return the slots with several tokens to compute, by arrival."""
         return self._by_order(self._remaining > 1)
 
     def lacking(self) -> Ints:
-        """Slots whose known tokens need more blocks than their tables have."""
+        """Return the slots whose known tokens need more blocks than their tables have."""
         lacks: Flags = self._num_known > self._num_blocks * BLOCK_SIZE
         return (lacks & self._goes_on).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Those of the slots ``decoding`` whose next token is the last of its block."""
+        """Return those of ``decoding`` whose next token is the last of its block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 
     def rows(self, decoding: Ints, others: Iterable[Row]) -> Rows:
-        """One for each of the slots ``decoding``, then ``others``."""
+        """Return a row for each slot in ``decoding``, then ``others``."""
         starts, tokens = self._num_computed[decoding], self._last_tokens[decoding]
         rows = Rows.decoding(decoding, starts, tokens, self._tables)
         others = tuple(others)
@@ -134,25 +135,25 @@ class SlotTable:
 
     @property
     def num_known(self) -> int:
-        """Tokens, of all slots."""
+        """Known tokens of all slots."""
         return int(self._num_known.sum())
 
     @property
     def num_prefilling(self) -> int:
-        """Tokens that remain where more than one does."""
+        """Tokens to compute in slots that have more than one."""
         remaining = self._remaining
         return int(remaining[remaining > 1].sum())
 
     @property
     def num_unfilled(self) -> int:
-        """Places for tokens in the tables' blocks in which none was computed."""
+        """Token places in allocated blocks that hold no computed token."""
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compares them with all ``sequences`` that have a slot. Raises AssertionError."""
         right = SlotTable(self._limits)
         for sequence in sequences:
-            right.put(sequence)
+            right.write(sequence)
             right.extend(sequence.slot, sequence.block_table)
         differs = (self._numbers != right._numbers).any(axis=0)
         assert not differs.any(), f"slots {np.flatnonzero(differs)}"

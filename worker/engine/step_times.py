@@ -53,7 +53,7 @@ class Stopwatch:
     def start(self) -> None:
         self._since = self._clock()
 
-    def end(self, part: Part) -> None:
+    def lap(self, part: Part) -> None:
         """What has passed since the last boundary was this."""
         now = self._clock()
         self._sums[part] += now - self._since

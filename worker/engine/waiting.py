@@ -1,4 +1,4 @@
-"""The sequences that are not in the batch, in their order. Pure."""
+"""Waiting sequences, in order. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ Place = tuple[int, ...]
 
 
 def by_arrival(sequence: Sequence) -> Place:
-    """Those of a larger ``priority`` first. One that was preempted comes back in front of all of
-    its class that arrived later."""
+    """Return the place by ``priority``, larger first, then by arrival, also after a preemption."""
     return -sequence.priority, sequence.order
 
 
 class WaitingLine:
-    """By ``place``, which is the same as long as a sequence waits, and never a later one when it
-    comes back.
+    """Queue of waiting sequences by ``place``, which is constant while a sequence waits.
 
     Every operation is O(log n) at most.
     """
@@ -42,7 +40,7 @@ class WaitingLine:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens of all members."""
+        """Known tokens of all waiting sequences."""
         return self._num_tokens
 
     def push(self, sequence: Sequence) -> None:
@@ -51,7 +49,7 @@ class WaitingLine:
         self._num_tokens += sequence.num_known
 
     def head(self) -> Sequence | None:
-        """The first in line, which stays there."""
+        """Return the first sequence without removing it."""
         while self._heap:
             if (sequence := self._members.get(self._heap[0][-1])) is not None:
                 return sequence

@@ -1,8 +1,10 @@
 """Structured output: which tokens a grammar lets a sequence produce next.
 
-    event loop       GrammarCompiler --first grammar--> nursery        (llguidance, the vocabulary)
+    event loop       GrammarCompiler --first grammar--> fork server        (llguidance, the
+    vocabulary)
                            |                               | fork
-                           |<--CompiledGrammar-- one keeper a grammar  (compiles, follows sequences)
+                           |<--CompiledGrammar-- one grammar process a grammar  (compiles, follows
+                           sequences)
     engine's thread     Matcher <-------masks------------->|
 
     schema, json_grammar    JSON schema -> shapes of values -> grammar in Lark syntax

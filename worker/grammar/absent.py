@@ -1,4 +1,4 @@
-"""What a worker without a tokenizer says to a grammar. Pure."""
+"""Answer of a worker without a tokenizer to a grammar. Pure."""
 
 from __future__ import annotations
 

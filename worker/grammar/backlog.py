@@ -1,4 +1,4 @@
-"""What the keepers still have to do, in the CPU time that it will probably take. Pure."""
+"""What the processes still have to do, in the CPU time that it will probably take. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Backlog:
-    """Of all keepers together. Used by one thread."""
+    """Predicted CPU time of all unanswered requests to grammar processes. Used by one thread."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -27,7 +27,7 @@ class Backlog:
 
 
 class Account:
-    """One keeper's part of a backlog: what it was asked and has not answered, by matcher.
+    """One grammar process's part of a backlog: what it was asked and has not answered, by matcher.
 
     A matcher's next answer will take as long as its last one, or half as long as the one before,
     whichever is more; its first may take ``budget_s``.
@@ -48,11 +48,11 @@ class Account:
         self._backlog.add(-self._due_s[matcher].popleft())
         self._cost_s[matcher] = max(cpu_s, self._cost_s.get(matcher, 0.0) / 2)
 
-    def forget(self, matcher: int) -> None:
-        """Nobody waits for its answers any more."""
+    def cancel(self, matcher: int) -> None:
+        """Forget requests whose answers are not needed any more."""
         self._backlog.add(-sum(self._due_s.pop(matcher, ())))
         self._cost_s.pop(matcher, None)
 
     def forget_all(self) -> None:
         for matcher in list(self._due_s):
-            self.forget(matcher)
+            self.cancel(matcher)

@@ -1,4 +1,4 @@
-"""Rank 0's end of the socket to one keeper, once its grammar is compiled."""
+"""Rank 0's end of the socket to one grammar process, once its grammar is compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everlift.errors import EngineFailed, EverliftError, InvalidGrammar
 from worker.grammar.backlog import Account, Backlog
 from worker.grammar.messages import CHUNK, Frames, Reply, Request, decode_reply, encode_request
 
-#: A step waits for what the keepers have to do while it is no more than this on each core: common
+#: A step waits for what the processes have to do while it is no more than this on each core: common
 #: grammars take a fraction of a millisecond a token, and who sits a step out decodes slower.
 _BACKLOG_S = 0.005
 _CORES = os.cpu_count() or 1
@@ -22,22 +22,23 @@ _CORES = os.cpu_count() or 1
 
 class Channel:
     """Requests go out at once, replies wait here until they are taken. Used by one thread, but for
-    what says otherwise. With the last reference to it the socket closes, and the keeper ends."""
+    what says otherwise. With the last reference to it the socket closes, and the grammar process
+    ends."""
 
     def __init__(
-        self, sock: socket.socket, mask_budget_s: float, patience_s: float, backlog: Backlog
+        self, sock: socket.socket, mask_budget_s: float, timeout_s: float, backlog: Backlog
     ) -> None:
-        """Nothing is waited for longer than ``patience_s``."""
+        """Nothing is waited for longer than ``timeout_s``."""
         sock.setblocking(False)
         self._sock = sock
-        #: the keeper is: what it may still have said is not read
+        #: the grammar process is: what it may still have said is not read
         self._is_given_up = False
         self._frames = Frames()
         #: of every matcher that somebody asks about
         self._replies: dict[int, deque[Reply]] = {}
         self._forgotten: deque[int] = deque()
         self._mask_budget_s = mask_budget_s
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         #: when something went over the socket last
         self._stirred = time.monotonic()
         self._backlog = backlog
@@ -47,28 +48,30 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """The keeper is gone. May be asked in another thread than the rest."""
+        """The grammar process is gone. May be asked in another thread than the rest."""
         poll = select.poll()
         # No event is asked for: that the other end is closed is told unasked.
         poll.register(self._sock, 0)
         return bool(poll.poll(0))
 
     def expect(self, matcher: int) -> None:
-        """The keeper will be told something about ``matcher``: from now on it has that to do."""
+        """The grammar process will be told something about ``matcher``: from now on it has that to
+        do."""
         self._account.asked(matcher)
 
-    def tell(self, request: Request) -> None:
-        """What was expected. Raises EverliftError when the keeper is gone."""
+    def send(self, request: Request) -> None:
+        """What was expected. Raises EverliftError when the grammar process is gone."""
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
         self._stirred = time.monotonic()
 
-    def take(self, matcher: int, began: float) -> bytes:
+    def take_reply(self, matcher: int, began: float) -> bytes:
         """The body of the next reply about ``matcher``. Raises EverliftError for a refusal, when
-        the keeper is gone, or where the reply is not here in time: the patience of whoever waits
-        is counted from when it ``began`` to wait, for this keeper or others, in monotonic time."""
-        deadline = began + self._patience_s
+        the grammar process is gone, or where the reply is not here in time: the patience of whoever
+        waits is counted from when it ``began`` to wait, for this grammar process or others, in
+        monotonic time."""
+        deadline = began + self._timeout_s
         while not self._replies[matcher]:
             if not self._receive() and not self._wait(select.POLLIN, deadline):
                 # One that answers others meanwhile is behind with its work, and goes on.
@@ -80,11 +83,11 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the keepers have more to do than a step can wait for."""
+        """True if the processes have more to do than a step can wait for."""
         return self._backlog.seconds > _BACKLOG_S * _CORES
 
     def has_reply(self, matcher: int) -> bool:
-        """Whether ``take`` would not wait."""
+        """True if ``take`` would not wait."""
         try:
             while not self._replies[matcher]:
                 if not self._receive():
@@ -93,25 +96,25 @@ class Channel:
             pass  # take says it again
         return True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """May be called in another thread than the rest, and again."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def forget(self, matcher: int) -> None:
-        """Nobody asks about ``matcher`` any more. Called in any thread, where it is collected."""
+    def drop_matcher(self, matcher: int) -> None:
+        """Drop ``matcher``. Called in any thread, by the garbage collector."""
         self._forgotten.append(matcher)
 
     def _drop_forgotten(self) -> None:
         while self._forgotten:
             matcher = self._forgotten.popleft()
             self._replies.pop(matcher, None)
-            self._account.forget(matcher)
+            self._account.cancel(matcher)
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
         """Takes what comes meanwhile, or both ends would wait for each other."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         unsent = memoryview(data)
         while unsent:
             try:
@@ -124,7 +127,6 @@ class Channel:
                 raise self._lost() from None
 
     def _receive(self) -> bool:
-        """Whether there was something."""
         if self._is_given_up:
             raise self._lost()
         try:
@@ -142,17 +144,16 @@ class Channel:
         return True
 
     def _wait(self, events: int, deadline: float) -> bool:
-        """Whether one of them came in time."""
         poll = select.poll()
         poll.register(self._sock, events)
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
-        """Gives up the keeper, and all that it was asked: no reply to any of that counts."""
+        """Give up the grammar process and all its pending requests."""
         self._is_given_up = True
         for replies in self._replies.values():
             replies.clear()
-        self.end()
+        self.close()
         self._account.forget_all()
         return self._too_slow()
 

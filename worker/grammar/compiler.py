@@ -22,24 +22,24 @@ from worker.grammar.channel import Channel
 from worker.grammar.matcher import CompiledGrammar
 from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_reply, encode_request
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 Done = Callable[[CompiledGrammar | EverliftError], None]
 
-#: What a keeper takes beside its grammar.
-_KEEPER_BYTES = 6 << 20
+#: What a grammar process takes beside its grammar.
+_PROCESS_BYTES = 6 << 20
 #: Where the processors are shared, so many times the CPU time may pass.
 _PATIENCE = 6
-#: A keeper that the kernel does not let run has so many times its CPU time for a mask,
+#: A grammar process that the kernel does not let run has so many times its CPU time for a mask,
 _MASK_PATIENCE = 50
 #: but no more than this part of the time after which a step counts as stuck.
 _STEP_PART = 0.5
 
 
-class Keepers(Protocol):
-    """Where they come from."""
+class GrammarProcesses(Protocol):
+    """Source of grammar processes."""
 
-    async def keeper(self) -> socket.socket:
+    async def start_process(self) -> socket.socket:
         """The socket, non-blocking, to a process that keeps nothing yet."""
         ...
 
@@ -49,12 +49,14 @@ class Keepers(Protocol):
 class GrammarCompiler:
     """``compile`` and ``close`` are called in the event loop's thread, and ``done`` is."""
 
-    def __init__(self, settings: Grammars, keepers: Keepers, step_timeout: float) -> None:
+    def __init__(
+        self, settings: Grammars, processes: GrammarProcesses, step_timeout: float
+    ) -> None:
         """``step_timeout`` is after how many seconds a step may count as stuck."""
         self._settings = settings
         masks_s = _MASK_PATIENCE * settings.step_budget
         self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)
-        self._keepers = keepers
+        self._processes = processes
         self._backlog = Backlog()
         self._dones: dict[Grammar, list[Done]] = {}
         self._waiting: deque[Grammar] = deque()
@@ -84,10 +86,10 @@ class GrammarCompiler:
         for task in self._compiling.values():
             task.cancel()
         for grammar in tuple(self._alive.values()):
-            grammar.end()
+            grammar.fail_sequences()
         self._waiting.clear()
         self._kept.clear()
-        self._keepers.close()
+        self._processes.close()
 
     def _known(self, grammar: Grammar) -> CompiledGrammar | InvalidGrammar | None:
         known = self._kept.get(grammar) or self._alive.get(grammar)
@@ -118,26 +120,27 @@ class GrammarCompiler:
             return EngineFailed("the grammar compiler failed")
 
     async def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        sock = await self._keepers.keeper()
+        sock = await self._processes.start_process()
         try:
             compiled = Compiled.decode(await self._reply(sock, grammar))
         except BaseException:
             sock.close()
             raise
-        budget_s, patience_s = self._settings.step_budget, self._mask_patience_s
-        channel = Channel(sock, budget_s, patience_s, self._backlog)
+        budget_s, timeout_s = self._settings.step_budget, self._mask_patience_s
+        channel = Channel(sock, budget_s, timeout_s, self._backlog)
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
-        """The body of the keeper's reply to ``compile``. A refusal is kept: it would be the same
-        again. Why a keeper ended nobody knows, and it may not be the grammar's fault."""
+        """The body of the grammar process's reply to ``compile``. A refusal is kept: it would be
+        the same
+        again. Why a grammar process ended nobody knows, and it may not be the grammar's fault."""
         loop, replies = asyncio.get_running_loop(), _Replies(sock)
         try:
             await replies.next()
         except (EOFError, OSError):
             raise EngineFailed("no grammar can be compiled: the worker's log says why") from None
         request = {"do": "compile", "kind": grammar.kind.value, "texts": grammar.texts}
-        # A keeper that has ended meanwhile gives no answer below.
+        # A grammar process that has ended meanwhile gives no answer below.
         with suppress(ConnectionError):
             await loop.sock_sendall(sock, encode_request(request))
         try:
@@ -155,7 +158,6 @@ class GrammarCompiler:
         return reply.body
 
     def _keep(self, grammar: Grammar, result: CompiledGrammar | InvalidGrammar) -> None:
-        """What was used least recently makes room. What sequences hold lives on with them."""
         self._kept[grammar] = result
         self._kept.move_to_end(grammar)
         while sum(map(_cost, self._kept.values())) > self._settings.cache_mib << 20:
@@ -163,8 +165,6 @@ class GrammarCompiler:
 
 
 class _Replies:
-    """What a keeper says, one reply at a time."""
-
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._frames = Frames()
@@ -178,7 +178,6 @@ class _Replies:
 
 
 def _cost(kept: CompiledGrammar | InvalidGrammar) -> int:
-    """In bytes, of processes and of texts."""
     if isinstance(kept, CompiledGrammar):
-        return _KEEPER_BYTES + kept.num_bytes
+        return _PROCESS_BYTES + kept.num_bytes
     return MAX_GRAMMAR_BYTES

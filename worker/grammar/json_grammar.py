@@ -28,7 +28,7 @@ from worker.grammar.schema import (
     Text,
     parse,
 )
-from worker.grammar.token_trie import LimitExceeded, allowed_tokens, token_matcher, token_trie
+from worker.grammar.vocabulary import LimitExceeded, allowed_tokens, token_matcher, token_trie
 
 _MAX_RULES = 20_000
 #: Sets of values that an array with unique items may have used; more are written in order.
@@ -235,7 +235,6 @@ class _Writer:
         return integer_terminal(shape.numbers)
 
     def _is_too_fine(self, shape: Shape) -> bool:
-        """Whether numbers fit, but none that is written with at most EXACT_DIGITS digits."""
         is_any = not shape.divisors and not shape.has_integers_only and shape.values is None
         return is_any and not shape.numbers.is_empty and self._number(shape) is None
 
@@ -394,7 +393,6 @@ class _Writer:
     def _states(
         self, values: Sequence[Sequence[Json] | None], items: Items, is_ordered: bool
     ) -> dict[_Used, list[tuple[Json, _Used]]] | None:
-        """``is_ordered``, values follow each other as the schema lists them. None: too many."""
         most = self._most_items(items)
         is_counted = not is_ordered or items.least > 1 or most is not None
         start = _Used(0, frozenset())
@@ -437,8 +435,6 @@ class _Writer:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """How many values an array has so far, and which; or the place of the next one in order."""
-
     count: int
     marks: frozenset[str]
     place: int = 0
@@ -453,7 +449,6 @@ _BYTES = token_trie([bytes([byte]) for byte in range(256)], slices=())
 
 @cache
 def _is_empty(expression: str) -> bool:
-    """Whether no text matches the terminal's ``expression``."""
     matcher = token_matcher(_BYTES, f"start: T\nT: {expression}\n")
     try:
         # The last one is the end token.
@@ -496,7 +491,6 @@ def _multiples(shape: Shape) -> tuple[int, int, int]:
 
 
 def _required(shape: Shape) -> list[Conjunction]:
-    """The nodes without which no value has ``shape``."""
     members = [node for _, node, is_required in shape.members.named if is_required]
     items = [*shape.items.front, shape.items.rest]
     return members + items[: shape.items.least]

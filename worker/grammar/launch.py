@@ -1,4 +1,4 @@
-"""What the nursery is started with. Pure."""
+"""Start parameters of the fork server. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``control`` is the descriptor of the control socket, ``process_mib`` what a keeper may
+    """``control`` is the descriptor of the control socket, ``process_mib`` what a grammar process
+    may
     allocate."""
 
     control: int

@@ -17,10 +17,11 @@ from worker.grammar.messages import Request
 
 
 class CompiledGrammar:
-    """What ``Admission.grammar`` is on the rank that draws. Its keeper lives as long as it does.
+    """What ``Admission.grammar`` is on the rank that draws. Its grammar process lives as long as it
+    does.
 
     ``eos_token_ids`` are what ends an output of the model; ``num_bytes`` is what the grammar takes
-    in its keeper.
+    in its grammar process.
     """
 
     def __init__(self, channel: Channel, eos_token_ids: tuple[int, ...], num_bytes: int) -> None:
@@ -31,19 +32,19 @@ class CompiledGrammar:
 
     @property
     def is_lost(self) -> bool:
-        """Its keeper is gone."""
+        """True if its grammar process is gone."""
         return self._channel.is_lost
 
-    def end(self) -> None:
-        """Its sequences cannot go on."""
-        self._channel.end()
+    def fail_sequences(self) -> None:
+        """Let its sequences fail."""
+        self._channel.close()
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Matcher:
         """Of a sequence that has ``output`` already.
 
         Where the grammar is complete, ``stop_token_ids`` are allowed, and nowhere else. Raises
-        EverliftError when the keeper is gone; an output that is not of the grammar is found out
-        when its mask is asked for.
+        EverliftError when the grammar process is gone; an output that is not of the grammar is
+        found out when its mask is asked for.
         """
         return Matcher(self._channel, next(self._matchers), stop_token_ids, output)
 
@@ -70,7 +71,7 @@ class Matcher:
                 "tokens": list(output),
             }
         )
-        weakref.finalize(self, channel.forget, number)
+        weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
         """Whether the mask of its next token is here, or why there will be none; or if it is worth
@@ -85,7 +86,7 @@ class Matcher:
         """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
         may come next and after each draft. How many of the drafts the grammar allows, of which a
         stop token is none; what stands behind them is 0. ``began`` is when the step began to wait
-        for masks, in monotonic time. While the keepers are busy none is allowed: they would be
+        for masks, in monotonic time. While the processes are busy none is allowed: they would be
         asked about behind all that waits."""
         into.zero_()
         _fill(into[:1], self._mask_of_next(began))
@@ -93,7 +94,7 @@ class Matcher:
         if not drafts or self._channel.is_busy:
             return 0
         self._tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
-        masks = self._channel.take(self._number, began)
+        masks = self._channel.take_reply(self._number, began)
         num_allowed = len(masks) // (into.shape[1] * into.element_size())
         _fill(into[1 : 1 + num_allowed], masks)
         return num_allowed
@@ -104,21 +105,20 @@ class Matcher:
             self._mask_of_next(time.monotonic())
             self._expect_token()
             self._next, self._is_drawing = None, False
-            self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
+            self._channel.send({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
 
     def _expect_token(self) -> None:
-        """It is drawn from now on. That of the next one is still to be made, and counts already."""
         if not self._is_drawing:
             self._is_drawing = True
             self._channel.expect(self._number)
 
     def _tell(self, request: Request) -> None:
         self._channel.expect(self._number)
-        self._channel.tell(request)
+        self._channel.send(request)
 
     def _mask_of_next(self, began: float) -> bytes:
         if self._next is None:
-            self._next = self._channel.take(self._number, began)
+            self._next = self._channel.take_reply(self._number, began)
         return self._next
 
 

@@ -1,9 +1,10 @@
-"""What goes over the socket between rank 0 and a grammar's keeper.
+"""What goes over the socket between rank 0 and a grammar process.
 
     request    length, JSON
     reply      length, status, matcher, CPU time, body: masks, JSON, or a refusal's cause in UTF-8
 
-A keeper says first that it is there, by a reply of its own; then each request but ``drop`` has one.
+A grammar process says first that it is there, by a reply of its own; then each request but ``drop``
+has one.
 """
 
 from __future__ import annotations

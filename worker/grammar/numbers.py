@@ -120,7 +120,6 @@ def _both(lower: str, upper: str | None) -> str:
 
 
 def _at_least(number: int, width: int) -> str:
-    """Integers of at most ``width`` digits, without a sign."""
     text = str(number)
     if number == 0:
         return f"(0|[1-9]{_DIGIT}{{0,{width - 1}}})"
@@ -137,7 +136,6 @@ def _at_most(number: int) -> str:
 
 
 def _decimal_at_least(scaled: int, places: int) -> str:
-    """Decimals of at most so many ``places``, of which ``scaled`` is so many times the least."""
     whole, digits = _split(scaled, places)
     width = max(_MAX_DIGITS, len(str(whole + 1)) + 1)
     above = f"{_at_least(whole + 1, width)}{_fraction(places)}"
@@ -163,7 +161,6 @@ def _decimal_at_most(scaled: int, places: int) -> str:
 
 
 def _split(scaled: int, places: int) -> tuple[int, str]:
-    """The integer part, and the digits behind the point without the zeros at the end."""
     whole, rest = divmod(scaled, 10**places)
     return whole, f"{rest:0{places}d}".rstrip("0") if places else ""
 
@@ -177,7 +174,6 @@ def _more(count: int) -> str:
 
 
 def _greater(text: str, places: int | None = None) -> list[str]:
-    """Of digits that are as many, or at most ``places``, with a greater value."""
     return [
         f"{text[:at]}[{int(digit) + 1}-9]{_rest(text, at, places)}"
         for at, digit in enumerate(text)

@@ -433,7 +433,6 @@ def _spelled(node: Chars, wide: bool) -> str:
 
 
 def _names(node: Chars, code: int) -> bool:
-    """Whether ``node`` lists the control character ``code`` in a range of control characters."""
     return not node.negated and any(low <= code <= high < 0x20 for low, high in node.ranges)
 
 
@@ -451,7 +450,6 @@ def _class_text(node: Chars, wide: bool) -> str:
 
 
 def _has(node: Chars, code: int, wide: bool) -> bool:
-    """Whether ``node`` matches a control character, a quotation mark or a backslash."""
     is_inner_wide = wide != node.negated
     is_member = any(low <= code <= high for low, high in node.ranges) or any(
         _in_category(category, code, is_inner_wide) for category in node.categories

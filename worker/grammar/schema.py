@@ -577,7 +577,6 @@ class Document:
         return [value for value in values if all(self._fits(value, each) for each in schemas)]
 
     def _fits(self, value: Json, schema: Json) -> bool:
-        """Whether ``value`` fits ``schema``, under all rules of JSON Schema."""
         try:
             return self._is_valid(value, schema)
         except NotEnforceable:
@@ -850,12 +849,10 @@ _BOUNDS = (
 
 
 def _distinct(parts: Alternative) -> Alternative:
-    """One participant for each schema: the same schema may be included twice."""
     return tuple({id(part.schema): part for part in parts}.values())
 
 
 def _agree(parts: Alternative) -> bool:
-    """Whether ``parts`` have the same branch of a `oneOf` that is included twice."""
     chosen: dict[int, int] = {}
     return all(
         chosen.setdefault(id(part.schema), part.choice.chosen) == part.choice.chosen
@@ -879,7 +876,6 @@ def _allowed_types(schemas: Sequence[dict[str, Json]]) -> tuple[frozenset[str], 
 
 
 def _implied_types(schemas: Sequence[dict[str, Json]]) -> frozenset[str]:
-    """The one type that the keywords concern, if it is one and none is named."""
     keywords = frozenset().union(*schemas)
     implied = [name for name, own in _BY_TYPE.items() if own & keywords]
     return frozenset(implied) if len(implied) == 1 and "type" not in keywords else TYPES
@@ -913,7 +909,6 @@ def _listed(schema: dict[str, Json], keyword: str) -> list[Json]:
 
 
 def _key(value: Json) -> object:
-    """Equal for values that JSON Schema takes for equal."""
     if isinstance(value, dict):
         return frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):

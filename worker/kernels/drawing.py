@@ -78,7 +78,6 @@ def _mix(x):
 
 @triton.jit
 def _largest(source, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, and the first token that has it or a mark."""
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     first = tl.zeros([BLOCK], tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
@@ -96,7 +95,6 @@ def _largest(source, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
-    """Probabilities relative to the largest; 0 behind the vocabulary's end."""
     values = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf"))
     return tl.exp((values - largest) / temperature)
 
@@ -124,7 +122,6 @@ def _least_kept(
 
 @triton.jit
 def _mass(source, largest, temperature, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """fp64: of all weights that are not below ``least``."""
     by_lane = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, VOCAB, BLOCK):
         weights = _weights(source, begin + tl.arange(0, BLOCK), largest, temperature, VOCAB)
@@ -178,7 +175,6 @@ def _crossing(
 
 @triton.jit
 def _walk(source, largest, temperature, least, share, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose cumulative weight, of those that are kept, exceeds ``share`` of it."""
     target = share * _mass(source, largest, temperature, least, VOCAB, BLOCK)
     passed = tl.full([], 0.0, tl.float64)
     token = tl.full([], -1, tl.int32)

@@ -1,4 +1,4 @@
-"""What a layer computes between its products, in one piece each: sum and norm, and the gate."""
+"""Fused pointwise kernels of a layer: sum and norm, and the gate."""
 
 from __future__ import annotations
 

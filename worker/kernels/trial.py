@@ -1,4 +1,4 @@
-"""Whether the kernels can be used here: Triton may be missing, or the C compiler that it needs."""
+"""Trial of the kernels: Triton or its C compiler may be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 def kernels_work(device: torch.device) -> bool:

@@ -41,7 +41,7 @@ class StoredTensor:
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """In the order in which they lie in the file. Raises BadCheckpoint."""
+    """Yield the tensors in the order of the file. Raises BadCheckpoint."""
     try:
         header = read_header(path)
         size = path.stat().st_size
@@ -89,7 +89,6 @@ def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
-    """``data`` is where the first tensor begins."""
     try:
         dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         start, end = map(int, entry["data_offsets"])

@@ -24,7 +24,7 @@ _ALONE = 1 << 14
 
 
 class CompiledPointwise(TorchPointwise):
-    """For tensors of one dtype on the CPU."""
+    """Pointwise operations for tensors of one dtype on the CPU."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -84,7 +84,7 @@ class CompiledPointwise(TorchPointwise):
         return out
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """In place."""
+        """Rotate in place."""
         cos, sin = angle
         tokens, number, head_dim = heads.shape
         assert heads.stride()[1:] == (head_dim, 1) and heads.dtype == self._dtype
@@ -103,7 +103,6 @@ class CompiledPointwise(TorchPointwise):
         return heads
 
     def _whole(self, x: Tensor) -> Tensor:
-        """In one run of memory."""
         assert x.dtype == self._dtype
         return x.contiguous()
 

@@ -168,7 +168,7 @@ class Layer:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
     ) -> Tensor:
-        """As Residual's."""
+        """See Residual."""
         attend = partial(self.attention, angle=angle, attention=attention)
         added = self.around_attention(hidden, added, attend)
         return self.around_mlp(hidden, added, self.mlp)
@@ -183,16 +183,16 @@ class Layer:
 
 
 class Stack(Protocol):
-    """How a decoder's parameters are computed with."""
+    """Computation with a decoder's parameters."""
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """As Decoder.forward."""
+        """See Decoder.forward."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """As Decoder.logits, before the spec's divisor and cap."""
+        """See Decoder.logits, before the spec's divisor and cap."""
         ...
 
 
@@ -313,7 +313,6 @@ def _norm(name: str, width: int, spec: ModelSpec, place: Placement) -> RmsNorm:
 
 
 def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a layer's norms are called: those around attention, and those around the MLP."""
     if post_norms:
         return (
             ("input_layernorm", "post_attention_layernorm"),
@@ -338,7 +337,6 @@ def _column_parts(
 
 
 def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionForm:
-    """A window that no sequence outgrows is none."""
     window = layer.window if layer.window is not None and layer.window < max_model_len else None
     return AttentionForm(spec.attention_scale, window, spec.attention_softcap)
 

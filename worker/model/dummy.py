@@ -20,7 +20,7 @@ from everlift.progress import Progress, untold
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler
 from worker.model.layers import Piece
-from worker.model.runs import Run
+from worker.model.sharing import Run
 
 #: A prime: the rows of a table begin at different places of the stream.
 PERIOD = 262_147
@@ -60,7 +60,6 @@ def _read(stream: Tensor, runs: Iterable[Run], into: Tensor) -> None:
 
 
 def _copy(stream: Tensor, place: int, into: Tensor) -> None:
-    """From ``place`` on, and again from the beginning where it ends."""
     while len(into):
         part = stream[place : place + len(into)]
         into[: len(part)] = part

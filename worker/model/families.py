@@ -133,7 +133,6 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 
 def _qwen_layers(config: HfConfig) -> list[LayerSpec]:
-    """The first ``max_window_layers`` layers see everything, where any sees less."""
     window = config.optional_positive("sliding_window")
     window = window if config.flag("use_sliding_window") else None
     first = config.natural("max_window_layers")
@@ -159,7 +158,6 @@ def _gemma3(config: HfConfig) -> ModelSpec:
 
 
 def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
-    """Its text model; images are not taken."""
     text = config.section("text_config")
     spec = _gemma3(text)
     names = TensorNames(
@@ -172,7 +170,6 @@ def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
 
 
 def _gemma(config: HfConfig, layers: Sequence[LayerSpec]) -> ModelSpec:
-    """What Gemma 2 and 3 have in common."""
     config.refuse_unless("use_bidirectional_attention", False)
     return replace(
         _spec(config, layers, activation="hidden_activation"),
@@ -221,7 +218,6 @@ def _phi3_rope(config: HfConfig) -> Rope:
 
 
 def _granite(config: HfConfig) -> ModelSpec:
-    """A Llama with four factors."""
     config = config.over(_GRANITE)
     return replace(
         _llama(config),
@@ -249,7 +245,6 @@ ARCHITECTURES = tuple(_ADAPTERS)
 def _spec(
     config: HfConfig, layers: Sequence[LayerSpec], activation: str = "hidden_act"
 ) -> ModelSpec:
-    """What all families write alike; ``activation`` is the key of it."""
     config.refuse_unless("quantization_config")
     heads = config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", heads)
@@ -287,7 +282,6 @@ def _head_dim(config: HfConfig) -> int:
 
 
 def _max_position(config: HfConfig, rope: Rope) -> int:
-    """YaRN is switched on by the section of the config alone: the other number stays as it was."""
     written = config.positive("max_position_embeddings")
     if isinstance(rope.scaling, YarnScaling):
         return max(written, int(rope.scaling.factor * rope.scaling.original_context))
@@ -301,7 +295,6 @@ def _alike(config: HfConfig, rope: Rope, window: int | None) -> list[LayerSpec]:
 def _layers(
     config: HfConfig, kinds: Sequence[str], window: int | None, ropes: dict[str, Rope]
 ) -> list[LayerSpec]:
-    """A layer for each of ``layer_types``, or of ``kinds`` where the config does not say."""
     written = config.words("layer_types") or tuple(kinds)
     if len(written) != len(kinds):
         raise UnsupportedModel(f"layer_types names {len(written)} layers, there are {len(kinds)}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everlift.progress import Progress
 from worker.model.layers import Piece
-from worker.model.runs import Run, bounds_of, runs
+from worker.model.sharing import Run, bounds_of, runs
 
 #: Fills a flat tensor with runs of the stored one, which lie in it one after the other.
 Read = Callable[[Iterable[Run], Tensor], None]
@@ -27,8 +27,6 @@ _GAP_BYTES = 16 << 10
 
 
 class _Buffer(threading.local):
-    """Each thread's own."""
-
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -63,7 +61,6 @@ class Filler:
             self._progress(self._done_bytes, self.total_bytes)
 
     def _landing(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """``into`` itself, if ``shape`` can be read to it; else room for that in the buffer."""
         is_fit = into.dtype == dtype and into.shape == shape
         if is_fit and into.device.type == "cpu" and into.is_contiguous():
             return into
@@ -77,18 +74,15 @@ class Filler:
 def _read_of_a_row(
     wanted: tuple[range, ...], shape: tuple[int, ...], item_size: int
 ) -> tuple[range, ...]:
-    """What is read of each row for the sake of ``wanted``: all of it, where that is cheap."""
     unwanted = math.prod(shape) - math.prod(map(len, wanted))
     return tuple(map(range, shape)) if unwanted * item_size <= _GAP_BYTES else wanted
 
 
 def _within(inner: range, outer: range) -> slice:
-    """``inner``, counted from where ``outer`` begins."""
     return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
 def _batches(bounds: tuple[range, ...], item_size: int) -> Iterator[range]:
-    """As many rows at a time as the buffer holds, but at least one."""
     row_bytes = item_size * math.prod(map(len, bounds[1:]))
     if not row_bytes:
         return

@@ -26,15 +26,13 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """``parameters`` of one rope of ``config``, whose first ``dim`` features of a head it turns."""
-
     parameters: HfConfig
     config: HfConfig
     dim: int
 
     @property
     def original_context(self) -> int:
-        """How long the sequences were before the model was stretched."""
+        """Return the context length before the model was extended."""
         key = "original_max_position_embeddings"
         max_position = self.config.positive("max_position_embeddings")
         return self.config.positive(key, self.parameters.positive(key, max_position))

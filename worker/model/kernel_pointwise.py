@@ -74,5 +74,4 @@ class KernelPointwise(TorchPointwise):
 
 
 def _warps(width: int) -> int:
-    """Enough that a thread has some 16 numbers."""
     return min(16, max(1, width // 512))

@@ -28,7 +28,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a rank's parameters live, which rank it is, and by what it computes on ``device``."""
+    """Placement of a rank's parameters: device, rank, and kernels."""
 
     group: Group
     dtype: torch.dtype
@@ -93,7 +93,6 @@ class ColumnLinear:
             yield Piece(f"{part.name}.{kind}", shape, (part.held,), rows[: part.share.held])
 
     def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
-        """Of weight and bias, those of each part."""
         widths = [part.share.width for part in self._parts]
         for kind, parameter in (("weight", self.weight.plain), ("bias", self.bias)):
             if parameter is not None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Form(Protocol):
-    """How a weight [outputs, inputs] lies in memory."""
+    """Memory layout of a weight [outputs, inputs]."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
@@ -21,7 +21,7 @@ class Form(Protocol):
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Those of the weight at ``ids`` [T]: [T, inputs]."""
+        """Return the rows of the weight at ``ids`` [T]: [T, inputs]."""
         ...
 
 
@@ -38,7 +38,7 @@ class Packing(Protocol):
 
 
 class Plain:
-    """As a checkpoint has it."""
+    """Layout of a checkpoint."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -75,11 +75,11 @@ class Matrix:
         return self.form.multiply(x, bias)
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """As Form's."""
+        """See Form."""
         return self.form.multiply_to_fp32(x)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Those of the weight at ``ids`` [T]: [T, inputs]."""
+        """Return the rows of the weight at ``ids`` [T]: [T, inputs]."""
         return self.form.rows(ids)
 
 

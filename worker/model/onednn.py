@@ -17,7 +17,7 @@ from torch.nn import functional
 from everlift import logs
 from worker.model.matrix import agree
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Numbers of rows that a shape is tried with: oneDNN has other code for one and for many.
 _TRIED_ROWS = (1, 8, 64)
@@ -95,7 +95,6 @@ class OneDnnPacking:
 
 
 def _try(packed: OneDnn, weight: Tensor) -> None:
-    """Raises RuntimeError where its products are others than those of ``weight``."""
     generator = torch.Generator().manual_seed(0)
     inputs = weight.shape[1]
     x = torch.randn(max(_TRIED_ROWS), inputs, generator=generator).to(weight.dtype)

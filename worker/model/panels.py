@@ -18,7 +18,7 @@ from everlift import logs
 from worker.model.matrix import agree
 from worker.native import native
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("panels.cpp")
 #: Outputs in a panel.
@@ -64,7 +64,6 @@ class Panels:
         return x.contiguous()
 
     def _size(self, x: Tensor) -> tuple[int, int, int, int]:
-        """Rows, outputs, inputs, and the threads for them."""
         size = len(x), self.outputs, self.inputs
         return *size, _num_threads(math.prod(size))
 
@@ -114,7 +113,6 @@ def pays() -> bool:
 
 
 def _is_right(packing: PanelPacking) -> bool:
-    """A trial: a tile of each size, a panel that is not full, and a bias."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((13, 96), (WIDTH + 20, 96), (WIDTH + 20,))
     x, weight, bias = (torch.randn(s, generator=generator).to(torch.bfloat16) for s in shapes)

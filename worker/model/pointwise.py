@@ -1,4 +1,4 @@
-"""What a layer computes between its products, each token by itself."""
+"""Pointwise operations of a layer, each token by itself."""
 
 from __future__ import annotations
 

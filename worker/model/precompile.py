@@ -1,4 +1,4 @@
-"""The native code of a decoder, compiled all at once where this machine has not done so before."""
+"""Native code of a decoder: which kind is fastest here, compiled at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import torch
 
 from worker.attention.cpu import compiled_kernel
 from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.matrix import Packing
+from worker.model.onednn import OneDnnPacking
 from worker.model.panels import panel_packing
 from worker.model.panels import pays as panels_pay
 from worker.model.stack import stack_library
 from worker.native.argmax import choose_argmax
+
+
+def choose_packing(dtype: torch.dtype) -> Packing:
+    """Choose the layout for weights of ``dtype`` on the CPU."""
+    panels = panel_packing() if dtype == torch.bfloat16 else None
+    return panels or OneDnnPacking()
 
 
 def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: int) -> None:

@@ -74,7 +74,7 @@ def inverse_frequencies(rope: Rope, length: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What queries and keys are multiplied by as they are turned."""
+    """Factor of rotated queries and keys."""
     match rope.scaling:
         case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor
@@ -83,7 +83,6 @@ def attention_factor(rope: Rope) -> float:
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Blends ``plain`` (share 1: short waves) with ``plain / factor`` (share 0: long waves)."""
     waves_in_context = scaling.original_context * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share = ((waves_in_context - low) / (high - low)).clamp(0, 1)
@@ -91,7 +90,6 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    """Blends as _llama3 does, linearly in the pair's number."""
     first = _pair_with_turns(rope, scaling, scaling.beta_fast)
     last = _pair_with_turns(rope, scaling, scaling.beta_slow)
     if scaling.truncate:
@@ -103,6 +101,5 @@ def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
 
 
 def _pair_with_turns(rope: Rope, scaling: YarnScaling, turns: float) -> float:
-    """Which pair, in fractions, turns ``turns`` times in the original context."""
     waves = scaling.original_context / (turns * 2 * math.pi)
     return rope.dim * math.log(waves) / (2 * math.log(rope.theta))

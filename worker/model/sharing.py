@@ -1,19 +1,36 @@
-"""How a model's heads and features are shared out over tensor-parallel ranks. Pure arithmetic.
-
-All ranks have the same sizes, so that they run the same shapes: what does not divide is padded, and
-the padding's weights are zero. Query heads follow their KV head, since a rank attends to its own.
-
-    5 KV heads of 2 query heads, 2 ranks        2 KV heads of 3 query heads, 4 ranks
-
-    rank 0   K0 K1 K2   Q0 Q1 Q2 Q3 Q4 Q5       rank 0   K0   Q0 Q1
-    rank 1   K3 K4 --   Q6 Q7 Q8 Q9 -- --       rank 1   K0   Q2 --
-                                                rank 2   K1   Q3 Q4
-                                                rank 3   K1   Q5 --
-"""
+"""Shards of a model: heads, features and slices of tensors on tensor-parallel ranks. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """``length`` elements one after the other, from element ``start`` of the tensor on."""
+
+    start: int
+    length: int
+
+
+def bounds_of(slices: Sequence[slice], shape: Sequence[int]) -> tuple[range, ...]:
+    """What ``slices``, of step 1 and of the first dimensions or all, take of each dimension."""
+    whole = (slice(None),) * (len(shape) - len(slices))
+    return tuple(range(size)[part] for part, size in zip((*slices, *whole), shape, strict=True))
+
+
+def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
+    """What makes up the slice ``bounds`` of a tensor of ``shape``, in the slice's order. The
+    tensor has a dimension at least."""
+    row = math.prod(shape[1:])
+    if all(len(bound) == size for bound, size in zip(bounds[1:], shape[1:], strict=True)):
+        yield Run(bounds[0].start * row, len(bounds[0]) * row)
+        return
+    for index in bounds[0]:
+        for run in runs(shape[1:], bounds[1:]):
+            yield Run(index * row + run.start, run.length)
 
 
 @dataclass(frozen=True, slots=True)

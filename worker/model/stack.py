@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import StepAttention
 from worker.attention.cpu import (
     CpuStep,
@@ -233,7 +233,6 @@ def _has_our_ends(plain: LayerByLayer) -> bool:
 
 
 def _is_ours(layer: Layer) -> bool:
-    """On one rank, with weights in panels, and with nothing that few models have."""
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (

@@ -69,8 +69,7 @@ class PagedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayers:
-    """Which modules of a model attend, and what the KV cache holds for each of them: heads as wide
-    as the widest."""
+    """Attention modules of a model, with heads in the KV cache as wide as the widest."""
 
     by_module: Mapping[nn.Module, PagedLayer]
     kv_heads: int
@@ -78,7 +77,7 @@ class PagedLayers:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """What the KV cache holds of a token: num_layers, kv_heads, head_dim."""
+        """Shape of a token in the KV cache: num_layers, kv_heads, head_dim."""
         return len(self.by_module), self.kv_heads, self.head_dim
 
 

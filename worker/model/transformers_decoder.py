@@ -54,7 +54,7 @@ class TransformersDecoder:
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """As Decoder's."""
+        """See Decoder."""
         with answered_by(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
@@ -67,7 +67,7 @@ class TransformersDecoder:
         return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
 
     def by_own_attention(self, tokens: Tensor) -> Output:
-        """What the model itself makes of one sequence: ``tokens`` [T], from its first."""
+        """Return the model's own result for one sequence: ``tokens`` [T], from its first."""
         hidden: list[Tensor] = []
         listening = self._trunk.register_forward_hook(
             lambda module, args, out: hidden.append(_hidden(out))
@@ -82,8 +82,6 @@ class TransformersDecoder:
 
 
 class _Hidden(tuple[Tensor]):
-    """A trunk's output that has hidden states and nothing else."""
-
     @property
     def last_hidden_state(self) -> Tensor:
         return self[0]
@@ -101,7 +99,6 @@ def _as_passage(trunk: nn.Module) -> nn.Module:
 
 
 def _with_passage(module: nn.Module, trunk: Sequence[str]) -> nn.Module:
-    """``module`` with a passage for the submodule at the path ``trunk``. Parameters are shared."""
     if not trunk:
         return _as_passage(module)
     name, *inner = trunk
@@ -111,12 +108,10 @@ def _with_passage(module: nn.Module, trunk: Sequence[str]) -> nn.Module:
 
 
 def _hidden(out: Any) -> Tensor:
-    """Of the only sequence of the batch."""
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
 
 
 def _logits(out: Any) -> Tensor:
-    """Of the only sequence of the batch."""
     logits: Tensor = out.logits[0]
     return logits.float()

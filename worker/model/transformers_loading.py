@@ -57,14 +57,13 @@ def load_decoder(
 
 
 def check_config(directory: Path, num_ranks: int) -> None:
-    """What is known before the model of ``directory`` is built. Raises UnsupportedModel."""
+    """Check a model's configuration before it is built. Raises UnsupportedModel."""
     with _refusing(directory) as architecture:
         _known_config(directory, architecture, num_ranks)
 
 
 @contextmanager
 def _refusing(directory: Path) -> Iterator[str]:
-    """The architecture that the config names: what cannot be served in it is told by that name."""
     architecture = (HfConfig.read(directory / "config.json").words("architectures") or ("",))[0]
     try:
         yield architecture
@@ -173,7 +172,6 @@ def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """A worker writes a log, not to a terminal."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

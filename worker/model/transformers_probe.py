@@ -87,11 +87,9 @@ class Probe:
         return self._same(hidden, expected.hidden) and self._same(logits, expected.logits)
 
     def _paged(self, prompt: Sequence[int], longest: int) -> Tensor:
-        """Hidden states of ``prompt``."""
         return torch.cat([self._forward(step) for step in _steps(prompt, longest)])
 
     def _forward(self, step: _Step) -> Tensor:
-        """Hidden states of the prompt's tokens."""
         attention = self._attention.prepare(step.rows)
         hidden = self._decoder.forward(
             self._tensor(step.rows.tokens), self._tensor(step.positions), attention

@@ -80,8 +80,6 @@ def survey(model: PreTrainedModel) -> Survey:
 
 
 class _Surveyor:
-    """An Attend that takes notes, and answers nothing but zeros."""
-
     def __init__(self) -> None:
         self._notes: dict[torch.nn.Module, PagedLayer] = {}
         self._kv_heads: set[int] = set()
@@ -96,7 +94,7 @@ class _Surveyor:
         return call.value.new_zeros(*call.query.shape[:2], call.value.shape[-1])
 
     def layers(self, expected: int) -> PagedLayers:
-        """Of a model that is said to have ``expected`` layers."""
+        """Return the layers of a model that should have ``expected`` ones."""
         if len(self._notes) != expected:
             raise Unservable(
                 f"{len(self._notes)} of its {expected} layers attend through transformers' "
@@ -121,7 +119,6 @@ def _form(call: Call) -> AttentionForm:
 
 
 def _say_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
-    """A mask that holds its window, 0 for none, in a shape that models hand on to their layers."""
     window = window_of(mask_function) or 0
     return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
 

@@ -29,9 +29,9 @@ from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, s
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read
 from worker.model.layers import Piece
-from worker.model.runs import Run, bounds_of
+from worker.model.sharing import Run, bounds_of
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: What a checkpoint may hold beside the parameters: derived tables.
@@ -44,8 +44,6 @@ _Wanted = dict[str, list[Piece]]
 
 
 class _Part(NamedTuple):
-    """What one reader does at a time."""
-
     tensor: StoredTensor
     piece: Piece
 
@@ -86,7 +84,6 @@ def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor])
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
-    """Whether they are once they are loaded as ``dtype``; a part of them is held at a time."""
     both, size = (one, other), math.prod(one.shape)
     if one.shape != other.shape or not all(tensor.dtype in _DTYPES for tensor in both):
         return False
@@ -171,7 +168,6 @@ def _reading(descriptor: int, tensor: StoredTensor) -> Read:
 
 
 def _read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
-    """Whether the file was that long."""
     while into:
         count = os.preadv(descriptor, [into], place)
         if not count:

@@ -36,7 +36,7 @@ def argmax_by_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CompiledArgmax:
-    """On a CPU."""
+    """Argmax on a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._find = library.largest_of_rows

@@ -26,7 +26,7 @@ import torch
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _COMPILERS = ("g++", "c++", "clang++")
 _NATIVE = ("-march=native",)
@@ -117,7 +117,6 @@ def _compiler() -> str | None:
 
 
 def _compile(command: Sequence[str], source: Path, library: Path) -> None:
-    """Several processes may do so at once: each one's library is whole when it gets its name."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch, library.name)
         subprocess.run(
@@ -131,7 +130,6 @@ def _compile(command: Sequence[str], source: Path, library: Path) -> None:
 
 
 def _cache() -> Path:
-    """A directory that is ours alone: what lies there is run. Raises PermissionError."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(home, "everlift", "native")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,7 +140,6 @@ def _cache() -> Path:
 
 
 def _key(command: Sequence[str], source: Path) -> str:
-    """Of source, flags, compiler and CPU."""
     return _digest(*_texts(source), *command, _version(command[0]), _cpu())
 
 
@@ -162,7 +159,6 @@ def _version(compiler: str) -> str:
 
 
 def _texts(source: Path) -> Iterator[str]:
-    """Of the source, and of what it includes of ours, as often as it does."""
     text = source.read_text()
     yield text
     for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
@@ -170,7 +166,6 @@ def _texts(source: Path) -> Iterator[str]:
 
 
 def _cpu() -> str:
-    """What -march=native goes by: model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -28,7 +28,7 @@ def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
 
 
 def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
-    """Of rows that sample, in the same way."""
+    """Make it of rows that sample in the same way."""
     return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from everlift import logs
 from worker.native import native
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("collectives.cpp")
 _DIRECTORY = Path("/dev/shm")
@@ -36,7 +36,7 @@ _LATE = -1
 
 
 class Store(Protocol):
-    """Of torch's TCPStore, what is used here. ``get`` waits for the key."""
+    """The used part of torch's TCPStore. ``get`` waits for the key."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -75,7 +75,7 @@ class Collectives:
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
-        """To the others this rank is gone. May be called again."""
+        """Leave the group: for the other ranks this one is gone. May be called again."""
         if self._memory is not None:
             self._library.collectives_close(self._memory)
             self._memory = None
@@ -115,7 +115,6 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives 
 
 
 def _unanimous(store: Store, subject: str, rank: int, size: int, word: str) -> bool:
-    """Whether all ranks say the same word; the empty one is nobody's. So on all ranks."""
     store.set(f"{_KEY}/{subject}/{rank}", word)
     words = {store.get(f"{_KEY}/{subject}/{each}") for each in range(size)}
     return len(words) == 1 and b"" not in words
@@ -131,7 +130,6 @@ def _host() -> str:
 
 @contextmanager
 def _file(store: Store, rank: int, num_bytes: int) -> Iterator[Path]:
-    """Where it is; rank 0 makes it, and removes the name in the end."""
     if rank:
         yield Path(store.get(f"{_KEY}/file").decode())
         return
@@ -145,7 +143,6 @@ def _file(store: Store, rank: int, num_bytes: int) -> Iterator[Path]:
 
 
 def _make(path: Path, num_bytes: int) -> None:
-    """Zeros, and a proof at their end. Where there is no room all ranks miss it."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -31,7 +31,7 @@ from everlift import logs
 from worker.parallel import collectives
 from worker.parallel.collectives import Collectives
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: A rank that has not come to a collective after this long is taken for lost.
 TIMEOUT = timedelta(minutes=5)
@@ -80,7 +80,7 @@ class Group:
         memory than ``room``, which is as large as all ranks' shards, and contiguous."""
 
     def agree(self, well: bool) -> bool:
-        """Whether all ranks are ``well``. Waits for their hosts, and for no device."""
+        """Return whether all ranks are ``well``. Waits for their hosts, not for devices."""
         return well
 
     def barrier(self) -> None:
@@ -91,8 +91,6 @@ class Group:
 
 
 class _SharedMemoryGroup(Group):
-    """A group of ranks of one host. Sums are of float32, bfloat16, float16 and int64."""
-
     on_device = False
 
     def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
@@ -147,8 +145,6 @@ class _SharedMemoryGroup(Group):
 
 
 class _CollectiveGroup(Group):
-    """A group over a torch.distributed backend: ProcessGroupGloo."""
-
     on_device = False
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
@@ -219,8 +215,6 @@ class _NcclGroup(_CollectiveGroup):
 
 
 class _ThroughHost(Group):
-    """A group for tensors of a GPU over ``host``, one for those of CPUs."""
-
     on_device = False
 
     def __init__(self, host: Group) -> None:
@@ -313,13 +307,11 @@ def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tupl
 
 
 def _have_a_gpu_each(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
-    """NCCL refuses ranks that share one."""
     store.set(f"{_GPU_KEY}/{rank}", _name_of(device))
     return len({store.get(f"{_GPU_KEY}/{each}") for each in range(size)}) == size
 
 
 def _name_of(gpu: torch.device) -> str:
-    """No other one in the world has it."""
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
@@ -332,7 +324,6 @@ def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:
 
 
 def _nccl(store: TCPStore, rank: int, size: int) -> Any:
-    """NCCL picks its interface itself, or by NCCL_SOCKET_IFNAME."""
     from torch.distributed import ProcessGroupNCCL  # only in CUDA builds
 
     options = ProcessGroupNCCL.Options()
@@ -341,7 +332,6 @@ def _nccl(store: TCPStore, rank: int, size: int) -> Any:
 
 
 def _own_address(store: TCPStore) -> str:
-    """From which address this machine reaches the store. A datagram connect sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
         0
     ]

@@ -44,8 +44,8 @@ class LivenessMonitor:
         self._cut_off_at: float | None = None
         self._looking: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        """From here on the others may expect beats."""
+    def start(self) -> None:
+        """Start to send beats, which the other ranks expect from now on."""
         loop = asyncio.get_running_loop()
         if isinstance(self._log, StepLogWriter):
             self._lines = self._log.descriptors()
@@ -63,7 +63,7 @@ class LivenessMonitor:
             self._looking.cancel()
 
     def _hear(self, log: StepLogWriter, rank: int) -> None:
-        if log.hear(rank):
+        if log.read_beats(rank):
             self._beats[rank] = self._now
         else:
             self._end(f"rank {rank} is gone")
@@ -74,7 +74,7 @@ class LivenessMonitor:
             self._look()
 
     def _look(self) -> None:
-        self._now = self._time.look(asyncio.get_running_loop().time())
+        self._now = self._time.update(asyncio.get_running_loop().time())
         if isinstance(self._log, StepLogReader):
             self._log.beat()
             self._miss_rank_0(self._log)

@@ -23,8 +23,7 @@ _STEP_LOG_KEY = "everlift/step_log"
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """What binds a rank to the others: a group where tensors have to pass, a log where there are
-    others; rank 0 writes it."""
+    """Links of a rank to the others: a group for tensors, and a step log, which rank 0 writes."""
 
     group: Group | None = None
     log: StepLogWriter | StepLogReader | None = None
@@ -70,7 +69,7 @@ class MeetingPoint:
         return RankLinks(group, log)
 
     def close(self) -> None:
-        """Nobody can join any more."""
+        """Let no other rank join."""
         self._listener.close()
 
 

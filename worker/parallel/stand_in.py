@@ -91,12 +91,12 @@ class StandIn:
             collective.attend(self._group, self._room)
 
     def forward(self, num_tokens: int) -> list[Collective]:
-        """Of a forward of so many tokens."""
+        """Take part in the collectives of a forward of so many tokens."""
         each = self._exchanged
         return [Sum((num_tokens, each.hidden_size), each.dtype)] * each.num_sums
 
     def logits(self, number: int) -> Collective:
-        """Of so many hidden states."""
+        """Take part in the collectives of the logits of so many hidden states."""
         return Gather((number, self._exchanged.vocab_share), self._exchanged.dtype)
 
 

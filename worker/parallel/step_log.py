@@ -23,7 +23,7 @@ from typing import Self
 from everlift import logs
 from everlift.v1 import session_pb2
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _LENGTH = struct.Struct(">I")
 #: Bytes of who a rank says it is; more are not taken from whoever connects.
@@ -66,7 +66,7 @@ class StepLogListener:
         return StepLogWriter([lines[rank] for rank in sorted(lines)])
 
     def close(self) -> None:
-        """Whoever accepts meanwhile, in another thread, is told so."""
+        """Close the listener; an accept in another thread fails."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -82,7 +82,6 @@ class StepLogListener:
         return line
 
     def _admit(self, line: socket.socket, ranks: int) -> int | None:
-        """The rank at the other end; None for a stranger."""
         line.settimeout(_HELLO_S)
         try:
             hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
@@ -106,10 +105,13 @@ class StepLogWriter:
         self._lines = lines
 
     def descriptors(self) -> list[int]:
-        """Of the lines, by rank. There is something to read where a rank beats, or is gone."""
+        """Descriptors of the connections, by rank.
+
+        A rank that beats or is gone makes its one readable.
+        """
         return [line.fileno() for line in self._lines if line.fileno() >= 0]
 
-    def hear(self, rank: int) -> bool:
+    def read_beats(self, rank: int) -> bool:
         """Takes what beats there are; False where the rank is gone. Never waits."""
         try:
             return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
@@ -197,7 +199,6 @@ class StepLogReader:
 
 
 def _prepare(line: socket.socket) -> None:
-    """A step's entry leaves at once; a peer whose machine is gone is noticed in half a minute."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -211,7 +212,6 @@ def _send(line: socket.socket, data: bytes) -> None:
 
 
 def _receive(line: socket.socket, limit: int = 1 << 32) -> bytes:
-    """Raises ConnectionError, also for a message longer than ``limit`` bytes."""
     (length,) = _LENGTH.unpack(_receive_exactly(line, _LENGTH.size))
     if length > limit:
         raise ConnectionError(f"a message of {length} bytes")

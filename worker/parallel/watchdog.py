@@ -33,7 +33,7 @@ class WakingTime:
         self._looked: float | None = None
         self._now = 0.0
 
-    def look(self, now: float) -> float:
+    def update(self, now: float) -> float:
         """Seconds that count so far."""
         if self._looked is not None:
             self._now += min(now - self._looked, self._most_s)
@@ -42,7 +42,7 @@ class WakingTime:
 
 
 class StepTimes:
-    """How long a step may take, by those before it."""
+    """Expected times of steps, from earlier steps."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -86,16 +86,16 @@ class Watchdog:
         self._seen: _Running | None = None
         self._seen_at = 0.0
 
-    def begin(self, step: int, num_tokens: int, now: float) -> None:
+    def begin_step(self, step: int, num_tokens: int, now: float) -> None:
         self._running = _Running(step, num_tokens, now, self._times.limit_s(num_tokens))
 
-    def end(self, now: float) -> None:
+    def end_step(self, now: float) -> None:
         running, self._running = self._running, None
         assert running is not None, "the end of no step"
         self._times.took(running.num_tokens, now - running.began)
 
     def overdue(self, now: float) -> str | None:
-        """What is wrong with the step that runs; None where nothing is."""
+        """Return the problem of the running step; None if there is none."""
         running = self._running
         if running is not self._seen:
             self._seen, self._seen_at = running, now

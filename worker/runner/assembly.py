@@ -19,8 +19,8 @@ from worker.model.layers import Placement
 from worker.parallel.stand_in import StandIn
 from worker.runner.decode_buckets import decode_buckets
 from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
+from worker.runner.drawing import LastTokens
 from worker.runner.host_cache import HostCache
-from worker.runner.last_tokens import LastTokens
 from worker.runner.prompt_scores import SCORED_AT_ONCE
 from worker.runner.runner import Model, TorchRunner
 
@@ -54,7 +54,7 @@ class Assembly:
 
     @classmethod
     def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
-        """With a new KV cache."""
+        """Assemble the model with a new KV cache."""
         device = place.device
         cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
         last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
@@ -103,7 +103,6 @@ class Assembly:
         )
 
     def _all_can(self, can: bool) -> bool:
-        """Whether ``can`` is True on all ranks."""
         group, device = self.place.group, self.place.device
         return int(group.all_reduce(torch.tensor([int(can)], device=device)).item()) == group.size
 

@@ -1,4 +1,4 @@
-"""From a configuration to a runner: model, KV cache and attention of one rank."""
+"""Builder of a runner from a configuration: model, KV cache and attention of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from everlift import logs, model_files
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.progress import told, untold
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
@@ -23,20 +23,19 @@ from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.onednn import bound_caches
-from worker.model.packing import choose_packing
-from worker.model.precompile import precompile
+from worker.model.precompile import choose_packing, precompile
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
 from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, Loaded
 from worker.runner.decode_buckets import decode_buckets
-from worker.runner.memory.kv_blocks import kv_blocks, told_blocks
+from worker.runner.kv_blocks import kv_blocks, told_blocks
 from worker.runner.runner import TorchRunner
 from worker.runner.swap import build_host_cache
 from worker.runner.warm_up import warm_up_plans
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
@@ -104,9 +103,9 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 
 
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
-    """What the decoder of our own would run; None where transformers' modules are tried.
+    """Return the spec for our own decoder; None if transformers' modules are tried.
 
-    Raises UnsupportedModel for what neither runs, as far as a model's files tell.
+    Raises UnsupportedModel if neither can run the model, as far as its files tell.
     """
     try:
         spec = read_spec(directory)
@@ -128,7 +127,6 @@ def try_modules(config: WorkerConfig, directory: Path) -> None:
 
 
 def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
-    """Whichever can: the decoder of our own, or transformers' modules."""
     spec = spec_of(config, directory)
     if spec is None:
         return _load_with_transformers(config, directory, place)
@@ -147,7 +145,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
 
 
 def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
-    """What a filled decoder is on a CPU. It cannot be filled again."""
+    """Optimise a filled decoder for a CPU. It cannot be filled again."""
     decoder.pack(choose_packing(dtype))
     decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
     log.info("layers", stack=type(decoder.stack).__name__)
@@ -165,7 +163,6 @@ def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placem
 
 
 def _fill(decoder: Decoder, directory: Path, config: WorkerConfig, rank: int) -> int:
-    """The bytes of the parameters. Rank 0 tells how it goes on."""
     with nullcontext(untold) if rank else told("weights loading") as progress:
         if config.reads_weights:
             return weights.load(decoder, directory, progress, config.weight_readers)

@@ -49,7 +49,7 @@ def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
 
 
 class Parts(NamedTuple):
-    """Where in the array each part lies; ``tables`` up to its end."""
+    """Offsets of the parts in the array; ``tables`` up to its end."""
 
     width: slice
     tokens: slice

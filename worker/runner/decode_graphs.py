@@ -15,7 +15,7 @@ from worker.attention.backend import StepAttention
 from worker.device.upload import Parcel, upload_into
 from worker.engine.plan import Rows
 from worker.runner.decode_buckets import Parts, bucket_for, describe, room_for, room_for_parcel
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 
 Work = Callable[[], Tensor]
 
@@ -57,14 +57,13 @@ class CudaGraphs:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all captures of this process: products keep room for themselves, for good, for each
-    stream on which they were computed."""
+    """Return the only stream for captures: products keep memory for each stream that they used."""
     return torch.cuda.Stream()
 
 
 class Trunk(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """As worker.runner.runner.Model's."""
+        """See worker.runner.runner.Model."""
         ...
 
 
@@ -105,7 +104,7 @@ class DecodeGraphs:
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
     def bucket(self, rows: Rows) -> int | None:
-        """Of how many tokens the step is that is replayed for ``rows``; None where none is."""
+        """Return the number of tokens of the captured step for ``rows``; None if there is none."""
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:

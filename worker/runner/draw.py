@@ -37,13 +37,13 @@ _CANDIDATES = 256
 
 
 class DrawTable:
-    """How each slot draws."""
+    """Sampling parameters of each slot."""
 
     def __init__(self) -> None:
         self._filters = np.zeros((0, 4))
         self._keys = np.zeros((0, 2), np.uint64)
 
-    def put(self, slot: int, sampling: SamplingParams, choice: int) -> None:
+    def write(self, slot: int, sampling: SamplingParams, choice: int) -> None:
         if slot >= len(self._keys):
             more = ((0, max(slot + 1, 2 * len(self._keys)) - len(self._keys)), (0, 0))
             self._filters, self._keys = np.pad(self._filters, more), np.pad(self._keys, more)
@@ -53,18 +53,18 @@ class DrawTable:
         self._keys[slot] = sampling.seed, choice
 
     def draws(self, slots: Ints, positions: Ints) -> Draws:
-        """At ``positions`` [n] of the outputs in ``slots`` [n]."""
+        """Return the draws at ``positions`` [n] of the outputs in ``slots`` [n]."""
         return Draws(self._filters[slots], self._keys[slots], positions)
 
 
 class Draw(Protocol):
     def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
-        """What draws them. What it tells the device of ``draws`` goes with ``parcel``."""
+        """Prepare the sampling function. Data of ``draws`` for the device goes with ``parcel``."""
         ...
 
 
 def choose_draw(device: torch.device) -> Draw:
-    """By a kernel on GPUs, where it can be, else in torch."""
+    """Choose the kernel on GPUs if it works there, else torch."""
     if device.type == "cuda" and kernels_work(device):
         # Triton need not be there but for a GPU.
         from worker.runner.draw_by_kernel import draw_by_kernel
@@ -75,7 +75,7 @@ def choose_draw(device: torch.device) -> Draw:
 
 
 def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
-    """As DrawFrom, in torch."""
+    """Sample in torch, as DrawFrom."""
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):
@@ -86,7 +86,6 @@ def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
 
 
 def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """``logits`` have their maximum at 0, so weights are probabilities relative to the largest."""
     temperatures, top_k, top_p, min_p = draws.filters.T
     weights = (logits / _column(temperatures, logits).float()).exp()
     filtered = np.flatnonzero(np.isfinite(top_k) | np.isfinite(top_p) | (min_p > 0))
@@ -99,7 +98,6 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Each row's first index whose cumulative weight exceeds its uniform share of the total."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # A number of at most 1 - 2**-53 times the total rounds to less than the total.
     target = uniforms * cumulative[:, -1]

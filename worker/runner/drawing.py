@@ -1,24 +1,40 @@
-"""What a step draws, from when the device is told to until the host knows it."""
+"""Sampled tokens of a step, from the device to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from worker.device.download import Arriving
+from worker.device.streams import Arriving
 from worker.engine.plan import Ints, RowResult
 from worker.parallel.agreement import from_tokens
 from worker.runner.logprobs import ArrivingScores
 from worker.runner.sampled_row import SampledRow, plain_results
+
+
+class LastTokens:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def write(self, slots: Tensor, tokens: Tensor) -> None:
+        """``tokens`` int64 [n] were drawn in ``slots`` int64 [n]. A mark, of a row from which none
+        could be drawn, becomes some token: what follows it is thrown away."""
+        self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
+
+    def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """``tokens`` int64 [T] of ``slots`` int64 [T], where UNKNOWN the one drawn last."""
+        return torch.where(tokens < 0, self._tokens[slots], tokens)
+
 
 Concluded = Iterable[tuple[SampledRow, RowResult]]
 
 
 class Drawn(Protocol):
     def results(self) -> list[RowResult]:
-        """One for each ask. Waits for the device."""
+        """Return one result for each ask. Waits for the device."""
         ...
 
 
@@ -43,7 +59,7 @@ class Drawing:
         self._arriving = Arriving(tokens)
 
     def results(self) -> list[RowResult]:
-        """One for each ask. Waits for the device."""
+        """Return one result for each ask. Waits for the device."""
         drawn = self._arriving.wait()
         has_drafts = len(drawn) > len(self._firsts)
         first = [drawn[i] for i in self._firsts.tolist()] if has_drafts else drawn
@@ -56,7 +72,7 @@ class Drawing:
 
 
 class Hearing:
-    """What rank 0 draws. ``tokens`` int64 [asks], none of which has drafts, are on the device."""
+    """Tokens sampled by rank 0. ``tokens`` int64 [asks], without drafts, are on the device."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._arriving = Arriving(tokens)

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Protocol, cast
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.config import FakeModel
 from worker.device.device_kind import DeviceKind
@@ -33,7 +33,7 @@ _NEVER_WRITTEN = 0xFFFFFFFF
 
 
 class FakeGrammar(Protocol):
-    """What a grammar is compiled to for this runner."""
+    """A grammar of the fake runner."""
 
     def allowed(self, output: Sequence[int]) -> Sequence[int]:
         """The tokens that may follow ``output``, at least one."""
@@ -158,7 +158,6 @@ class FakeRunner:
             block[at : at + _ENTRY] = array("I", (token, position))
 
     def _read(self, row: Row) -> bytes:
-        """What lies at the positions up to the row's last."""
         end = row.start + len(row.tokens)
         blocks = (self._kv[block].tobytes() for block in row.block_table[: blocks_for(end)])
         return b"".join(blocks)[: end * _ENTRY_BYTES]
@@ -188,8 +187,6 @@ def _blocks(count: int) -> list[array[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """How the tokens of one sequence are made. ``prompt`` is told for its log probabilities."""
-
     model: FakeModel
     sampling: SamplingParams
     choice: int
@@ -316,7 +313,6 @@ def expected_logprobs(
 
 
 def _twist(sampling: SamplingParams, num_prompt: int) -> bytes:
-    """Nothing for what draws from the plain distribution."""
     shape = (
         *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
         *(sampling.top_p, sampling.top_k, sampling.min_p, sampling.logit_bias),

@@ -58,7 +58,7 @@ class _Site(NamedTuple):
 
 
 class Histories:
-    """Of all slots whose sampling has penalties."""
+    """Token histories of all slots whose sampling has penalties."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class Histories:
         self._counts = torch.zeros(0, 0, dtype=torch.float32, device=device)
 
     def admit(self, admission: Admission) -> None:
-        """Its sequence takes the slot, in place of any other."""
+        """Assign the slot to a sequence."""
         slot = admission.slot
         self.release(slot)
         if not admission.sampling.has_penalties:
@@ -107,7 +107,6 @@ class Histories:
         self._penalise(logits, sites)
 
     def _penalise(self, logits: Tensor, sites: Sequence[_Site]) -> None:
-        """Everything is indexed flat, occurrence after occurrence, site after site."""
         lengths = [site.length for site in sites]
         *starts, total = accumulate(lengths, initial=0)
         lines = [site.slot * self._tokens.shape[1] for site in sites]
@@ -129,7 +128,6 @@ class Histories:
         return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
 
     def _penalties(self, sites: Sequence[_Site]) -> Tensor:
-        """Repetition, frequency and presence, each of all sites."""
         samplings = [site.sampling for site in sites]
         columns = [
             [sampling.repetition_penalty for sampling in samplings],
@@ -139,7 +137,6 @@ class Histories:
         return self._upload(columns, torch.float32)
 
     def _draft_cells(self, row: PenalisedRow) -> list[_Cell]:
-        """Where each draft occurred, or will if it is drawn."""
         known, fresh = self._places[row.slot], dict[int, int]()
         cells = []
         for token in row.drafts:
@@ -162,14 +159,12 @@ class Histories:
             yield _Cell(slot, known.setdefault(token, len(known)), token)
 
     def _write(self, cells: Sequence[_Cell]) -> tuple[Tensor, Tensor]:
-        """The cells' slots and places, at which their tokens now stand."""
         self._reserve(0, max((cell.place + 1 for cell in cells), default=0))
         slots, places, tokens = self._upload(cells).view(-1, 3).unbind(dim=1)
         self._tokens[slots, places] = tokens
         return slots, places
 
     def _reserve(self, slots: int, places: int) -> None:
-        """Makes the tables at least so large."""
         have_slots, have_places = self._tokens.shape
         if slots > have_slots or places > have_places:
             more_slots = max(_doubled(slots), have_slots) - have_slots
@@ -185,7 +180,6 @@ class Histories:
 
 
 def _counts(admission: Admission) -> Counter[int]:
-    """How often each token is in the output, by the order of occurrence."""
     counts = Counter[int]()
     if admission.sampling.repetition_penalty != 1:  # to the others the prompt means nothing
         counts.update(dict.fromkeys(admission.tokens[: admission.num_prompt], 0))
@@ -199,7 +193,6 @@ def _doubled(size: int) -> int:
 
 
 def _flat(logits: Tensor) -> Tensor:
-    """A view in which row r, column c lies at r * stride(0) + c, though rows may be padded."""
     rows, columns = logits.shape
     assert logits.stride(1) == 1
     return logits.as_strided(((rows - 1) * logits.stride(0) + columns,), (1,))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import TokenLogprobs
-from worker.device.download import Arriving
+from worker.device.streams import Arriving
 from worker.device.upload import upload
 
 
@@ -51,7 +51,7 @@ class ArrivingScores:
         self._arriving = Arriving(table)
 
     def wait(self) -> dict[int, TokenLogprobs]:
-        """By row of the logits."""
+        """Return the log probabilities by row of the logits."""
         return {
             row: read_score(columns, num_top)
             for (row, num_top), columns in zip(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed
 from everlift.sampling import TokenLogprobs
-from worker.device.download import Arriving
+from worker.device.streams import Arriving
 from worker.device.upload import upload
 from worker.engine.plan import Admission, RowResult, Rows
 from worker.runner.logprobs import read_score, score
@@ -24,7 +24,7 @@ SCORED_AT_ONCE = 64
 
 class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """As worker.runner.runner.Model's."""
+        """See worker.runner.runner.Model."""
         ...
 
 
@@ -47,7 +47,7 @@ class PromptScores:
         self._arriving = [Arriving(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
-        """By row."""
+        """Return the scores by row."""
         lines = [line for table in self._arriving for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}
         for each, line in zip(self._wanted, lines, strict=False):  # no lines but on rank 0
@@ -74,7 +74,7 @@ def score_prompts(
 
 
 def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
-    """What is scored at once."""
+    """Yield the parts that are scored at once."""
     wanted = list(_wanted(rows, slots))
     return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
 

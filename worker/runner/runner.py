@@ -32,9 +32,8 @@ from worker.model.layers import Placement
 from worker.parallel.agreement import from_lines, to_lines
 from worker.parallel.stand_in import Collective, StandIn, Tell
 from worker.runner.decode_graphs import DecodeGraphs
-from worker.runner.drawing import Drawing, Drawn, Hearing
+from worker.runner.drawing import Drawing, Drawn, Hearing, LastTokens
 from worker.runner.host_cache import HostCache
-from worker.runner.last_tokens import LastTokens
 from worker.runner.prompt_scores import (
     NO_SCORES,
     PromptScores,
@@ -58,7 +57,7 @@ _T = TypeVar("_T")
 
 
 class Model(Protocol):
-    """One rank's share of a model."""
+    """A rank's share of a model."""
 
     def forward(
         self,
@@ -160,10 +159,10 @@ class TorchRunner:
 
     def execute(self, plan: Plan) -> list[RowResult]:
         step = self._launch(plan)
-        self._stopwatch.end(Part.MODEL)
+        self._stopwatch.lap(Part.MODEL)
         step.sample()
         results = step.results()
-        self._stopwatch.end(Part.SAMPLE)
+        self._stopwatch.lap(Part.SAMPLE)
         return results
 
     def release(self, slots: Collection[int]) -> None:
@@ -204,12 +203,12 @@ class TorchRunner:
     def _draw(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> Drawn | None:
         logits, drawing = self._model.logits(hidden), None
         if logits is not None and self._sampler is not None and wanted.prepared is not None:
-            drawing = self._sampler.begin(logits, wanted.prepared)
+            drawing = self._sampler.launch(logits, wanted.prepared)
         if _is_told_late(rows):
             return drawing
         tokens = self._drawn_on_rank_0(drawing, wanted.num_asks)
         if self._last_tokens is not None:
-            self._last_tokens.put(wanted.slots(), tokens)
+            self._last_tokens.write(wanted.slots(), tokens)
         return drawing or Hearing(tokens)
 
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
@@ -233,7 +232,6 @@ class TorchRunner:
         self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
 
     def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
-        """Hidden states of the tokens after which one is drawn; what is told of prompts."""
         if self._graphs is not None and self._graphs.bucket(rows) is not None:
             return self._graphs.run(rows, parcel), NO_SCORES
         sites = _sites(rows)
@@ -289,7 +287,6 @@ class TorchRunner:
         return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))
 
     def _agree(self, rows: Rows, results: list[RowResult]) -> list[RowResult]:
-        """Rank 0's ``results``, as far as the other ranks have to know them there."""
         if self._group.size == 1:
             return results
         told, width = _told_late(rows)
@@ -316,7 +313,6 @@ class TorchRunner:
         return result
 
     def _tried(self, part: Callable[[], _T]) -> _T:
-        """Raises MemoryError where there is too little of it on this rank, and DeviceLost."""
         try:
             with torch.inference_mode():
                 return part()
@@ -388,7 +384,6 @@ def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """After an error within a kernel CUDA answers everything with it."""
     if device.type != "cuda":
         return False
     try:
@@ -405,15 +400,16 @@ def _is_told_late(rows: Rows) -> bool:
 
 
 def _told_late(rows: Rows) -> tuple[list[int], int]:
-    """Which rows that is told of, and integers that each takes."""
     return np.flatnonzero(rows.samples | rows.scores_prompt).tolist(), 1 + int(
         rows.num_drafts.max()
     )
 
 
 def _sites(rows: Rows) -> Ints:
-    """Which of the step's tokens have the logits to draw from: of a row that samples, the last
-    known one and the drafts."""
+    """Return the tokens of a step whose logits are sampled.
+
+    For a sampling row, these are the last known token and its drafts.
+    """
     if len(rows) == rows.num_tokens:
         return rows.samples.nonzero()[0]
     is_last = rows.positions >= rows.spread(rows.known_ends - 1)
@@ -421,7 +417,6 @@ def _sites(rows: Rows) -> Ints:
 
 
 def _of_all(rows: Rows, drawn: list[RowResult]) -> list[RowResult]:
-    """``drawn`` are of the rows that sample, or none."""
     if not drawn:
         return [NOTHING_DRAWN] * len(rows)
     if len(drawn) == len(rows):

@@ -58,14 +58,14 @@ class SampledRow:
 
     @property
     def banned_sites(self) -> range:
-        """Those at which no stop token may be drawn."""
+        """Sites where no stop token may be drawn."""
         if self.slot.stop_ids is None:
             return range(0)
         return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
 
     @property
     def is_shaped(self) -> bool:
-        """Whether its logits are changed before the temperature."""
+        """True if its logits are changed before the temperature."""
         slot = self.slot
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
@@ -94,7 +94,6 @@ class SampledRow:
         return RowResult(tuple(tokens), tuple(told))
 
     def _cause(self, mark: int) -> EverliftError:
-        """Why nothing could be drawn at its first site."""
         in_force = ["the grammar"] if self.slot.mask is not None else []
         in_force += ["min_tokens"] if self.banned_sites else []
         if mark == NOTHING_LEFT and in_force:
@@ -103,7 +102,7 @@ class SampledRow:
 
 
 def plain_results(drawn: Sequence[int]) -> list[RowResult]:
-    """Of plain slots without drafts, for each of which a token was drawn, or a mark."""
+    """Return the results of plain slots without drafts, each with a drawn token or a mark."""
     results = [*map(RowResult, zip(drawn, strict=True))]
     if min(drawn) < 0:
         failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))

@@ -99,7 +99,7 @@ class Sampler:
         self._histories = Histories(device)
 
     def admit(self, admission: Admission) -> None:
-        """Its sequence takes the slot, in place of any other."""
+        """Assign the slot to a sequence."""
         self.release(admission.slot)
         mask, error = _token_mask(admission)
         if mask is not None:
@@ -115,35 +115,33 @@ class Sampler:
         )
         if slot.is_plain:
             self._plain.add(admission.slot)
-        self._table.put(admission.slot, admission.sampling, admission.choice)
+        self._table.write(admission.slot, admission.sampling, admission.choice)
         self._histories.admit(admission)
 
     def release(self, slot: int) -> None:
-        """Nobody is in it. A grammar holds memory elsewhere, until nothing refers to its place."""
+        """Free the slot, so that its grammar's memory can be freed."""
         self._slots.pop(slot, None)
         self._plain.discard(slot)
         self._masks.pop(slot, None)
         self._histories.release(slot)
 
     def unready_slots(self) -> frozenset[int]:
-        """Those in which drawing would have to wait for a grammar."""
+        """Return the slots in which sampling would wait for a grammar."""
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
-        return self.begin(logits, self.prepare(asks, Parcel(self._device))).results()
+        return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
 
     def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
-        """What is known of ``asks`` before there are logits; it goes to the device with
-        ``parcel``."""
+        """Prepare ``asks`` before there are logits; the data goes to the device with ``parcel``."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
         return Prepared(asks, firsts, self._draw(self._draws(asks, firsts, num_sites), parcel))
 
-    def begin(self, logits: Tensor, prepared: Prepared) -> Drawing:
-        """As ``sample``; nobody waits for the device until its results are asked for, which must be
-        before the next call."""
+    def launch(self, logits: Tensor, prepared: Prepared) -> Drawing:
+        """Sample without waiting for the device. Get the results before the next call."""
         asks, firsts, draw = prepared
         rows = self._rows(asks, firsts)
         num_top = _num_top(rows.values())
@@ -159,7 +157,6 @@ class Sampler:
         return Drawing(tokens, firsts, rows, logprobs, self._take_in)
 
     def _rows(self, asks: Asks, firsts: Ints) -> dict[int, SampledRow]:
-        """By index, those with drafts, and those whose slot is not plain."""
         return {
             i: self._row(slot, int(asks.positions[i]), asks.drafts.get(i, ()), int(firsts[i]))
             for i, slot in enumerate(asks.slots.tolist())
@@ -243,7 +240,6 @@ class Sampler:
     # tensors
 
     def _cells(self, cells: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Indices of every id at its site, for sites with their ids."""
         lengths = [len(ids) for _, ids in cells]
         sites = self._upload([site for site, _ in cells])
         sites = sites.repeat_interleave(self._upload(lengths), output_size=sum(lengths))
@@ -265,7 +261,6 @@ class Sampler:
 
 
 def _token_mask(admission: Admission) -> tuple[TokenMask | None, EverliftError | None]:
-    """Where the sequence stands in its grammar, or why it cannot go on."""
     if admission.sampling.grammar is None:
         return None, None
     if admission.grammar is None:
@@ -283,7 +278,6 @@ def _sites(rows: Iterable[SampledRow]) -> list[int]:
 
 
 def _num_top(rows: Iterable[SampledRow]) -> dict[int, int]:
-    """By site, how many alternatives are told, where log probabilities are."""
     return {
         site: row.slot.sampling.logprobs
         for row in rows

@@ -1,4 +1,4 @@
-"""Whether swap pays: copying a block to the host's memory and back, against computing it again."""
+"""Measurement of swap: copying a block to the host and back, against computing it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from everlift import logs
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.config import WorkerConfig
 from worker.device.kv_cache import KVCache
 from worker.device.streams import cuda_streams
@@ -19,7 +19,7 @@ from worker.engine.plan import BlockCopy, Plan, Row, Rows, Runner
 from worker.parallel.group import Group
 from worker.runner.host_cache import HostCache, PlainHostCache, StreamedHostCache
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Times that each piece of work is timed, beside a first one.
 _ROUNDS = 5
@@ -109,7 +109,6 @@ def _prefill(num_tokens: int) -> Plan:
 
 
 def _seconds(work: Callable[[], object], cache: KVCache) -> float:
-    """The median, after a first time that does not count."""
     times = []
     for _ in range(1 + _ROUNDS):
         start = time.perf_counter()

@@ -39,11 +39,13 @@ class TokenMask(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """What ``Admission.grammar`` is on the rank that draws."""
+    """Form of ``Admission.grammar`` on the rank that samples."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
-        """Of a sequence that has ``output`` already. Raises EverliftError where that is not of the
-        grammar."""
+        """Return the matcher of a sequence with this ``output``.
+
+        Raises EverliftError if the output does not match.
+        """
         ...
 
 

@@ -13,13 +13,12 @@ U64 = NDArray[np.uint64]
 
 
 def uniform(seeds: U64, choices: U64, positions: U64) -> NDArray[np.float64]:
-    """In [0, 1) with 53 random bits, [n] for output token ``positions`` of choice ``choices``."""
+    """Return uniform numbers [n] in [0, 1) for output ``positions`` of ``choices``, of 53 bits."""
     mixed = _mix(_mix(_mix(seeds) ^ choices) ^ positions)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x: U64) -> U64:
-    """SplitMix64's step and finaliser (Steele, Lea, Flood: OOPSLA 2014): a bijection of 64 bits."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -26,7 +26,7 @@ from everlift import logs
 from worker.config import WorkerConfig
 from worker.serving.rank_actor import RankActor
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two looks whether some router knows the worker, and two words that it starts.
 _ANNOUNCE_S = 1.0
@@ -35,7 +35,7 @@ _STARTS_S = 5.0
 
 
 class Refused(RuntimeError):
-    """It does not fit those that are there."""
+    """The worker does not fit the existing ones."""
 
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
@@ -105,7 +105,6 @@ class WorkerDeployment:
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """Inside, routers know that this worker starts. What they do not hear changes nothing."""
         name, began = secrets.token_hex(8), time.monotonic()
         saying = asyncio.create_task(self._say_that_it_starts(name, began))
         try:
@@ -185,7 +184,6 @@ def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> 
 
 
 async def _launch_all(launch: Callable[[int, str], Any], size: int) -> list[Any]:
-    """Rank 0 first: it knows where the others find it."""
     first = launch(0, "")
     if size == 1:
         return [first]

@@ -26,7 +26,7 @@ from worker.serving.inbox import Inbox
 from worker.serving.loop import FirstSteps, LeadingLoop, Report, follow
 from worker.serving.startup import Startup
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class EngineThread:
@@ -88,7 +88,6 @@ class EngineThread:
             _close(runner)
 
     def _build_engine(self, runner: Runner) -> Engine:
-        """Of several ranks each goes on after an error only where all of them have it."""
         limits = Limits.of(self._config, runner)
         launch = runner.launch if limits.plans_ahead else None
         survivable = (Exception,) if self._config.tensor_parallel == 1 else OF_ALL_RANKS
@@ -96,11 +95,11 @@ class EngineThread:
 
     @contextmanager
     def _watched(self, plan: Plan) -> Iterator[None]:
-        self.watchdog.begin(plan.step, plan.num_tokens, time.monotonic())
+        self.watchdog.begin_step(plan.step, plan.num_tokens, time.monotonic())
         try:
             yield
         finally:
-            self.watchdog.end(time.monotonic())
+            self.watchdog.end_step(time.monotonic())
 
     def _loop(self, engine: Engine) -> None:
         self.ready.set_result(engine)

@@ -34,30 +34,30 @@ def _pause(seconds: float) -> None:
 
 
 class Slowness:
-    """How much longer each step is to take. Times are the engine's clock."""
+    """Added time of steps. Times are the engine's clock."""
 
     def __init__(self) -> None:
         self._factor = 1.0
         self._until = 0.0
 
-    def begin(self, fault: chaos_pb2.Fault, now: float) -> None:
+    def start(self, fault: chaos_pb2.Fault, now: float) -> None:
         self._factor, self._until = fault.factor, now + fault.seconds
 
     def extra_s(self, took_s: float, now: float) -> float:
-        """What is to be slept after a step."""
+        """Return the seconds to sleep after a step."""
         if now >= self._until:
             return 0.0
         return min(max(0.0, self._factor - 1) * took_s, self._until - now)
 
 
 class Wire:
-    """What lies between this worker and its routers. Lives in one event loop."""
+    """Simulated network faults between this worker and its routers. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
 
     def cut(self, peer: str, seconds: float) -> None:
-        """From the router whose id begins with ``peer``; empty: from all."""
+        """Cut the connection to the router whose id begins with ``peer``; empty: to all."""
         cut = _Cut(peer)
         self._cuts.append(cut)
         asyncio.get_running_loop().call_later(seconds, self._mend, cut)

@@ -1,4 +1,4 @@
-"""What the sessions want of the engine: handed from the event loop's thread to the engine's."""
+"""Orders of the sessions to the engine, from the event loop's thread to the engine's."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Inbox:
             self._orders.stop = True
             self._changed.notify()
 
-    def take(self, timeout_s: float | None) -> Orders:
-        """What has come; if nothing has, waits for the first up to ``timeout_s``, or for ever."""
+    def wait(self, timeout_s: float | None) -> Orders:
+        """Return the orders; wait for the first up to ``timeout_s``, or without limit."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._orders), timeout_s)
             orders, self._orders = self._orders, Orders()

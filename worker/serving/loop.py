@@ -16,13 +16,13 @@ from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
-from worker.engine.account import NO_ACCOUNT, Account
-from worker.engine.accounts import TimeBreakdowns, Told
 from worker.engine.engine import Engine
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
 from worker.engine.step_times import NO_TIME, StepTimes
+from worker.engine.time_breakdown import NO_BREAKDOWN, TimeBreakdown
+from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.serving.fault import Slowness, strike
 from worker.serving.inbox import Inbox, Orders
 
@@ -41,7 +41,7 @@ class RanksDisagree(Exception):
 
 
 class StepLog(Protocol):
-    """Where rank 0 writes what it does."""
+    """Log of rank 0's orders."""
 
     def write(self, entry: session_pb2.StepLog) -> None: ...
 
@@ -50,7 +50,7 @@ class StepLog(Protocol):
 class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
     where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
-    ``step_times`` in their parts. ``accounts`` are of some of the sequences, among them all that
+    ``step_times`` in their parts. ``breakdowns`` are of some of the sequences, among them all that
     ended, and ``decoding`` of one that would have decoded all the time. ``prefilling`` is the
     progress of the sequences in prefill; it is empty where it was told a short while ago."""
 
@@ -60,8 +60,8 @@ class Report:
     occupants: tuple[Occupant, ...] | None
     busy_s: float = 0.0
     step_times: StepTimes = NO_TIME
-    accounts: tuple[Told, ...] = ()
-    decoding: Account = NO_ACCOUNT
+    breakdowns: tuple[SequenceBreakdown, ...] = ()
+    decoding: TimeBreakdown = NO_BREAKDOWN
     prefilling: tuple[Outcome, ...] = ()
 
 
@@ -103,7 +103,7 @@ class LeadingLoop:
         self._log = log
         self._clock = clock
         self._sleep = sleep
-        self._accounts = engine.accounts = TimeBreakdowns(engine.limits.max_num_seqs, clock)
+        self._breakdowns = engine.breakdowns = TimeBreakdowns(engine.limits.max_num_seqs, clock)
         self._slowness = Slowness()
         self._busy_s = 0.0
         self._occupants_told = 0.0
@@ -115,21 +115,23 @@ class LeadingLoop:
             pass
 
     def turn(self, orders: Orders) -> bool:
-        """One turn; False after the stop order. Raises as ``run`` does."""
+        """Run one turn; return False after the stop order. Raises as ``run`` does."""
         digest = self._engine.digest() if self._log is not None else b""
         settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
         returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
-        accounts = [self._accounts.so_far(sequence, now) for sequence in leaving]
+        breakdowns = [self._breakdowns.so_far(sequence, now) for sequence in leaving]
         self._write(orders, digest, held, self._fault(orders), now)
         if orders.stop:
             return False
         _apply(self._engine, orders.policy, orders.starts, orders.aborts)
         outcomes, told = self._step(held, now)
-        self._tell(orders, [*settled, *returned, *outcomes], [*accounts, *told])
+        self._tell(orders, [*settled, *returned, *outcomes], [*breakdowns, *told])
         return True
 
-    def _step(self, held: Collection[int], began: float) -> tuple[list[Outcome], list[Told]]:
+    def _step(
+        self, held: Collection[int], began: float
+    ) -> tuple[list[Outcome], list[SequenceBreakdown]]:
         outcomes = self._engine.step(held, began)
         now = self._clock()
         if extra_s := self._slowness.extra_s(now - began, now):
@@ -137,11 +139,10 @@ class LeadingLoop:
             now = self._clock()
         self._busy_s += now - began
         if not self._engine.is_in_flight:
-            self._accounts.end()
-        return outcomes, self._accounts.tell()
+            self._breakdowns.end_step()
+        return outcomes, self._breakdowns.report()
 
     def _before_admission(self, admitted: list[Sequence]) -> None:
-        """Announce the sequences that are new here. A preempted sequence that resumes is not."""
         assert self._announce is not None
         new = [sequence for sequence in admitted if sequence.news.waited_s is not None]
         if new:
@@ -149,11 +150,10 @@ class LeadingLoop:
             self._announce(FirstSteps(tuple(it.outcome() for it in new), to_confirm))
 
     def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
-        """One for another rank; a second one waits for the next turn."""
         for_others = []
         for fault in orders.faults:
             if fault.kind == chaos_pb2.FAULT_KIND_SLOW:
-                self._slowness.begin(fault, self._clock())
+                self._slowness.start(fault, self._clock())
             else:
                 for_others.append(fault)
         for fault in for_others[1:]:
@@ -162,16 +162,16 @@ class LeadingLoop:
 
     def _next_orders(self) -> Orders:
         if self._engine.has_work:
-            return self._inbox.take(timeout_s=0)
-        if orders := self._inbox.take(timeout_s=_IDLE_S):
+            return self._inbox.wait(timeout_s=0)
+        if orders := self._inbox.wait(timeout_s=_IDLE_S):
             return orders
         self._engine.check_integrity()
-        return self._inbox.take(timeout_s=None)
+        return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
         """Turns the drain into aborts, which is how the other ranks see it. What the step in flight
         brought, and who leaves by the drain."""
-        settled = self._engine.settle()
+        settled = self._engine.commit_in_flight()
         leaving = [
             sequence
             for sequence in [*self._engine.sequences(), *orders.starts]
@@ -204,14 +204,16 @@ class LeadingLoop:
                 )
             )
 
-    def _tell(self, orders: Orders, outcomes: Iterable[Outcome], accounts: Iterable[Told]) -> None:
+    def _tell(
+        self, orders: Orders, outcomes: Iterable[Outcome], breakdowns: Iterable[SequenceBreakdown]
+    ) -> None:
         now, occupants = self._clock(), None
         if now - self._occupants_told >= _OCCUPANTS_S:
             self._occupants_told, occupants = now, self._engine.occupants()
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
-        told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(accounts)
-        self._report(Report(started, *told, self._accounts.decoding, self._prefilling(now)))
+        told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(breakdowns)
+        self._report(Report(started, *told, self._breakdowns.decoding, self._prefilling(now)))
 
     def _prefilling(self, now: float) -> tuple[Outcome, ...]:
         if now - self._prefills_told < _PREFILL_S:
@@ -238,7 +240,7 @@ def follow(
         if entry.previous_digest != engine.digest():
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         if entry.settle:
-            engine.settle()
+            engine.commit_in_flight()
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         policy = policy_named(entry.engine_policy)
         _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))

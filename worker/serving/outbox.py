@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
-from worker.engine.account import Account
-from worker.engine.accounts import Told
 from worker.engine.load import Occupant
 from worker.engine.outcome import NO_NEWS, News, Outcome, SequenceKey
+from worker.engine.time_breakdown import TimeBreakdown
+from worker.engine.time_breakdowns import SequenceBreakdown
 
 #: Acknowledgements kept for a router that does not read; leaders give up on them within seconds.
 _MAX_ACCEPTED = 65_536
@@ -29,7 +29,7 @@ class Outbox:
         self._progress: dict[SequenceKey, session_pb2.Progress] = {}
         self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
         self._occupants: tuple[Occupant, ...] = ()
-        self._accounts: dict[SequenceKey, Account] = {}
+        self._breakdowns: dict[SequenceKey, TimeBreakdown] = {}
 
     def __bool__(self) -> bool:
         return bool(self._progress or self._accepted)
@@ -37,10 +37,10 @@ class Outbox:
     def push(self, outcome: Outcome) -> None:
         """Add an outcome and ask for a frame. Outcomes of one sequence come in the order of their
         offsets."""
-        self.note(outcome)
+        self.add(outcome)
         self.notify()
 
-    def note(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome) -> None:
         """Add an outcome to the next frame, whenever that goes."""
         epoch, choice = key = outcome.key
         progress = self._progress.get(key)
@@ -67,9 +67,9 @@ class Outbox:
         if outcome.prefilled_tokens:
             progress.prefilled_tokens = outcome.prefilled_tokens
 
-    def account(self, told: Told) -> None:
+    def breakdown(self, told: SequenceBreakdown) -> None:
         """For the next frame, whenever it goes."""
-        self._accounts[told.key] = told.account
+        self._breakdowns[told.key] = told.breakdown
 
     def accept(self, epoch: int) -> None:
         self._accepted.append(epoch)
@@ -81,7 +81,7 @@ class Outbox:
 
     def drop(self, key: SequenceKey) -> None:
         """Nothing more is to be said of an aborted sequence."""
-        self._accounts.pop(key, None)
+        self._breakdowns.pop(key, None)
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)
 
@@ -96,15 +96,15 @@ class Outbox:
         frame, self._frame = self._frame, session_pb2.WorkerFrame()
         frame.state.CopyFrom(state)
         frame.accepted_epochs.extend(self._accepted)
-        frame.accounts.extend(self._take_accounts())
+        frame.breakdowns.extend(self._take_breakdowns())
         self._progress.clear()
         self._accepted.clear()
         self._occupants = ()
         return frame
 
-    def _take_accounts(self) -> list[session_pb2.Account]:
-        told, self._accounts = self._accounts, {}
-        return [account.to_proto(*key) for key, account in told.items()]
+    def _take_breakdowns(self) -> list[session_pb2.TimeBreakdown]:
+        told, self._breakdowns = self._breakdowns, {}
+        return [breakdown.to_proto(*key) for key, breakdown in told.items()]
 
 
 def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:

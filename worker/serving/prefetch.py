@@ -33,12 +33,10 @@ def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
 
 
 def _room() -> int:
-    """Bytes of weights that the page cache keeps until they are loaded."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _advise(path: Path, rank: int, ranks: int) -> None:
-    """In pieces: a call returns when all that it names has been asked for."""
     with path.open("rb") as file:
         size = path.stat().st_size
         begin, end = size * rank // ranks, size * (rank + 1) // ranks

@@ -20,8 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from everlift import logs, model_files
-from everlift.blockhash import BLOCK_SIZE
-from everlift.model_name import is_commit, is_hub_id
+from everlift.hashes import BLOCK_SIZE
+from everlift.hub import is_commit, is_hub_id
 from everlift.progress import told
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
@@ -35,16 +35,15 @@ from worker.serving.engine_thread import EngineThread
 from worker.serving.fingerprint import model_fingerprint
 from worker.serving.inbox import Inbox
 from worker.serving.loop import CONFIRM_S, FirstSteps, Report
-from worker.serving.ready_file import ReadyFile
 from worker.serving.reclaim import notice_at
 from worker.serving.server import SessionServer
 from worker.serving.sessions import Sessions
-from worker.serving.startup import Startup, process_age_s
+from worker.serving.startup import ReadyFile, Startup, process_age_s
 
 if TYPE_CHECKING:
     from worker.grammar.compiler import GrammarCompiler
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class RankFailed(Exception):
@@ -171,7 +170,7 @@ class Rank:
             with self._startup.part("serve_s"):
                 await self._serve(engine, info)
         self._vigil = LivenessMonitor(thread.watchdog, thread.ties.log, self._fail)
-        self._vigil.begin()
+        self._vigil.start()
         if not (self._is_reclaimed or self._ended.is_set()):
             self._ready_file.create()
         log.info(
@@ -288,7 +287,6 @@ class Rank:
             self._gpu_watch.cancel()
 
     def _report(self, report: Report) -> None:
-        """Called from the engine's thread."""
         assert self._server is not None, "a report before there was an order"
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
@@ -311,7 +309,6 @@ class Rank:
         self._thread_is_over.set()
 
     def _fail(self, cause: str) -> None:
-        """The rank can go on no more, though its thread may not know; nor may the others'."""
         self._end(RankFailed(cause))
         if self._thread is not None:
             self._thread.ties.interrupt()
@@ -350,14 +347,12 @@ class Rank:
 
 
 async def _until(event: asyncio.Event, timeout_s: float) -> None:
-    """Waits for it, but only so long."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
 
 
 def _files(config: WorkerConfig) -> str:
-    """What names the model that a rank reads."""
     if config.is_fake:
         fake = config.fake
         return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"
@@ -365,7 +360,6 @@ def _files(config: WorkerConfig) -> str:
 
 
 def _weights(model: str, revision: str) -> str:
-    """A hub's files are named by their commit, before they are here."""
     if not is_hub_id(model, revision):
         return model_fingerprint(model_files.locate(model, weights=False))
     if not is_commit(revision):
@@ -377,15 +371,14 @@ def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | 
     if config.is_fake:
         return NoGrammars()
     from worker.grammar.compiler import GrammarCompiler
-    from worker.grammar.nursery import Nursery
+    from worker.grammar.fork_server import GrammarForkServer
 
-    nursery = Nursery(config, vocab_size)
-    nursery.begin()
-    return GrammarCompiler(config.grammar, nursery, config.step_timeout)
+    fork_server = GrammarForkServer(config, vocab_size)
+    fork_server.begin()
+    return GrammarCompiler(config.grammar, fork_server, config.step_timeout)
 
 
 def _dtype(config: WorkerConfig) -> str:
-    """What auto stands for on this machine."""
     if config.is_fake:
         return "none"
     from worker.device.device import choose_device, choose_dtype
@@ -394,7 +387,6 @@ def _dtype(config: WorkerConfig) -> str:
 
 
 def _device(config: WorkerConfig) -> str:
-    """As its maker calls it."""
     if config.is_fake:
         return "fake"
     from worker.device.device import choose_device, name_of

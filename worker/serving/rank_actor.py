@@ -14,7 +14,7 @@ from everlift.notice import on_signal
 from worker.config import WorkerConfig
 from worker.serving.rank import Rank
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class RankActor:

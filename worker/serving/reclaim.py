@@ -13,7 +13,7 @@ from http.client import HTTPException
 
 from everlift import logs
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Between two looks for the notice, and until one is given up.
 _POLL_S, _ANSWER_S = 2.0, 1.0

@@ -3,7 +3,7 @@
     engine's thread --report--> deliver --> outbox --cut, if stream is free--> frame
 
 A write that waits for a slow router holds up nothing but that router's own next frame. Frames go
-out at least every ``beat``, whatever the engine does.
+out at least every ``heartbeat``, whatever the engine does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.serving.fault import Wire, strike
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.sessions import Session, Sessions
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _Context: TypeAlias = grpc.aio.ServicerContext[session_pb2.RouterFrame, session_pb2.WorkerFrame]
 
@@ -121,7 +121,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             await self._write(session, wake, context)
         finally:
             await self._wire.whole(session.router_id)
-            self._sessions.leave(session)
+            self._sessions.end_session(session)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             self._open -= 1
@@ -171,7 +171,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             await self._wire.whole(session.router_id)
-            self._sessions.leave(session)
+            self._sessions.end_session(session)
 
     def _receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
         if frame.HasField("fault"):
@@ -207,7 +207,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         await context.write(frame)
         while not session.is_over or session.outbox:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.beat):
+                async with asyncio.timeout(self._config.heartbeat):
                     await wake.wait()
             wake.clear()
             await self._wire.whole(session.router_id)

@@ -13,17 +13,17 @@ from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
-from worker.engine.account import NO_ACCOUNT
 from worker.engine.limits import Limits
 from worker.engine.load import Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
 from worker.engine.step_times import NO_TIME
+from worker.engine.time_breakdown import NO_BREAKDOWN
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.outbox import Outbox
 from worker.serving.pending import Pending
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class Engine(Protocol):
@@ -68,7 +68,7 @@ class Session:
         self.is_over = False
         self.confirms_late = False
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.is_over = True
         self.outbox.notify()
 
@@ -89,7 +89,7 @@ class Sessions:
         self._load = load
         self._busy_s = 0.0
         self._step_times = NO_TIME
-        self._decoding = NO_ACCOUNT
+        self._decoding = NO_BREAKDOWN
         #: of rank 0's GPU, from 0 to 1; None where nobody can tell
         self.gpu_utilization: float | None = None
         self._engine = engine
@@ -118,14 +118,14 @@ class Sessions:
         """A router has one stream: an older one of the same router ends. What others have started
         is acknowledged to the new one too, for it may lead."""
         if (older := self._sessions.get(router_id)) is not None:
-            self.leave(older)
+            self.end_session(older)
         session = self._sessions[router_id] = Session(router_id, notify)
         for epoch in self._claims:
             session.outbox.accept(epoch)
         log.info("session opened", router_id=router_id)
         return session
 
-    def leave(self, session: Session) -> None:
+    def end_session(self, session: Session) -> None:
         """What the router started ends at once; its blocks stay hashed for where it goes on. A
         second time changes nothing."""
         if self._sessions.get(session.router_id) is not session:
@@ -134,13 +134,13 @@ class Sessions:
         epochs = [epoch for epoch, claim in self._claims.items() if claim.session is session]
         for epoch in epochs:
             self._abort(session, Abort(epoch))
-        session.end()
+        session.close()
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
     def end_all(self) -> None:
         """Every session ends when it has sent what is left."""
         for session in self._sessions.values():
-            session.end()
+            session.close()
 
     # frames in
 
@@ -160,7 +160,6 @@ class Sessions:
             self.drain()
 
     def _set_policy(self, told: session_pb2.EnginePolicy) -> None:
-        """A router that has not read the ledger's last word yet changes nothing."""
         if told.version <= self._policy_version:
             return
         self._policy_version = told.version
@@ -201,7 +200,6 @@ class Sessions:
     def _end_at_start(
         self, start: session_pb2.Start, claim: Claim | None, session: Session, now: float
     ) -> Outcome | None:
-        """Starts a sequence, or says how it ends right here."""
         key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
         if self.is_draining:
             return Outcome(key, offset, (), Stop.RETURNED)
@@ -277,14 +275,14 @@ class Sessions:
         for key in report.started:
             self._pending.discard(key)
         # While who ends now is known still.
-        accounts = [(self._outbox_of(told.key), told) for told in report.accounts]
+        breakdowns = [(self._outbox_of(told.key), told) for told in report.breakdowns]
         ended = [self._forward(outcome) for outcome in report.outcomes]
-        for outbox, told in accounts:
+        for outbox, told in breakdowns:
             if outbox is not None:
-                outbox.account(told)
+                outbox.breakdown(told)
         for outcome in report.prefilling:
             if (outbox := self._outbox_of(outcome.key)) is not None:
-                outbox.note(outcome)
+                outbox.add(outcome)
         for session in self._sessions.values():
             if report.occupants is not None:
                 session.outbox.show(report.occupants)
@@ -305,7 +303,7 @@ class Sessions:
         for outcome in first.outcomes:
             if (outbox := self._outbox_of(outcome.key)) is None:
                 continue
-            outbox.note(outcome)
+            outbox.add(outcome)
             if outcome.key in first.to_confirm:
                 outbox.notify()
                 session = self._claims[outcome.key.epoch].session
@@ -322,12 +320,10 @@ class Sessions:
                 self._on_confirmed()
 
     def _outbox_of(self, key: SequenceKey) -> Outbox | None:
-        """What was aborted meanwhile is nobody's."""
         claim = self._claims.get(key.epoch)
         return claim.session.outbox if claim is not None and key.choice in claim.choices else None
 
     def _forward(self, outcome: Outcome) -> bool:
-        """Whether it is a sequence's end. What was aborted meanwhile is nobody's."""
         epoch, choice = outcome.key
         claim = self._claims.get(epoch)
         if claim is None or choice not in claim.choices:

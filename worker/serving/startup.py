@@ -1,4 +1,4 @@
-"""How long a rank takes to start, by part: most of what passes until a new worker helps."""
+"""Start of a rank: its duration by part, and the file that says that it serves."""
 
 from __future__ import annotations
 
@@ -31,3 +31,25 @@ def process_age_s() -> float:
         began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
         return round(float(Path("/proc/uptime").read_text().split()[0]) - began, 3)
     return 0.0
+
+
+class ReadyFile:
+    """The file is named after the process id.
+
+    A probe can thus tell a rank that was killed from one that serves: ``kill -0`` fails for the
+    former. Without a directory there is no file.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = Path(directory, str(os.getpid())) if directory else None
+
+    def create(self) -> None:
+        """Create the file, and its directory. Raises OSError."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+
+    def remove(self) -> None:
+        """Remove the file if it exists. Raises OSError."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What people type to ask for a forecast."""
+"""Command line options of forecasts."""

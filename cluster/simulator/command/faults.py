@@ -1,4 +1,4 @@
-"""What happens to the cluster meanwhile, as it is said on the command line."""
+"""Command line options of events during a forecast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ Slow = Annotated[
 ]
 StartTime = Annotated[
     float,
-    typer.Option(min=0, metavar="S", help="What starting a worker takes.", rich_help_panel=_PANEL),
+    typer.Option(
+        min=0, metavar="S", help="Seconds that a worker takes to start.", rich_help_panel=_PANEL
+    ),
 ]
 
 
@@ -57,7 +59,6 @@ def events(
 
 
 def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
-    """Workers have come at ``comings``, in the order of their numbers. Raises ForecastFailed."""
     if worker >= len(comings):
         raise ForecastFailed(f"there is no worker {worker}: they count from 0")
     if at <= (came := comings[worker]):

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from cluster.config import Config
+from cluster.connection import connected_ledger
 from cluster.errors import ForecastFailed
-from cluster.ledger_connection import connected_ledger
-from cluster.simulator.record import Record
+from cluster.simulator.summary import Record
 from cluster.simulator.workloads import options
 
 DEFAULT_LIMIT = 10_000
@@ -51,7 +51,7 @@ class LedgerRequests:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Of their tenants, 1 where there is none."""
+        """Weights of their tenants, 1 where none is set."""
         return self._all[1]
 
     @cached_property

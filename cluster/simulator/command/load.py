@@ -1,4 +1,4 @@
-"""Which requests a forecast is of, as it is said on the command line."""
+"""Command line options of a forecast's requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 
 from cluster.errors import ForecastFailed
 from cluster.simulator.command.ledger_requests import LedgerRequests
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import saturation_rate
 from cluster.simulator.scenario import WorkerSpec
 from cluster.simulator.workloads import options
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from cluster.simulator.workloads.traces.trace import Trace
 from cluster.simulator.workloads.workload import Workload, merged
 
@@ -92,7 +92,7 @@ class Requests:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Of their tenants, 1 where there is none. Raises as ``arrivals``."""
+        """Weights of their tenants, 1 where none is set. Raises as ``arrivals``."""
         return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
@@ -121,7 +121,6 @@ class Requests:
         return merged(self._workloads(workers), self.seed)
 
     def _workloads(self, workers: Sequence[WorkerSpec]) -> list[Workload]:
-        """At their rates."""
         mix = options.mix(self.workloads or (_DEFAULT,), self.is_steady)
         if self.load is not None:
             at_one = list(options.at_rate(mix, 1.0))

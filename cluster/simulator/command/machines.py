@@ -1,4 +1,4 @@
-"""Which workers a forecast is of, as it is said on the command line."""
+"""Command line options of a forecast's workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cluster import config as configuration
 from cluster.config import Config
 from cluster.errors import ForecastFailed
 from cluster.simulator.hardware import kind_file
-from cluster.simulator.hardware.gpu import GPUS
-from cluster.simulator.hardware.kind import Kind, on_gpus
+from cluster.simulator.hardware.kind import GPUS, Kind, on_gpus
 from cluster.simulator.hardware.model_size import MODELS, ModelSize
 from cluster.simulator.scenario import WorkerSpec
 
@@ -59,14 +58,6 @@ Assignments = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-Fluid = Annotated[
-    bool,
-    typer.Option(
-        "--fluid",
-        help="Workers in a few numbers each: less exact, and several times as fast.",
-        rich_help_panel=_PANEL,
-    ),
-]
 Foresight = Annotated[
     float | None,
     typer.Option(
@@ -74,8 +65,8 @@ Foresight = Annotated[
         # Beyond nothing is foreseen at all, and a float does not hold such lengths.
         max=10,
         metavar="SIGMA",
-        help="How sharply the lengths of outputs are foreseen: the standard deviation of the "
-        "error's logarithm, 0 being exact. Default: not at all.",
+        help="Accuracy of predicted output lengths: the standard deviation of the error's "
+        "logarithm; 0 is exact. Default: no prediction.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -96,7 +87,6 @@ def kind_of(name: str, model: str) -> Kind:
 
 
 def _size(model: str) -> ModelSize:
-    """Raises ForecastFailed."""
     if model in MODELS:
         return MODELS[model]
     directory = Path(model).expanduser()
@@ -109,7 +99,10 @@ def _size(model: str) -> ModelSize:
 def config_of(
     file: Path | None, assignments: Sequence[str] | None, kind: Kind | None = None
 ) -> Config:
-    """What is set; a kind's own settings are beneath all others. Raises SettingsError."""
+    """Return the worker's settings; a kind's own settings are the defaults.
+
+    Raises SettingsError.
+    """
     beneath = {"worker": kind.worker} if kind else {}
     return configuration.load(file, os.environ, assignments or (), beneath=beneath)
 
@@ -133,7 +126,7 @@ def as_modelled() -> Iterator[None]:
 def specs_of(
     workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
 ) -> tuple[WorkerSpec, ...]:
-    """Of all workers, in the order in which they are named. Raises as ``spec_of``."""
+    """Return the specs of all workers, in the order given. Raises as ``spec_of``."""
     numbers = workers or (str(config_of(file, assignments).num_workers),)
     specs: list[WorkerSpec] = []
     for text in numbers:

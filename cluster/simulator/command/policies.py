@@ -17,8 +17,10 @@ _IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
 def routers(
     policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """By the policies' names, of which each of ``policies`` may have several between commas. Raises
-    SettingsError and ForecastFailed."""
+    """Return router settings by policy name; ``policies`` may contain several, with commas.
+
+    Raises SettingsError and ForecastFailed.
+    """
     names = [name.strip() for each in policies for name in each.split(",")]
     return {name: _router(name, file, assignments) for name in names}
 
@@ -33,7 +35,6 @@ def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -
 
 
 def _setting(text: str) -> str:
-    """As `everlift policy` calls it, without its section, it is a router's."""
     return text if "." in text.partition("=")[0] else f"router.{text}"
 
 

@@ -1,4 +1,4 @@
-"""How far a simulation is, for who watches."""
+"""Progress of a simulation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 
 #: Requests between two updates.
 _EVERY = 100

@@ -1,1 +1,1 @@
-"""How quick workers are, on hardware that is known by its data sheet or was measured."""
+"""Speed of workers, from data sheets or measurements."""

@@ -45,7 +45,6 @@ def fitted(steps: Sequence[Step]) -> Fit:
 
 
 def _roofline(steps: Sequence[Step], ridge: float) -> Roofline:
-    """With steps of fewer tokens than ``ridge`` bound by the weights, the others by products."""
     features = np.array([_features(step.size, ridge) for step in steps])
     relative = features / np.array([[step.seconds] for step in steps])
     overhead_s, weights_s, token_s, kv_token_s, pair_s, row_s = _least_squares(relative)
@@ -53,14 +52,12 @@ def _roofline(steps: Sequence[Step], ridge: float) -> Roofline:
 
 
 def _features(size: StepSize, ridge: float) -> tuple[float, ...]:
-    """By the fields of Roofline."""
     reads = size.num_tokens < ridge
     products = 0.0 if reads else size.num_tokens
     return 1.0, float(reads), products, size.kv_tokens, size.num_pairs, size.num_rows
 
 
 def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
-    """With the mean square of its relative errors."""
     errors = [abs(roofline.seconds(step.size) / step.seconds - 1) for step in steps]
     return fmean(error**2 for error in errors), Fit(roofline, fmean(errors), max(errors))
 

@@ -1,4 +1,4 @@
-"""A kind of worker: how long its steps take, and what it has room for."""
+"""A kind of worker: how long its steps take, and how much it can hold."""
 
 from __future__ import annotations
 
@@ -6,16 +6,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import ForecastFailed
-from cluster.simulator.hardware.gpu import (
-    REACHED_BANDWIDTH,
-    REACHED_FLOPS,
-    STEP_OVERHEAD_S,
-    SUM_LATENCY_S,
-    Gpu,
-)
 from cluster.simulator.hardware.model_size import ModelSize
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import Roofline
+from worker.device.device_kind import DeviceKind, kind_of_gpu
+
+#: Of the data sheet's figures.
+REACHED_BANDWIDTH = 4.3 / 4.8 * 0.85
+REACHED_FLOPS = 790 / 989 * 0.75
+STEP_OVERHEAD_S = 0.7e-3
+#: Assumed, of one sum over all ranks, apart from the time on the link.
+SUM_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """As its data sheet says. ``link_bandwidth`` is to other GPUs of its node, one way (NVLink, and
+    PCIe where there is none)."""
+
+    name: str
+    memory_bytes: float
+    #: bytes a second
+    bandwidth: float
+    #: operations a second
+    flops: float
+    #: bytes a second
+    link_bandwidth: float
+    #: of CUDA, which says what it computes with
+    capability: tuple[int, int]
+
+    @property
+    def kind(self) -> DeviceKind:
+        return kind_of_gpu(self.memory_bytes, self.capability)
+
+
+GPUS: Mapping[str, Gpu] = {
+    each.name: each
+    for each in (
+        Gpu("h100", 80e9, 3.35e12, 989e12, 450e9, (9, 0)),
+        Gpu("h200", 141e9, 4.8e12, 989e12, 450e9, (9, 0)),
+        Gpu("a100", 80e9, 2.039e12, 312e12, 300e9, (8, 0)),
+        Gpu("l4", 24e9, 300e9, 121e12, 32e9, (8, 9)),
+    )
+}
+
 
 #: Of a GPU's memory, for weights and KV cache; the rest is for what a step computes.
 _USED_MEMORY = 0.9
@@ -54,7 +88,7 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
 
 
 def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
-    """Of hardware that reaches so many bytes and operations a second."""
+    """Return the roofline of hardware with so many bytes and operations per second."""
     return Roofline(
         overhead_s=STEP_OVERHEAD_S,
         weights_s=model.read_bytes / bandwidth,

@@ -21,7 +21,7 @@ from pathlib import Path
 from cluster.errors import ForecastFailed
 from cluster.simulator.hardware.kind import Kind
 from everlift import settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.step_time import Roofline
 
 
@@ -34,7 +34,7 @@ def read(path: Path) -> Kind:
 
 
 def made(name: str, content: object) -> Kind:
-    """Of what such a file has in it. Raises ValueError."""
+    """Make a kind of worker from a file's content. Raises ValueError."""
     sections = _object(content)
     try:
         step_time = settings.load(Roofline, _object(sections.get("step_time")))

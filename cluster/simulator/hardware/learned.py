@@ -1,4 +1,4 @@
-"""What a running cluster has learned of its workers' steps, as a kind of worker."""
+"""Kind of worker from the step times that a running cluster learned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _LEAST_OVERHEAD_S = 1e-6
 
 
 def content(kind: pb.WorkerKind) -> dict[str, object]:
-    """Of a file of it (kind_file.py). Raises ForecastFailed where nothing was learned yet."""
+    """Return the content of its file (kind_file.py).
+
+    Raises ForecastFailed if nothing was learned.
+    """
     if not kind.HasField("step_time"):
         raise ForecastFailed("nothing is known of the workers' steps yet: send some requests")
     parts, policy = kind.step_time, kind.engine_policy

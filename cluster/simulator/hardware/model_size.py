@@ -1,4 +1,4 @@
-"""What a model costs its hardware. Pure."""
+"""Bytes and operations of a model. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """Of the ``config.json`` there. Raises ForecastFailed."""
+        """Read a model's ``config.json``. Raises ForecastFailed."""
         try:
             spec = read_spec(directory)
         except (UnsupportedModel, OSError) as error:
@@ -57,23 +57,25 @@ class ModelSize:
 
     @property
     def read_bytes(self) -> float:
-        """In a step: the layers and the output's projection. Of the input's embedding a token reads
-        one row."""
+        """Bytes read in a step: the layers and the output's projection.
+
+        The input embedding reads one row per token.
+        """
         return (self._layers + self._table) * self.element_bytes
 
     @property
     def token_flops(self) -> float:
-        """Of the layers' products with their weights: a multiplication and an addition each."""
+        """Operations per token in the layers' weights: a multiplication and an addition each."""
         return 2 * self._layers
 
     @property
     def row_flops(self) -> float:
-        """Of the output's projection, which a row needs for its last token alone."""
+        """Operations of the output's projection, once per row."""
         return 2 * self._table
 
     @property
     def pair_flops(self) -> float:
-        """Of a token and one that it attends to: a product with the key, one with the value."""
+        """Operations per pair of tokens: a product with the key and one with the value."""
         return 4 * self.num_layers * self.num_heads * self.head_size
 
     @property
@@ -83,13 +85,11 @@ class ModelSize:
 
     @property
     def _layers(self) -> float:
-        """Parameters of queries, keys, values and output, and of a gated MLP."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_size
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
     @property
     def _table(self) -> float:
-        """Parameters of an embedding, or of the output's projection."""
         return self.vocab_size * self.hidden_size
 
 

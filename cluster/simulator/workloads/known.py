@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.simulator.workloads.arrivals import Traffic
 from cluster.simulator.workloads.lengths import LogNormal, Mixture, Normal, Quantiles
-from cluster.simulator.workloads.traffic import Traffic
 from cluster.simulator.workloads.workload import Workload
 
 _AZURE_CONVERSATION = Workload(

@@ -1,4 +1,4 @@
-"""How many tokens prompts and outputs have. Pure: randomness is handed in."""
+"""Lengths of prompts and outputs in tokens. Pure: random generators are parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are meant, as it is said on the command line."""
+"""Command line options of workloads."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ Steady = Annotated[
     bool,
     typer.Option("--steady", help="The workload's rate does not drift.", rich_help_panel=PANEL),
 ]
-Seed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=PANEL)]
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", rich_help_panel=PANEL)]
 
 #: Workloads with their shares.
 Mix = Sequence[tuple[Workload, float]]
 
 
 def mix(names: Sequence[str], is_steady: bool) -> Mix:
-    """Of names as ``chat`` or ``chat=3``. Raises WorkloadFailed."""
+    """Parse names such as ``chat`` or ``chat=3``. Raises WorkloadFailed."""
     found = map(_share, names)
     return [(each.without_drift() if is_steady else each, share) for each, share in found]
 

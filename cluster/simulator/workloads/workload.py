@@ -12,10 +12,8 @@ from random import Random
 from typing import Self, TypeVar
 from zlib import crc32
 
-from cluster.simulator.workloads.arrival import Arrival
-from cluster.simulator.workloads.conversations import Conversations
+from cluster.simulator.workloads.arrivals import Arrival, Conversations, Traffic
 from cluster.simulator.workloads.lengths import Lengths
-from cluster.simulator.workloads.traffic import Traffic
 
 T = TypeVar("T")
 

@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -73,7 +71,7 @@ class Client:
         retry_s: float = RETRY_S,
         transport: Transport | None = None,
     ) -> None:
-        """As AsyncClient."""
+        """See AsyncClient."""
         self._client = AsyncClient(
             targets,
             api_key=api_key,
@@ -87,7 +85,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
     ) -> BlockingStream:
-        """As AsyncClient.generate."""
+        """See AsyncClient.generate."""
         stream = self._client.generate(prompt, traceparent=traceparent, **options)
         return BlockingStream(self._thread, stream)
 
@@ -99,7 +97,7 @@ class Client:
         traceparent: str = "",
         **options: Unpack[GenerateOptions],
     ) -> BlockingManyStream:
-        """As AsyncClient.generate_many."""
+        """See AsyncClient.generate_many."""
         stream = self._client.generate_many(
             prompts, concurrency=concurrency, traceparent=traceparent, **options
         )
@@ -112,26 +110,26 @@ class Client:
         *,
         received: Sequence[Sequence[int]] = (),
     ) -> BlockingStream:
-        """As AsyncClient.attach."""
+        """See AsyncClient.attach."""
         stream = self._client.attach(request_id, from_offset, received=received)
         return BlockingStream(self._thread, stream)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
-        """As AsyncClient.cancel."""
+        """See AsyncClient.cancel."""
         return self._run(self._client.cancel(request_id, timeout_s=timeout_s))
 
     def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """As AsyncClient.forget."""
+        """See AsyncClient.forget."""
         self._run(self._client.forget(request_id, timeout_s=timeout_s))
 
     def get_request(
         self, request_id: str, *, timeout_s: float | None = None
     ) -> pb.GetRequestResponse:
-        """As AsyncClient.get_request."""
+        """See AsyncClient.get_request."""
         return self._run(self._client.get_request(request_id, timeout_s=timeout_s))
 
     def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
-        """As AsyncClient.explain."""
+        """See AsyncClient.explain."""
         return self._run(self._client.explain(request_id, timeout_s=timeout_s))
 
     def list_requests(
@@ -143,7 +141,7 @@ class Client:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
-        """As AsyncClient.list_requests."""
+        """See AsyncClient.list_requests."""
         return self._run(
             self._client.list_requests(
                 states=states,
@@ -157,25 +155,25 @@ class Client:
     def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
     ) -> pb.TokenizeResponse:
-        """As AsyncClient.tokenize."""
+        """See AsyncClient.tokenize."""
         return self._run(self._client.tokenize(text, model=model, timeout_s=timeout_s))
 
     def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> pb.DetokenizeResponse:
-        """As AsyncClient.detokenize."""
+        """See AsyncClient.detokenize."""
         return self._run(self._client.detokenize(token_ids, model=model, timeout_s=timeout_s))
 
     def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
-        """As AsyncClient.models."""
+        """See AsyncClient.models."""
         return self._run(self._client.models(timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
-        """As AsyncClient.status."""
+        """See AsyncClient.status."""
         return self._run(self._client.status(timeout_s=timeout_s))
 
     def drain(self, worker_id: str, *, timeout_s: float | None = None) -> admin_pb2.DrainResponse:
-        """As AsyncClient.drain."""
+        """See AsyncClient.drain."""
         return self._run(self._client.drain(worker_id, timeout_s=timeout_s))
 
     def set_policy(
@@ -195,7 +193,7 @@ class Client:
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """As AsyncClient.set_policy."""
+        """See AsyncClient.set_policy."""
         return self._run(
             self._client.set_policy(
                 order=order,
@@ -215,17 +213,17 @@ class Client:
         )
 
     def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
-        """As AsyncClient.capacity."""
+        """See AsyncClient.capacity."""
         return self._run(self._client.capacity(timeout_s=timeout_s))
 
     def inject(
         self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
     ) -> chaos_pb2.InjectResponse:
-        """As AsyncClient.inject."""
+        """See AsyncClient.inject."""
         return self._run(self._client.inject(fault, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """As AsyncClient.close. Closing twice is closing once."""
+        """See AsyncClient.close. A second call does nothing."""
         if not self._thread.is_closed:
             self._run(self._client.close())
             self._thread.close()
@@ -246,7 +244,10 @@ class Client:
 
 
 class BlockingStream(Iterator[Chunk]):
-    """As Stream: iterate it, or call ``text()``; best inside ``with``, whose end closes it."""
+    """Blocking form of Stream: iterate it, or call ``text()``.
+
+    Use it in a ``with`` block, which closes it.
+    """
 
     def __init__(self, thread: _LoopThread, stream: Stream) -> None:
         self._thread = thread
@@ -286,15 +287,15 @@ class BlockingStream(Iterator[Chunk]):
         return chunk
 
     def text(self) -> str:
-        """As Stream.text."""
+        """See Stream.text."""
         return self._thread.run(self._stream.text())
 
     def texts(self) -> list[str]:
-        """As Stream.texts."""
+        """See Stream.texts."""
         return self._thread.run(self._stream.texts())
 
     def close(self) -> None:
-        """As Stream.aclose."""
+        """See Stream.aclose."""
         self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:
@@ -314,7 +315,10 @@ class BlockingStream(Iterator[Chunk]):
 
 
 class BlockingManyStream(Iterator[tuple[int, Chunk]]):
-    """As ManyStream: iterate it, or call ``texts()``; best inside ``with``, whose end closes it."""
+    """Blocking form of ManyStream: iterate it, or call ``texts()``.
+
+    Use it in a ``with`` block, which closes it.
+    """
 
     def __init__(self, thread: _LoopThread, stream: ManyStream) -> None:
         self._thread = thread
@@ -338,11 +342,11 @@ class BlockingManyStream(Iterator[tuple[int, Chunk]]):
         return came
 
     def texts(self) -> list[str | EverliftError]:
-        """As ManyStream.texts."""
+        """See ManyStream.texts."""
         return self._thread.run(self._stream.texts())
 
     def close(self) -> None:
-        """As ManyStream.aclose."""
+        """See ManyStream.aclose."""
         self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:

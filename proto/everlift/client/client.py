@@ -19,11 +19,16 @@ import grpc
 
 from everlift import wire
 from everlift.checks import sendable
-from everlift.client.deadline import Deadline
 from everlift.client.generate_many import ManyStream
 from everlift.client.reception import Reception
-from everlift.client.retries import RECONNECT_S, RETRY_S, Retries, is_unavailable
-from everlift.client.retry_budget import RetryBudget
+from everlift.client.retries import (
+    RECONNECT_S,
+    RETRY_S,
+    Deadline,
+    Retries,
+    RetryBudget,
+    is_unavailable,
+)
 from everlift.client.routers import Metadata, Routers
 from everlift.client.stream import Stream
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
@@ -186,7 +191,7 @@ class AsyncClient:
     async def get_request(
         self, request_id: str, *, timeout_s: float | None = None
     ) -> pb.GetRequestResponse:
-        """What is known of a request, without its tokens. Raises UnknownRequest.
+        """Return the record of a request, without its tokens. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -198,8 +203,9 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
-        """Where the time of a request went; of one that goes on, so far. Its spans follow each
-        other and add up to the whole. Raises UnknownRequest.
+        """Return where the time of a request went, so far if it is running.
+
+        The spans follow each other and add up to the whole. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -265,7 +271,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().Detokenize, message, timeout_s)
 
     async def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
-        """What may be asked for as ``model``.
+        """Return the models that requests may name as ``model``.
 
         >>> [model.name for model in (await client.models()).models]
         ['fake']
@@ -342,7 +348,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
-        """What the cluster can hold and do, and how much of it is in use. Raises Forbidden.
+        """Return the cluster's capacity and its use. Raises Forbidden.
 
         >>> capacity = await client.capacity()
         >>> capacity.workers, capacity.slots
@@ -397,7 +403,6 @@ class AsyncClient:
         timeout_s: float | None,
         retries: Retries | None = None,
     ) -> A:
-        """The answer of the first router that has one. Raises EverliftError."""
         retries = retries or Retries(self._retry_s, self._retry_s, random.random)
         budget = RetryBudget(self._routers, retries, Deadline(timeout_s))
         tries = 0
@@ -429,7 +434,6 @@ class AsyncClient:
         return RetryBudget(self._routers, self._retries(), deadline)
 
     def _retries(self) -> Retries:
-        """For the calls of one stream."""
         return Retries(self._reconnect_s, self._retry_s, random.random)
 
 

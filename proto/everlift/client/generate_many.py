@@ -10,11 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from everlift import wire
-from everlift.client.deadline import Deadline
 from everlift.client.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
 from everlift.client.reception import Chunk, Reception
-from everlift.client.retries import Retries
-from everlift.client.retry_budget import RetryBudget
+from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
 from everlift.messages import MAX_REQUESTS, FinishReason
@@ -35,7 +33,7 @@ _DONE = None
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one of many requests ended. With an ``error`` what there was before it has come."""
+    """End of one of many requests. With an ``error``, all output before it has been received."""
 
     finish_reasons: Mapping[int, FinishReason]
     prompt_logprobs: tuple[TokenLogprobs, ...]
@@ -105,7 +103,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """By index.
+        """Request ids by index.
 
         >>> client.generate_many(["one", "two"], request_id="mine").request_ids
         ('mine:0', 'mine:1')
@@ -114,7 +112,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     @property
     def outcomes(self) -> dict[int, Outcome]:
-        """By index, of those that have ended.
+        """Outcomes by index, of the requests that have ended.
 
         >>> stream = client.generate_many(["one two", ""])
         >>> texts = await stream.texts()
@@ -138,8 +136,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         raise StopAsyncIteration
 
     async def texts(self) -> list[str | EverliftError]:
-        """By index, the whole rest of each text, or what its request failed with: of the first
-        choice, if there are several.
+        """Return the rest of each text by index, or the error of its request.
+
+        With several choices, the first one's text.
 
         >>> await client.generate_many(["one two", "three", ""]).texts()
         ['one two', 'three', EmptyPrompt('the prompt is empty')]
@@ -195,7 +194,6 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         await self._came.put(_DONE)
 
     async def _feed(self) -> None:
-        """Sends all of them, part by part."""
         while self._waiting:
             refill = min(len(self._waiting), max(1, round(self._concurrency * _REFILL)))
             while (room := self._concurrency - len(self._under_way)) < refill:
@@ -206,7 +204,6 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             self._tasks.create_task(self._carry(part))
 
     def _next_part(self, room: int) -> dict[int, _Asked]:
-        """What goes in one call: one at least."""
         part: dict[int, _Asked] = {}
         num_bytes = 0
         while self._waiting and len(part) < min(room, MAX_REQUESTS):
@@ -235,7 +232,6 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     async def _wait(
         self, part: dict[int, _Asked], budget: RetryBudget, error: EverliftError, router: str
     ) -> None:
-        """Until the next try for what was not accepted. Where there is none all of it ends."""
         try:
             await budget.wait(error, router)
         except EverliftError as final:
@@ -272,7 +268,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         try:
             if piece.HasField("failure"):
                 raise _error(piece.failure)
-            chunk = each.reception.take(piece.piece)
+            chunk = each.reception.accept(piece.piece)
         except EverliftError as error:
             self._hand_over(part, each, deadline, error)
             return
@@ -289,7 +285,6 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         self._tasks.create_task(self._go_on(each, deadline, error))
 
     async def _go_on(self, each: _Asked, deadline: Deadline, error: EverliftError) -> None:
-        """One request by itself, after an error that may pass."""
         reading = Reading(
             self._routers,
             each.reception,
@@ -305,7 +300,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         except EverliftError as final:
             self._end(each, final)
         finally:
-            reading.leave()
+            reading.close()
 
     def _end(self, each: _Asked, error: EverliftError | None = None) -> None:
         self._outcomes[each.index] = each.outcome(error)
@@ -323,7 +318,6 @@ def _error(failure: pb.Failure) -> EverliftError:
 
 
 async def _cancel_all(routers: Routers, request_ids: Sequence[str]) -> None:
-    """What cannot be told in time the routers end by themselves."""
     some = asyncio.Semaphore(_CANCELS_AT_ONCE)
 
     async def end(request_id: str) -> None:

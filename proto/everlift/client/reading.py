@@ -1,4 +1,4 @@
-"""One request read to its end, across the loss of connections and routers."""
+"""Reader of one request to its end, across lost connections and routers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import grpc
 
 from everlift import logs, wire
 from everlift.client.reception import Chunk, Reception
-from everlift.client.retries import is_refusal
-from everlift.client.retry_budget import RetryBudget, now
+from everlift.client.retries import RetryBudget, is_refusal, now
 from everlift.client.routers import Metadata, Routers
 from everlift.errors import (
     DataLoss,
@@ -21,7 +20,7 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: The router's own answer to a deadline, which has a cause, should come first.
 DEADLINE_MARGIN_S = 1.0
@@ -57,18 +56,18 @@ class Reading:
         """None after the last one. Raises EverliftError, after which nothing more comes."""
         while not self.is_over:
             try:
-                chunk = self._reception.take(await self._read())
+                chunk = self._reception.accept(await self._read())
             except EverliftError as error:
                 await self.recover(error)
                 continue
             if self._reception.is_complete:
-                self.leave()
+                self.close()
             if chunk is not None:
                 self._budget.succeeded()
                 return chunk
         return None
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Reads no more; the request goes by its ``on_disconnect``."""
         self.is_over = True
         self._hang_up()
@@ -138,7 +137,7 @@ class Reading:
 
 
 def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
-    """What ``remaining`` is left of its time, in seconds; None where it has no end."""
+    """Return the seconds left of ``remaining``; None without a limit."""
     if remaining is not None:
         submission.timeout_ms = max(1, round(remaining * 1e3))
 

@@ -1,4 +1,4 @@
-"""What has come of one request. Knows no connection, and no clock."""
+"""Output received of one request. Pure: without connection or clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everlift.digest import TokenDigest
 from everlift.errors import DataLoss, Unreachable
+from everlift.hashes import TokenDigest
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
@@ -64,7 +64,7 @@ class Reception:
         return any(self._next.values()) or bool(self.finish_reasons)
 
     def offsets(self) -> list[int]:
-        """By choice, the first one that has not come."""
+        """Offset of the first missing token, by choice."""
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def attach_request(self) -> pb.AttachRequest:
@@ -77,9 +77,11 @@ class Reception:
             digests=[digests[choice].value for choice in range(len(offsets))] if digests else (),
         )
 
-    def take(self, piece: pb.GenerateResponse) -> Chunk | None:
-        """What is new in ``piece``. Raises DataLoss on a gap, and Unreachable where it must be
-        asked for again."""
+    def accept(self, piece: pb.GenerateResponse) -> Chunk | None:
+        """Return the new part of ``piece``.
+
+        Raises DataLoss on a gap, and Unreachable if it must be requested again.
+        """
         self.is_accepted = True
         # Who attaches again is told again how each choice ended.
         chunk = None if piece.choice in self.finish_reasons else self._fresh(piece)

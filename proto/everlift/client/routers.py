@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
-from everlift.errors import Unreachable
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError, Unreachable
 from everlift.transport import GRPC, Transport
 from everlift.v1 import admin_pb2_grpc, chaos_pb2_grpc, inference_pb2_grpc
 
@@ -22,7 +21,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Routers:
-    """One router is current, until it fails and the next one takes its place."""
+    """Known routers. One is current until it fails; then the next one is."""
 
     def __init__(
         self,
@@ -51,17 +50,17 @@ class Routers:
         return self._targets[self._current]
 
     def inference(self) -> InferenceAsyncStub:
-        """Of the current router. Raises Unreachable when closed."""
+        """Stub of the current router. Raises Unreachable when closed."""
         stub: InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel())
         return stub
 
     def admin(self) -> AdminAsyncStub:
-        """Of the current router. Raises Unreachable when closed."""
+        """Stub of the current router. Raises Unreachable when closed."""
         stub: AdminAsyncStub = admin_pb2_grpc.AdminStub(self._channel())
         return stub
 
     def chaos(self) -> ChaosAsyncStub:
-        """Of the current router. Raises Unreachable when closed."""
+        """Stub of the current router. Raises Unreachable when closed."""
         stub: ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(self._channel())
         return stub
 
@@ -86,7 +85,6 @@ class Routers:
         self._open.clear()
 
     def _channel(self) -> grpc.aio.Channel:
-        """Connects at the first call."""
         if self.is_closed:
             raise Unreachable("the client is closed")
         # What runs on a channel of older credentials ends there.

@@ -1,5 +1,4 @@
-"""One request's tokens, each offset of a choice exactly once, across the loss of connections and
-routers."""
+"""Stream of one request: each token once, across lost connections and routers."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Self
 
 from everlift.client.reading import Reading, cancel
 from everlift.client.reception import Chunk, Reception
-from everlift.client.retry_budget import RetryBudget
+from everlift.client.retries import RetryBudget
 from everlift.client.routers import Metadata, Routers
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
@@ -58,7 +57,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of the first choice; None while it goes on.
+        """Finish reason of the first choice; None while it runs.
 
         >>> stream = client.generate("one two three", max_tokens=2)
         >>> await stream.text(), stream.finish_reason
@@ -68,7 +67,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def finish_reasons(self) -> dict[int, FinishReason]:
-        """Of each choice that has ended.
+        """Finish reasons by choice, of those that have ended.
 
         >>> stream = client.generate("one two three", n=2)
         >>> await stream.texts(), stream.finish_reasons.keys()
@@ -78,8 +77,9 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt's tokens from the second one on, if they were asked for: with the
-        first chunk of choice 0.
+        """Log probabilities of the prompt from its second token on, if requested.
+
+        They come with the first chunk of choice 0.
 
         >>> stream = client.generate("one two")
         >>> await stream.text(), stream.prompt_logprobs
@@ -99,7 +99,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def timing(self) -> pb.Timing | None:
-        """How long it waited and ran, after the last chunk.
+        """Times that the request waited and ran, after the last chunk.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.timing.attempts
@@ -147,7 +147,7 @@ class Stream(AsyncIterator[Chunk]):
         ''
         """
         was_over = self._reading.is_over
-        self._reading.leave()
+        self._reading.close()
         if self._is_ours and not was_over:
             await cancel(self._routers, self.request_id)
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a fake router's calls. Pure."""
+"""Faults of a fake router's calls. Pure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Script:
         self._faults = deque(faults)
 
     def next(self, call: str) -> Fault | None:
-        """What happens to this call. Raises what it is refused with."""
+        """Apply the faults of the next call. Raises the error with which it is refused."""
         fault = self._take(call)
         if isinstance(fault, Refuse) and fault.index is None:
             raise fault.error
@@ -92,5 +92,5 @@ class Script:
 
 
 def strikes(fault: Fault | None, index: int) -> bool:
-    """It is for the request at ``index`` of a call."""
+    """Return whether the fault is for the request at ``index`` of a call."""
     return fault is not None and fault.index == index

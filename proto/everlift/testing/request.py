@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from everlift.digest import token_digest
 from everlift.errors import DataLoss, OffsetOutOfRange
+from everlift.hashes import token_digest
 from everlift.messages import FinishReason, Submission
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
@@ -50,7 +50,7 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
+        """Tokens of all choices."""
         return sum(len(self.tokens(choice)) for choice in range(len(self.outputs)))
 
     def piece(self, choice: int, start: int, stop: int) -> pb.GenerateResponse:

@@ -79,11 +79,11 @@ _CONFIGURED = admin_pb2.SetPolicyResponse(
 
 
 class _Broken(Exception):
-    """The script breaks the call."""
+    pass
 
 
 class _BrokenOff(Exception):
-    """The script ends the call."""
+    pass
 
 
 class FakeRouter(
@@ -124,7 +124,7 @@ class FakeRouter(
         return f"127.0.0.1:{self._port}"
 
     def listen(self) -> None:
-        """On a free port, and after a ``stop`` on the same one again."""
+        """Listen on a free port; after ``stop``, on the same one again."""
         self._server = self._transport.server(SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
@@ -331,7 +331,6 @@ class FakeRouter(
 
     @asynccontextmanager
     async def _answering(self, call: str, context: Context) -> AsyncIterator[Fault | None]:
-        """Who calls may do so; what happens to the call; its errors."""
         self.calls.append(call)
         try:
             self._admit(context)
@@ -406,7 +405,6 @@ async def _take(
     going: dict[int, _Pieces],
     held: dict[int, _Pieces],
 ) -> None:
-    """The next piece of one of many, or its end."""
     try:
         piece = await anext(pieces)
     except StopAsyncIteration:
@@ -432,7 +430,6 @@ def _summary(known: FakeRequest) -> pb.RequestSummary:
 
 
 def _ranges(choice: int, at: int, fault: Fault | None) -> Iterator[tuple[int, int]]:
-    """The offsets of each piece that the token there makes, from and to before."""
     match fault:
         case Skip(offset, which) if (which, offset) == (choice, at):
             return

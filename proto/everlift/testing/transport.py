@@ -57,8 +57,6 @@ class FakeTransport:
 
 @dataclass(slots=True)
 class _Status:
-    """How a call ended."""
-
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
     metadata: Metadata = ()
@@ -71,8 +69,6 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class _Server:
-    """What a server's owner and generated code need of it."""
-
     _ports = count(1)
 
     def __init__(self, servers: dict[str, _Server]) -> None:
@@ -93,7 +89,7 @@ class _Server:
         return bound
 
     async def start(self) -> None:
-        """It serves as soon as it has a port."""
+        """Start to serve, given a port."""
 
     async def stop(self, grace: float | None) -> None:
         for address in [a for a, server in self._servers.items() if server is self]:
@@ -108,8 +104,6 @@ class _Server:
 
 
 class _Channel:
-    """What generated stubs need of a channel."""
-
     def __init__(self, servers: dict[str, _Server], address: str) -> None:
         self._servers = servers
         self._address = address
@@ -173,7 +167,7 @@ class _Call(Generic[A]):
 
     @property
     def is_over(self) -> bool:
-        """Nobody will read it, and nothing of it runs."""
+        """True if it has ended and will not be read."""
         return self._status is not None and (self._serving is None or self._serving.done())
 
     async def read(self) -> Any:
@@ -276,12 +270,11 @@ class _Call(Generic[A]):
                 await self._send(handler.response_serializer(answer))
 
     async def _send(self, data: bytes) -> None:
-        """Waits while nobody reads."""
         await self._room.acquire()
         self._answers.put_nowait(data)
 
     async def break_off(self, cause: str) -> None:
-        """Its server ends."""
+        """Break the call: its server ends."""
         self._aborted = _Status(grpc.StatusCode.UNAVAILABLE, cause)
         if self._serving is not None:
             self._serving.cancel()

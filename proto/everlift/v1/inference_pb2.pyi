@@ -101,143 +101,67 @@ class _SpanKind:
 class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpanKind.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SPAN_KIND_UNSPECIFIED: _SpanKind.ValueType  # 0
-    SPAN_KIND_DOOR: _SpanKind.ValueType  # 1
-    """its call was heard, read and checked, and its prompt tokenised"""
-    SPAN_KIND_LIMITS: _SpanKind.ValueType  # 2
-    """the ledger was asked what its tenant's limits leave"""
-    SPAN_KIND_OPENING: _SpanKind.ValueType  # 3
-    """the ledger filed it"""
-    SPAN_KIND_ELSEWHERE: _SpanKind.ValueType  # 4
-    """with another router, which did not tell more of it"""
-    SPAN_KIND_LINE: _SpanKind.ValueType  # 5
-    """between its gateway and the leader, also while nobody led"""
-    SPAN_KIND_LEADER: _SpanKind.ValueType  # 6
-    """the leader was still told what waits, or the ledger what it had lost"""
+    SPAN_KIND_RECEIVE: _SpanKind.ValueType  # 1
+    """its call was read and checked, its chat template rendered, its prompt tokenised"""
+    SPAN_KIND_LEDGER: _SpanKind.ValueType  # 3
+    """the ledger charged, opened or dispatched it, or stored its last tokens or its end"""
+    SPAN_KIND_NETWORK: _SpanKind.ValueType  # 5
+    """between its router and the leader or the worker"""
     SPAN_KIND_NO_WORKER: _SpanKind.ValueType  # 7
-    """there was no worker, and none said that it starts"""
-    SPAN_KIND_BEHIND_EARLIER: _SpanKind.ValueType  # 8
-    """behind requests that came before it"""
-    SPAN_KIND_BEHIND_CLASS: _SpanKind.ValueType  # 9
-    """behind later ones, of higher classes"""
-    SPAN_KIND_BEHIND_TURN: _SpanKind.ValueType  # 10
-    """behind later ones, where tenants take turns"""
-    SPAN_KIND_BEHIND_ORDER: _SpanKind.ValueType  # 11
-    """behind later ones, by the queue's order"""
-    SPAN_KIND_BEHIND_FLOOR: _SpanKind.ValueType  # 12
-    """behind later ones, of lower classes that were owed a part"""
-    SPAN_KIND_NO_CREDIT: _SpanKind.ValueType  # 13
-    """it was the next one, and no worker had room"""
-    SPAN_KIND_DISPATCH: _SpanKind.ValueType  # 14
-    """the ledger was asked for its dispatch"""
-    SPAN_KIND_ON_THE_WAY: _SpanKind.ValueType  # 15
-    """between its gateway and the worker"""
+    """in the queue while there was no worker"""
     SPAN_KIND_WORKER_WAIT: _SpanKind.ValueType  # 16
     """at the worker, for its first step"""
     SPAN_KIND_PREFILL: _SpanKind.ValueType  # 17
     """its prompt's share of steps"""
-    SPAN_KIND_STALLED: _SpanKind.ValueType  # 18
-    """others' prompts' share of its steps"""
+    SPAN_KIND_INTERFERENCE: _SpanKind.ValueType  # 18
+    """its steps took longer for other sequences of the batch, or computed only those"""
     SPAN_KIND_DECODE: _SpanKind.ValueType  # 19
     """what its tokens would have taken alone"""
-    SPAN_KIND_CO_TENANCY: _SpanKind.ValueType  # 20
-    """what they took longer since others decoded in the same steps"""
     SPAN_KIND_PREEMPTED: _SpanKind.ValueType  # 21
-    """without KV blocks"""
+    """at the worker without KV blocks"""
     SPAN_KIND_RECOMPUTE: _SpanKind.ValueType  # 22
     """computed again after a preemption, a loss or a move"""
-    SPAN_KIND_PASSED_OVER: _SpanKind.ValueType  # 23
-    """in steps that computed nothing of it"""
-    SPAN_KIND_BETWEEN_STEPS: _SpanKind.ValueType  # 24
-    """the worker ran no step"""
-    SPAN_KIND_UNTOLD: _SpanKind.ValueType  # 25
-    """at a worker that told nothing of it"""
-    SPAN_KIND_DETECTION: _SpanKind.ValueType  # 26
-    """its worker was lost, and nobody knew"""
-    SPAN_KIND_REQUEUE: _SpanKind.ValueType  # 27
-    """its tokens went into the ledger, and it back into the queue"""
-    SPAN_KIND_STORING: _SpanKind.ValueType  # 28
-    """its last tokens, or its end, went into the ledger"""
-    SPAN_KIND_DELIVERY: _SpanKind.ValueType  # 29
+    SPAN_KIND_OTHER: _SpanKind.ValueType  # 25
+    """between steps, at a worker that reported nothing, or with a router that is gone"""
+    SPAN_KIND_MIGRATION: _SpanKind.ValueType  # 27
+    """until its worker was found lost, and until it was queued again"""
+    SPAN_KIND_CLIENT: _SpanKind.ValueType  # 29
     """it had ended, and its client had not read all of it"""
-    SPAN_KIND_QUEUED: _SpanKind.ValueType  # 30
-    """in the queue, which tells why when it leaves"""
-    SPAN_KIND_WORKER_STARTS: _SpanKind.ValueType  # 31
-    """there was no worker yet, and one started"""
-    SPAN_KIND_RENDERING: _SpanKind.ValueType  # 32
-    """a chat's template wrote its prompt, which may have had to wait for its turn"""
-    SPAN_KIND_WORKER_UNPLACED: _SpanKind.ValueType  # 33
-    """there was no worker yet, and Ray had no place for one"""
+    SPAN_KIND_QUEUE: _SpanKind.ValueType  # 30
+    """in the queue, behind other requests or for lack of room at the workers"""
 
 class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
     """What a part of a request's time went into."""
 
 SPAN_KIND_UNSPECIFIED: SpanKind.ValueType  # 0
-SPAN_KIND_DOOR: SpanKind.ValueType  # 1
-"""its call was heard, read and checked, and its prompt tokenised"""
-SPAN_KIND_LIMITS: SpanKind.ValueType  # 2
-"""the ledger was asked what its tenant's limits leave"""
-SPAN_KIND_OPENING: SpanKind.ValueType  # 3
-"""the ledger filed it"""
-SPAN_KIND_ELSEWHERE: SpanKind.ValueType  # 4
-"""with another router, which did not tell more of it"""
-SPAN_KIND_LINE: SpanKind.ValueType  # 5
-"""between its gateway and the leader, also while nobody led"""
-SPAN_KIND_LEADER: SpanKind.ValueType  # 6
-"""the leader was still told what waits, or the ledger what it had lost"""
+SPAN_KIND_RECEIVE: SpanKind.ValueType  # 1
+"""its call was read and checked, its chat template rendered, its prompt tokenised"""
+SPAN_KIND_LEDGER: SpanKind.ValueType  # 3
+"""the ledger charged, opened or dispatched it, or stored its last tokens or its end"""
+SPAN_KIND_NETWORK: SpanKind.ValueType  # 5
+"""between its router and the leader or the worker"""
 SPAN_KIND_NO_WORKER: SpanKind.ValueType  # 7
-"""there was no worker, and none said that it starts"""
-SPAN_KIND_BEHIND_EARLIER: SpanKind.ValueType  # 8
-"""behind requests that came before it"""
-SPAN_KIND_BEHIND_CLASS: SpanKind.ValueType  # 9
-"""behind later ones, of higher classes"""
-SPAN_KIND_BEHIND_TURN: SpanKind.ValueType  # 10
-"""behind later ones, where tenants take turns"""
-SPAN_KIND_BEHIND_ORDER: SpanKind.ValueType  # 11
-"""behind later ones, by the queue's order"""
-SPAN_KIND_BEHIND_FLOOR: SpanKind.ValueType  # 12
-"""behind later ones, of lower classes that were owed a part"""
-SPAN_KIND_NO_CREDIT: SpanKind.ValueType  # 13
-"""it was the next one, and no worker had room"""
-SPAN_KIND_DISPATCH: SpanKind.ValueType  # 14
-"""the ledger was asked for its dispatch"""
-SPAN_KIND_ON_THE_WAY: SpanKind.ValueType  # 15
-"""between its gateway and the worker"""
+"""in the queue while there was no worker"""
 SPAN_KIND_WORKER_WAIT: SpanKind.ValueType  # 16
 """at the worker, for its first step"""
 SPAN_KIND_PREFILL: SpanKind.ValueType  # 17
 """its prompt's share of steps"""
-SPAN_KIND_STALLED: SpanKind.ValueType  # 18
-"""others' prompts' share of its steps"""
+SPAN_KIND_INTERFERENCE: SpanKind.ValueType  # 18
+"""its steps took longer for other sequences of the batch, or computed only those"""
 SPAN_KIND_DECODE: SpanKind.ValueType  # 19
 """what its tokens would have taken alone"""
-SPAN_KIND_CO_TENANCY: SpanKind.ValueType  # 20
-"""what they took longer since others decoded in the same steps"""
 SPAN_KIND_PREEMPTED: SpanKind.ValueType  # 21
-"""without KV blocks"""
+"""at the worker without KV blocks"""
 SPAN_KIND_RECOMPUTE: SpanKind.ValueType  # 22
 """computed again after a preemption, a loss or a move"""
-SPAN_KIND_PASSED_OVER: SpanKind.ValueType  # 23
-"""in steps that computed nothing of it"""
-SPAN_KIND_BETWEEN_STEPS: SpanKind.ValueType  # 24
-"""the worker ran no step"""
-SPAN_KIND_UNTOLD: SpanKind.ValueType  # 25
-"""at a worker that told nothing of it"""
-SPAN_KIND_DETECTION: SpanKind.ValueType  # 26
-"""its worker was lost, and nobody knew"""
-SPAN_KIND_REQUEUE: SpanKind.ValueType  # 27
-"""its tokens went into the ledger, and it back into the queue"""
-SPAN_KIND_STORING: SpanKind.ValueType  # 28
-"""its last tokens, or its end, went into the ledger"""
-SPAN_KIND_DELIVERY: SpanKind.ValueType  # 29
+SPAN_KIND_OTHER: SpanKind.ValueType  # 25
+"""between steps, at a worker that reported nothing, or with a router that is gone"""
+SPAN_KIND_MIGRATION: SpanKind.ValueType  # 27
+"""until its worker was found lost, and until it was queued again"""
+SPAN_KIND_CLIENT: SpanKind.ValueType  # 29
 """it had ended, and its client had not read all of it"""
-SPAN_KIND_QUEUED: SpanKind.ValueType  # 30
-"""in the queue, which tells why when it leaves"""
-SPAN_KIND_WORKER_STARTS: SpanKind.ValueType  # 31
-"""there was no worker yet, and one started"""
-SPAN_KIND_RENDERING: SpanKind.ValueType  # 32
-"""a chat's template wrote its prompt, which may have had to wait for its turn"""
-SPAN_KIND_WORKER_UNPLACED: SpanKind.ValueType  # 33
-"""there was no worker yet, and Ray had no place for one"""
+SPAN_KIND_QUEUE: SpanKind.ValueType  # 30
+"""in the queue, behind other requests or for lack of room at the workers"""
 Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
@@ -670,7 +594,7 @@ class AttachRequest(google.protobuf.message.Message):
 
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """By choice, what everlift.digest makes of the tokens before from_offsets. With it an offset may lie
+        """By choice, what everlift.hashes makes of the tokens before from_offsets. With it an offset may lie
         beyond what the cluster still has: the stream waits until the tokens are made again, and ends with
         DATA_LOSS where they are not the same.
         """
@@ -722,7 +646,7 @@ class Timing(google.protobuf.message.Message):
     MIGRATIONS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
-    OVERTAKEN_FIELD_NUMBER: builtins.int
+    BYPASSED_FIELD_NUMBER: builtins.int
     SPANS_FIELD_NUMBER: builtins.int
     queued_s: builtins.float
     """waiting in the admission queue"""
@@ -738,7 +662,7 @@ class Timing(google.protobuf.message.Message):
     """times that it gave up its KV blocks before its end"""
     recomputed_tokens: builtins.int
     """computed again after a preemption, a loss or a move"""
-    overtaken: builtins.int
+    bypassed: builtins.int
     """by requests that came to the admission queue later and left it first, over all attempts"""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
@@ -756,10 +680,10 @@ class Timing(google.protobuf.message.Message):
         migrations: builtins.int = ...,
         preemptions: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
-        overtaken: builtins.int = ...,
+        bypassed: builtins.int = ...,
         spans: collections.abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "overtaken", b"overtaken", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "spans", b"spans", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "bypassed", b"bypassed", "migrations", b"migrations", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "spans", b"spans", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
 
 Global___Timing: typing_extensions.TypeAlias = Timing
 
@@ -1044,7 +968,7 @@ class Explanation(google.protobuf.message.Message):
     UNREAD_S_FIELD_NUMBER: builtins.int
     UNREAD_TOKENS_FIELD_NUMBER: builtins.int
     LEDGER_S_FIELD_NUMBER: builtins.int
-    OVERTAKEN_FIELD_NUMBER: builtins.int
+    BYPASSED_FIELD_NUMBER: builtins.int
     MISSING_WORKERS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
@@ -1077,7 +1001,7 @@ class Explanation(google.protobuf.message.Message):
     """The last part of ttft_s: its router had the first token, and the ledger did not have it, so that nobody might read it.
     Its worker went on meanwhile: the spans tell this time as the worker's.
     """
-    overtaken: builtins.int
+    bypassed: builtins.int
     """as in Timing"""
     missing_workers: builtins.str
     """While it is queued: why fewer workers are ready than there are to be; empty: none is missing, or that is not known."""
@@ -1107,11 +1031,11 @@ class Explanation(google.protobuf.message.Message):
         unread_s: builtins.float = ...,
         unread_tokens: builtins.int = ...,
         ledger_s: builtins.float | None = ...,
-        overtaken: builtins.int = ...,
+        bypassed: builtins.int = ...,
         missing_workers: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "bypassed", b"bypassed", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload
@@ -1163,7 +1087,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
         """Requests of its own tenant that the worker had when it came there, as far as its router knew: at most 8."""
 
     @property
-    def queue(self) -> Global___QueueStay:
+    def queue(self) -> Global___QueueBypass:
         """before it"""
 
     @property
@@ -1172,7 +1096,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
 
     @property
     def occupants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Where it was the next one and no worker had room: those that other workers had when it left the queue."""
+        """Where it waited while there were workers: those that other workers had when it left the queue."""
 
     def __init__(
         self,
@@ -1188,7 +1112,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
         steps: builtins.int = ...,
         most_neighbours: builtins.int = ...,
         neighbours: collections.abc.Iterable[builtins.str] | None = ...,
-        queue: Global___QueueStay | None = ...,
+        queue: Global___QueueBypass | None = ...,
         newcomers: collections.abc.Iterable[builtins.str] | None = ...,
         occupants: collections.abc.Iterable[builtins.str] | None = ...,
         prefilled_tokens: builtins.int = ...,
@@ -1199,15 +1123,15 @@ class ExplainedAttempt(google.protobuf.message.Message):
 Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
 
 @typing.final
-class QueueStay(google.protobuf.message.Message):
-    """A stay in the admission queue."""
+class QueueBypass(google.protobuf.message.Message):
+    """What left the admission queue while a request waited in it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: builtins.int
     EARLIER_FIELD_NUMBER: builtins.int
     HIGHER_FIELD_NUMBER: builtins.int
-    TURNS_FIELD_NUMBER: builtins.int
+    FAIR_SHARE_FIELD_NUMBER: builtins.int
     ORDERED_FIELD_NUMBER: builtins.int
     LOWER_FIELD_NUMBER: builtins.int
     BEFORE_FIELD_NUMBER: builtins.int
@@ -1220,7 +1144,7 @@ class QueueStay(google.protobuf.message.Message):
     """
     higher: builtins.int
     """they came later, and were of higher classes"""
-    turns: builtins.int
+    fair_share: builtins.int
     """they came later, and it was their tenants' turn"""
     ordered: builtins.int
     """they came later, and were before it by the queue's order"""
@@ -1238,15 +1162,15 @@ class QueueStay(google.protobuf.message.Message):
         found: builtins.int = ...,
         earlier: builtins.int = ...,
         higher: builtins.int = ...,
-        turns: builtins.int = ...,
+        fair_share: builtins.int = ...,
         ordered: builtins.int = ...,
         lower: builtins.int = ...,
         before: collections.abc.Iterable[builtins.str] | None = ...,
         order: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["before", b"before", "earlier", b"earlier", "found", b"found", "higher", b"higher", "lower", b"lower", "order", b"order", "ordered", b"ordered", "turns", b"turns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "earlier", b"earlier", "fair_share", b"fair_share", "found", b"found", "higher", b"higher", "lower", b"lower", "order", b"order", "ordered", b"ordered"]) -> None: ...
 
-Global___QueueStay: typing_extensions.TypeAlias = QueueStay
+Global___QueueBypass: typing_extensions.TypeAlias = QueueBypass
 
 @typing.final
 class ListRequestsRequest(google.protobuf.message.Message):

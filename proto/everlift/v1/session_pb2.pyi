@@ -684,7 +684,7 @@ class WorkerState(google.protobuf.message.Message):
     @property
     def step_times(self) -> Global___StepTimes: ...
     @property
-    def decoding(self) -> Global___Account:
+    def decoding(self) -> Global___TimeBreakdown:
         """Of a sequence that would have come when the worker started, and decoded in each of its steps, as those that did
         have on average. What came of it between two frames came of all that decoded meanwhile.
         """
@@ -714,7 +714,7 @@ class WorkerState(google.protobuf.message.Message):
         kv_tokens: builtins.int = ...,
         num_pairs: builtins.int = ...,
         engine_policy: builtins.str = ...,
-        decoding: Global___Account | None = ...,
+        decoding: Global___TimeBreakdown | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
@@ -756,7 +756,7 @@ class WorkerFrame(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     ACCEPTED_EPOCHS_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
-    ACCOUNTS_FIELD_NUMBER: builtins.int
+    BREAKDOWNS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___WorkerInfo: ...
     @property
@@ -768,7 +768,7 @@ class WorkerFrame(google.protobuf.message.Message):
     @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
     @property
-    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Account]:
+    def breakdowns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TimeBreakdown]:
         """Where the time of some sequences went so far: of each when its prompt is computed, when it is preempted, with its
         last progress, and every few seconds while it is in the batch. Of one of which nothing was told yet nothing is
         known but that it came.
@@ -781,10 +781,10 @@ class WorkerFrame(google.protobuf.message.Message):
         state: Global___WorkerState | None = ...,
         accepted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         progress: collections.abc.Iterable[Global___Progress] | None = ...,
-        accounts: collections.abc.Iterable[Global___Account] | None = ...,
+        breakdowns: collections.abc.Iterable[Global___TimeBreakdown] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hello", b"hello", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "accounts", b"accounts", "hello", b"hello", "progress", b"progress", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "hello", b"hello", "progress", b"progress", "state", b"state"]) -> None: ...
 
 Global___WorkerFrame: typing_extensions.TypeAlias = WorkerFrame
 
@@ -871,7 +871,7 @@ class Progress(google.protobuf.message.Message):
 Global___Progress: typing_extensions.TypeAlias = Progress
 
 @typing.final
-class Account(google.protobuf.message.Message):
+class TimeBreakdown(google.protobuf.message.Message):
     """Where a sequence's time at a worker went, in seconds by rank 0's clock. What is set sums up to the time from its
     start to the end of the step that this came with.
     """
@@ -880,12 +880,12 @@ class Account(google.protobuf.message.Message):
 
     WAITING_S_FIELD_NUMBER: builtins.int
     PREFILL_S_FIELD_NUMBER: builtins.int
-    STALLED_S_FIELD_NUMBER: builtins.int
+    PREFILL_INTERFERENCE_S_FIELD_NUMBER: builtins.int
     DECODE_S_FIELD_NUMBER: builtins.int
-    CO_TENANCY_S_FIELD_NUMBER: builtins.int
+    DECODE_INTERFERENCE_S_FIELD_NUMBER: builtins.int
     PREEMPTED_S_FIELD_NUMBER: builtins.int
     RECOMPUTE_S_FIELD_NUMBER: builtins.int
-    PASSED_OVER_S_FIELD_NUMBER: builtins.int
+    NOT_SCHEDULED_S_FIELD_NUMBER: builtins.int
     BETWEEN_STEPS_S_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     MOST_NEIGHBOURS_FIELD_NUMBER: builtins.int
@@ -895,17 +895,17 @@ class Account(google.protobuf.message.Message):
     """for its first step"""
     prefill_s: builtins.float
     """its prompt's share of the steps that computed some of it"""
-    stalled_s: builtins.float
+    prefill_interference_s: builtins.float
     """others' prompts' share of its steps"""
     decode_s: builtins.float
     """what its tokens would have taken alone, by the model of step times"""
-    co_tenancy_s: builtins.float
+    decode_interference_s: builtins.float
     """what its steps took longer since others decoded in them"""
     preempted_s: builtins.float
     """without KV blocks"""
     recompute_s: builtins.float
     """its share of steps that computed again what had been computed before"""
-    passed_over_s: builtins.float
+    not_scheduled_s: builtins.float
     """in the batch, in steps that computed nothing of it"""
     between_steps_s: builtins.float
     """in the batch, while no step ran"""
@@ -921,21 +921,21 @@ class Account(google.protobuf.message.Message):
         *,
         waiting_s: builtins.float = ...,
         prefill_s: builtins.float = ...,
-        stalled_s: builtins.float = ...,
+        prefill_interference_s: builtins.float = ...,
         decode_s: builtins.float = ...,
-        co_tenancy_s: builtins.float = ...,
+        decode_interference_s: builtins.float = ...,
         preempted_s: builtins.float = ...,
         recompute_s: builtins.float = ...,
-        passed_over_s: builtins.float = ...,
+        not_scheduled_s: builtins.float = ...,
         between_steps_s: builtins.float = ...,
         steps: builtins.int = ...,
         most_neighbours: builtins.int = ...,
         epoch: builtins.int = ...,
         choice: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["between_steps_s", b"between_steps_s", "choice", b"choice", "co_tenancy_s", b"co_tenancy_s", "decode_s", b"decode_s", "epoch", b"epoch", "most_neighbours", b"most_neighbours", "passed_over_s", b"passed_over_s", "preempted_s", b"preempted_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "stalled_s", b"stalled_s", "steps", b"steps", "waiting_s", b"waiting_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["between_steps_s", b"between_steps_s", "choice", b"choice", "decode_interference_s", b"decode_interference_s", "decode_s", b"decode_s", "epoch", b"epoch", "most_neighbours", b"most_neighbours", "not_scheduled_s", b"not_scheduled_s", "preempted_s", b"preempted_s", "prefill_interference_s", b"prefill_interference_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "steps", b"steps", "waiting_s", b"waiting_s"]) -> None: ...
 
-Global___Account: typing_extensions.TypeAlias = Account
+Global___TimeBreakdown: typing_extensions.TypeAlias = TimeBreakdown
 
 @typing.final
 class StepLogHello(google.protobuf.message.Message):
@@ -1236,7 +1236,7 @@ class Waiting(google.protobuf.message.Message):
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
-    FORESEEN_WAIT_S_FIELD_NUMBER: builtins.int
+    ESTIMATED_WAIT_S_FIELD_NUMBER: builtins.int
     LEAST_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
@@ -1270,7 +1270,7 @@ class Waiting(google.protobuf.message.Message):
     """of all its outputs among those predicted lately, from 0 to 1, when it came"""
     predicted_work_rank: builtins.float
     """the same of its prompt and all its outputs together"""
-    foreseen_wait_s: builtins.float
+    estimated_wait_s: builtins.float
     """by what waited when it came"""
     least_tokens: builtins.int
     """that each output gets at the least, as far as its gateway can tell"""
@@ -1294,10 +1294,10 @@ class Waiting(google.protobuf.message.Message):
         predicted_total: builtins.int = ...,
         predicted_rank: builtins.float = ...,
         predicted_work_rank: builtins.float = ...,
-        foreseen_wait_s: builtins.float = ...,
+        estimated_wait_s: builtins.float = ...,
         least_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "foreseen_wait_s", b"foreseen_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1320,7 +1320,7 @@ class Running(google.protobuf.message.Message):
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
-    FORESEEN_WAIT_S_FIELD_NUMBER: builtins.int
+    ESTIMATED_WAIT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1340,7 +1340,7 @@ class Running(google.protobuf.message.Message):
     predicted_rank: builtins.float
     """as of what waits, and the two below"""
     predicted_work_rank: builtins.float
-    foreseen_wait_s: builtins.float
+    estimated_wait_s: builtins.float
     def __init__(
         self,
         *,
@@ -1357,9 +1357,9 @@ class Running(google.protobuf.message.Message):
         predicted_total: builtins.int = ...,
         predicted_rank: builtins.float = ...,
         predicted_work_rank: builtins.float = ...,
-        foreseen_wait_s: builtins.float = ...,
+        estimated_wait_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "foreseen_wait_s", b"foreseen_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "estimated_wait_s", b"estimated_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -1464,9 +1464,9 @@ class Dispatched(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     MOVES_FIELD_NUMBER: builtins.int
-    OVERTAKEN_FIELD_NUMBER: builtins.int
+    BYPASSED_FIELD_NUMBER: builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
-    STAY_FIELD_NUMBER: builtins.int
+    QUEUE_WAIT_FIELD_NUMBER: builtins.int
     PREDICTED_TPOT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
@@ -1474,14 +1474,14 @@ class Dispatched(google.protobuf.message.Message):
     attempt: builtins.int
     moves: builtins.int
     """of the request in the ledger, this one counted in"""
-    overtaken: builtins.int
+    bypassed: builtins.int
     """by requests that came later and left the queue before it"""
     predicted_ttft_s: builtins.float
     """when it came; unset: not known, or it has run before"""
     predicted_tpot_s: builtins.float
     """of each token after the first one, likewise"""
     @property
-    def stay(self) -> Global___Stay:
+    def queue_wait(self) -> Global___QueueWait:
         """in the queue; unset: it did not come there"""
 
     def __init__(
@@ -1492,13 +1492,13 @@ class Dispatched(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
         moves: builtins.int = ...,
-        overtaken: builtins.int = ...,
+        bypassed: builtins.int = ...,
         predicted_ttft_s: builtins.float | None = ...,
-        stay: Global___Stay | None = ...,
+        queue_wait: Global___QueueWait | None = ...,
         predicted_tpot_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "stay", b"stay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "stay", b"stay", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "queue_wait", b"queue_wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "bypassed", b"bypassed", "epoch", b"epoch", "moves", b"moves", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "queue_wait", b"queue_wait", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s"]) -> typing.Literal["predicted_tpot_s"] | None: ...
     @typing.overload
@@ -1507,53 +1507,35 @@ class Dispatched(google.protobuf.message.Message):
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
 
 @typing.final
-class Stay(google.protobuf.message.Message):
-    """How long a request was in the leader's queue, in seconds by its clock. The parts do not overlap; what is left of it
-    others left before it.
-    """
+class QueueWait(google.protobuf.message.Message):
+    """How long a request was in the leader's queue, in seconds by its clock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SECONDS_FIELD_NUMBER: builtins.int
     NO_WORKER_S_FIELD_NUMBER: builtins.int
-    LEADER_S_FIELD_NUMBER: builtins.int
-    FIRST_S_FIELD_NUMBER: builtins.int
     DISPATCH_S_FIELD_NUMBER: builtins.int
     QUEUE_FIELD_NUMBER: builtins.int
-    STARTING_S_FIELD_NUMBER: builtins.int
-    UNPLACED_S_FIELD_NUMBER: builtins.int
     seconds: builtins.float
-    """since the leader was told of it"""
+    """since the leader received it"""
     no_worker_s: builtins.float
-    """there was none, none started, and none waited for a place"""
-    leader_s: builtins.float
-    """nothing might be dispatched"""
-    first_s: builtins.float
-    """it was the next one, and no worker had room"""
+    """of these, without any worker"""
     dispatch_s: builtins.float
-    """and then, for the ledger's word"""
-    starting_s: builtins.float
-    """there was none, and one started"""
-    unplaced_s: builtins.float
-    """there was none, and Ray had no place for one"""
+    """after these, for the ledger's answer to the dispatch"""
     @property
-    def queue(self) -> everlift.v1.inference_pb2.QueueStay: ...
+    def queue(self) -> everlift.v1.inference_pb2.QueueBypass: ...
     def __init__(
         self,
         *,
         seconds: builtins.float = ...,
         no_worker_s: builtins.float = ...,
-        leader_s: builtins.float = ...,
-        first_s: builtins.float = ...,
         dispatch_s: builtins.float = ...,
-        queue: everlift.v1.inference_pb2.QueueStay | None = ...,
-        starting_s: builtins.float = ...,
-        unplaced_s: builtins.float = ...,
+        queue: everlift.v1.inference_pb2.QueueBypass | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds", "starting_s", b"starting_s", "unplaced_s", b"unplaced_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds"]) -> None: ...
 
-Global___Stay: typing_extensions.TypeAlias = Stay
+Global___QueueWait: typing_extensions.TypeAlias = QueueWait
 
 @typing.final
 class Withdrawn(google.protobuf.message.Message):
@@ -1562,20 +1544,20 @@ class Withdrawn(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    STAY_FIELD_NUMBER: builtins.int
+    QUEUE_WAIT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
-    def stay(self) -> Global___Stay:
+    def queue_wait(self) -> Global___QueueWait:
         """in the queue, until then"""
 
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
-        stay: Global___Stay | None = ...,
+        queue_wait: Global___QueueWait | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["stay", b"stay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "stay", b"stay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["queue_wait", b"queue_wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["queue_wait", b"queue_wait", "request_id", b"request_id"]) -> None: ...
 
 Global___Withdrawn: typing_extensions.TypeAlias = Withdrawn
 
@@ -1611,7 +1593,7 @@ class Refusal(google.protobuf.message.Message):
 Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
-class Outlook(google.protobuf.message.Message):
+class QueueEstimate(google.protobuf.message.Message):
     """What a request that comes now has to expect of the queue."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1646,7 +1628,7 @@ class Outlook(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
-Global___Outlook: typing_extensions.TypeAlias = Outlook
+Global___QueueEstimate: typing_extensions.TypeAlias = QueueEstimate
 
 @typing.final
 class ClassWait(google.protobuf.message.Message):
@@ -1703,7 +1685,7 @@ class LeaderMessage(google.protobuf.message.Message):
     STALE_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
     REFUSALS_FIELD_NUMBER: builtins.int
-    OUTLOOKS_FIELD_NUMBER: builtins.int
+    QUEUE_ESTIMATES_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     WITHDRAWN_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
@@ -1726,7 +1708,7 @@ class LeaderMessage(google.protobuf.message.Message):
     @property
     def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
     @property
-    def outlooks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Outlook]:
+    def queue_estimates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___QueueEstimate]:
         """five times a second; the last one holds"""
 
     @property
@@ -1743,10 +1725,10 @@ class LeaderMessage(google.protobuf.message.Message):
         stale: collections.abc.Iterable[builtins.str] | None = ...,
         move: collections.abc.Iterable[builtins.int] | None = ...,
         refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
-        outlooks: collections.abc.Iterable[Global___Outlook] | None = ...,
+        queue_estimates: collections.abc.Iterable[Global___QueueEstimate] | None = ...,
         evictions: collections.abc.Iterable[Global___Eviction] | None = ...,
         withdrawn: collections.abc.Iterable[Global___Withdrawn] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evictions", b"evictions", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale", "withdrawn", b"withdrawn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evictions", b"evictions", "move", b"move", "queue_estimates", b"queue_estimates", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale", "withdrawn", b"withdrawn"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage

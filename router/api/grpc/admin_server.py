@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from everlift import logs
-from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker
-from everlift.settings import SettingsError
+from everlift.errors import InvalidRequest, LedgerUnavailable, SettingsError, UnknownWorker
 from everlift.v1 import admin_pb2 as pb
 from everlift.v1 import chaos_pb2, session_pb2
-from router import beginnings
 from router.admission.workers import Connected, WorkerView, capacity
 from router.api.grpc.handlers import Call, Handlers, parse
 from router.auth.caller import Authenticator, Scope
 from router.faults.injector import Chaos
+from router.id_prefix import find_id
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger
 from router.worker_sessions import Sessions, WorkerLink
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: The leader says five times a second what waits. What it said so long ago says nothing any more.
 _STALE_S = 5.0
@@ -51,9 +50,8 @@ class AdminServer:
         return pb.DrainResponse(worker_id=worker_id, num_running=num_running)
 
     def _worker(self, beginning: str) -> str:
-        """Raises UnknownWorker."""
         alive = (link.info.worker_id for link in self._sessions.links if link.is_up)
-        worker_id = beginnings.find(beginning, alive)
+        worker_id = find_id(beginning, alive)
         if worker_id is None:
             raise UnknownWorker(f"no worker {beginning!r} is connected")
         return worker_id
@@ -77,7 +75,7 @@ class AdminServer:
         return capacity(load, self._connected())
 
     def kinds(self) -> Sequence[pb.WorkerKind]:
-        """Of the workers that are connected, those of most workers first."""
+        """Return the kinds of the connected workers, most frequent first."""
         return capacity(None, self._connected()).kinds
 
     def _connected(self) -> list[Connected]:
@@ -88,7 +86,6 @@ class AdminServer:
         return Connected(link.info, link.state, None if view is None else view.step_time)
 
     async def _load(self) -> session_pb2.ClusterLoad | None:
-        """What the leader says of the queue; None where that is not known."""
         try:
             report = await self._ledger.load()
         except LedgerUnavailable:
@@ -96,9 +93,9 @@ class AdminServer:
             return None
         return report.load if report is not None and report.age_s < _STALE_S else None
 
-    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
-        """To be added to a grpc.aio server."""
-        handlers = Handlers(door)
+    def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
+        """Return the handlers to add to a grpc.aio server."""
+        handlers = Handlers(authenticator)
         methods = {
             "Drain": handlers.unary(self._drain, Scope.ADMIN),
             "SetPolicy": handlers.unary(self._set_policy, Scope.ADMIN),
@@ -117,8 +114,8 @@ class ChaosServer:
             target=await self._chaos.inject(parse(chaos_pb2.Fault, data))
         )
 
-    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
-        """To be added to a grpc.aio server."""
-        methods = {"Inject": Handlers(door).unary(self.inject, Scope.ADMIN)}
+    def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
+        """Return the handlers to add to a grpc.aio server."""
+        methods = {"Inject": Handlers(authenticator).unary(self.inject, Scope.ADMIN)}
         name = chaos_pb2.DESCRIPTOR.services_by_name["Chaos"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

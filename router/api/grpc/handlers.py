@@ -54,7 +54,7 @@ class Call:
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
-    """Of the one service that they are of."""
+    """Return the name of the service of these methods."""
     assert isinstance(handlers, grpc.ServiceRpcHandler)
     name: str = handlers.service_name()
     return name
@@ -72,7 +72,6 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def _is_well_formed(data: bytes) -> bool:
-    """Fields can be told apart, so it is what they hold that cannot be read."""
     try:
         empty_pb2.Empty.FromString(data)
     except DecodeError:
@@ -81,15 +80,17 @@ def _is_well_formed(data: bytes) -> bool:
 
 
 class Handlers:
-    """Makes handlers of a service behind ``door``. A caller needs one of their ``scopes``."""
+    """Make handlers of a service behind ``authenticator``.
 
-    def __init__(self, door: Authenticator) -> None:
-        self._door = door
+    A caller needs one of their ``scopes``."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
 
     def streaming(
         self, handler: Callable[[bytes, Call], Closable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One message, answered with any number of them."""
+        """Make a handler that answers one message with a stream."""
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(await _only(messages), call)
@@ -132,7 +133,7 @@ class Handlers:
     def pieces(
         self, handler: Callable[[bytes, Call], Awaitable[Opened]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Of a request's stream, of which the handler may say something first."""
+        """Yield the pieces of a request's stream; the handler may send something first."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
@@ -153,7 +154,7 @@ class Handlers:
     def unary(
         self, handler: Callable[[bytes, Call], Awaitable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One message, answered with one."""
+        """Make a handler that answers one message with one."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
@@ -169,9 +170,8 @@ class Handlers:
         )
 
     def _admit(self, context: Context, scopes: Sequence[Scope]) -> Call:
-        """Raises Unauthenticated, Forbidden."""
         came, headers = now(), _headers(context)
-        caller = self._door.admit(headers)
+        caller = self._authenticator.admit(headers)
         caller.check(*scopes)
         call = Call(caller, headers, context, came)
         if x_request_id := header_request_id(headers):
@@ -188,7 +188,6 @@ async def _send(pieces: Source, context: Context) -> None:
 
 
 def _headers(context: Context) -> Mapping[str, str]:
-    """What is not text is left out; what comes several times is one list."""
     headers: dict[str, str] = {}
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):
@@ -205,7 +204,6 @@ async def _only(messages: AsyncIterator[bytes]) -> bytes:
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    """Answers with the error's status, slug and cause."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     await wire.abort(context, answerable(error))

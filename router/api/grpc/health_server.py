@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
@@ -21,6 +20,7 @@ from grpc_reflection.v1alpha.reflection import aio
 
 from router.api.grpc.handlers import Call, Handlers, parse
 from router.auth.caller import OPEN, Scope
+from router.requests.manager import Requests
 
 _NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
 _WHOLE = ""
@@ -29,13 +29,8 @@ _LIVENESS = "live"
 _LOOK_S = 0.1
 
 
-class Readiness(Protocol):
-    @property
-    def takes_new(self) -> bool: ...
-
-
 class HealthServer:
-    def __init__(self, requests: Readiness, services: Collection[str]) -> None:
+    def __init__(self, requests: Requests, services: Collection[str]) -> None:
         """``services`` are the names of those beside this one."""
         self._requests = requests
         self._readiness = frozenset({_WHOLE, _NAME, *services})
@@ -78,7 +73,6 @@ class HealthServer:
             self._num_watching -= 1
 
     def _tick(self) -> None:
-        """While anybody watches."""
         self._timer = None
         if self._num_watching:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
@@ -91,7 +85,7 @@ class HealthServer:
             self._changed = asyncio.Event()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """To be added to a grpc.aio server."""
+        """Return the handlers to add to a grpc.aio server."""
         # Probes have no credentials.
         handlers = Handlers(OPEN)
         methods = {
@@ -117,7 +111,7 @@ class ReflectionServer:
             yield response
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """To be added to a grpc.aio server."""
+        """Return the handlers to add to a grpc.aio server."""
         # A tool that has no credential yet asks what there is.
         method = Handlers(OPEN).bidirectional(self.converse, Scope.METRICS)
         return tuple(

@@ -49,7 +49,6 @@ def count(data: bytes, most: int) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, and what is behind it: beyond the end where it breaks off."""
     value = 0
     for place, byte in enumerate(data[at : at + _MOST_BYTES]):
         value |= (byte & 0x7F) << (7 * place)
@@ -137,9 +136,9 @@ class InferenceServer:
         parse(pb.GetStatusRequest, data)
         return await self._status.describe(call.caller)
 
-    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
-        """To be added to a grpc.aio server."""
-        handlers = Handlers(door)
+    def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
+        """Return the handlers to add to a grpc.aio server."""
+        handlers = Handlers(authenticator)
         # Who administers a cluster sees to every tenant's requests.
         theirs = (Scope.INFER, Scope.ADMIN)
         methods = {
@@ -161,13 +160,11 @@ class InferenceServer:
 
 
 def _timeout_s(call: Call) -> float | None:
-    """Until the end of a request without a deadline of its own."""
     left_s = call.context.time_remaining()
     return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
 
 
 def _told(call: Call, opened: Opened) -> Opened:
-    """What its client knows first."""
     call.told[service.IDEMPOTENCY_KEY] = opened.request_id
     if opened.trace is not None:
         call.told[TRACERESPONSE] = str(opened.trace)

@@ -1,4 +1,4 @@
-"""One call: its messages in, its answers out, and what its handler is given as context."""
+"""A call: its messages, its answers, and the context of its handler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.api.http2.h2_connection import Http2
 from router.api.http2.heads import Head, Metadata
 from router.api.http2.limits import Limits
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: A handler that knows of its deadline has its own answer to it, with a cause.
 _MARGIN_S = 0.5
@@ -50,7 +50,7 @@ class Carrier(Protocol):
 
 
 class Source(Protocol):
-    """Where answers come from as fast as a client takes them."""
+    """Source of answers, read as fast as the client accepts them."""
 
     #: the call sets it: there may be more
     on_more: Callable[[], None]
@@ -58,7 +58,7 @@ class Source(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def take(self) -> Any | None:
+    def poll(self) -> Any | None:
         """The next answer, if there is one now."""
         ...
 
@@ -133,7 +133,6 @@ class Call:
         return self._unread_bytes <= self._limits.max_unread_bytes
 
     def _take(self, data: bytes) -> None:
-        """Raises InvalidRequest, MessageTooLarge, RateLimited."""
         for message in self._reader.feed(data):
             self._inbox.append(message)
             self._unread_bytes += len(message) + _MESSAGE_COST
@@ -141,7 +140,6 @@ class Call:
         self._hold()
 
     def _hold(self) -> None:
-        """What the reader has is part of what its connection may have. Raises RateLimited."""
         if change := self._reader.num_held - self._held_bytes:
             self._held_bytes += change
             self._connection.hold(change)
@@ -281,9 +279,8 @@ class Call:
         self._unsent_bytes += len(message)
 
     def _draw(self, source: Source) -> None:
-        """What its source has, as far as there is room."""
         try:
-            while self._has_room and (answer := source.take()) is not None:
+            while self._has_room and (answer := source.poll()) is not None:
                 self._put(answer)
             self._is_undrawn = not self._has_room
         except Exception as error:
@@ -307,18 +304,18 @@ class Call:
         self._stop()
 
     def shut_down(self) -> None:
-        """Its server ends."""
+        """End the call because the server ends."""
         self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server stops")
         self._stop()
 
     def cancel(self) -> None:
-        """Its caller is gone: nothing can be answered any more."""
+        """End the call because the caller is gone."""
         self._status = self._status or (grpc.StatusCode.CANCELLED.value[0], "", ())
         self._stop()
         self.close()
 
     def refuse(self, error: EverliftError) -> None:
-        """What its handler does not answer, or because it has none."""
+        """Answer with an error in place of a handler."""
         code = wire.status(error).value[0]
         self._end(code, error_details.cause(error), wire.trailing(error))
 
@@ -332,7 +329,7 @@ class Call:
             self._connection.mark(self)
 
     def close(self) -> None:
-        """It is over for its connection too."""
+        """Note that the connection is done with the call."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._is_closed = True
@@ -354,7 +351,7 @@ class Call:
 
     @property
     def is_held_up(self) -> bool:
-        """It had more to send than the windows allow."""
+        """True if the flow control windows hold back data."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:

@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/2 by the library h2, calls by ``Call``."""
+"""A client's connection: HTTP/2 by the library h2, calls by ``Call``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from router.api.http2.h2_connection import Http2
 from router.api.http2.heads import Head, NotGrpc
 from router.api.http2.limits import Limits
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: What a client may send before we have looked at it: of one call, and of all.
 _STREAM_WINDOW, _CONNECTION_WINDOW = 1 << 20, 8 << 20
@@ -51,9 +51,9 @@ class Host(Protocol):
         """Return whether the server takes another connection."""
         ...
 
-    def left(self, connection: Connection) -> None: ...
+    def connection_closed(self, connection: Connection) -> None: ...
 
-    def begin(self, call: Call, head: Head) -> None:
+    def start_call(self, call: Call, head: Head) -> None:
         """Run the handler of the call's method, or refuse the call."""
         ...
 
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         for call in tuple(self._calls.values()):
             call.cancel()
         self._calls.clear()
-        self._server.left(self)
+        self._server.connection_closed(self)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
         stream_id = event.stream_id
         if self._is_leaving:
             self._http2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
-            self._http2.forget(stream_id)
+            self._http2.drop_stream(stream_id)
             return
         try:
             head = heads.parse(cast("Any", event.headers), self.limits.max_metadata_bytes)
@@ -206,14 +206,13 @@ class Connection(asyncio.Protocol):
             self._take(stream_id, _UNKNOWN_HEAD).refuse(error)
         else:
             call = self._take(stream_id, head)
-            self._server.begin(call, head)
+            self._server.start_call(call, head)
 
     def _take(self, stream_id: int, head: Head) -> Call:
         call = self._calls[stream_id] = Call(self, stream_id, head, self.limits.max_message_bytes)
         return call
 
     def _opened(self, event: WindowUpdated | RemoteSettingsChanged) -> None:
-        """More may be sent: of one call, or of any."""
         stream_id = event.stream_id if isinstance(event, WindowUpdated) else 0
         if stream_id:
             call = self._calls.get(stream_id)
@@ -224,7 +223,7 @@ class Connection(asyncio.Protocol):
             self._is_opened = True
 
     def _reset(self, stream_id: int) -> None:
-        self._http2.forget(stream_id)
+        self._http2.drop_stream(stream_id)
         if (call := self._calls.pop(stream_id, None)) is not None:
             self._ready.pop(call, None)
             self._held_up.pop(call, None)
@@ -285,11 +284,10 @@ class Connection(asyncio.Protocol):
             call.close()
 
     def _over(self, stream_id: int) -> None:
-        """Answered to the end. Who still sends is told that nobody reads it."""
         stream = self._http2.streams.get(stream_id)
         if stream is not None and not stream.closed:
             self._http2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
-        self._http2.forget(stream_id)
+        self._http2.drop_stream(stream_id)
         self._note_free()
 
     # its end
@@ -320,7 +318,6 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _turn_away(self) -> None:
-        """Says why; gRPC's clients show it as the end's debug text."""
         self._http2.initiate_connection()
         cause = TooManyConnections.slug.encode()
         self._http2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM, additional_data=cause)
@@ -332,7 +329,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _hang_up(self, code: ErrorCodes | None = None) -> None:
-        """With what HTTP/2 has to say to it."""
+        """Close the connection with an HTTP/2 error."""
         if self._is_closed:
             return
         if code is not None:
@@ -341,7 +338,6 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def _look(self) -> None:
-        """Whether anybody is there."""
         self._watch = self._loop.call_later(self.limits.keepalive, self._look)
         self._http2.num_settings = 0
         moment = self._loop.time()

@@ -20,8 +20,6 @@ _FRAME_HEAD_BYTES = 9
 
 
 class _Frames(FrameBuffer):
-    """h2 refuses a frame that is too large when all of it is there, which may be 16 MiB."""
-
     def __next__(self) -> Frame:
         if len(self._data) >= _FRAME_HEAD_BYTES:
             self._validate_frame_length(int.from_bytes(self._data[:3], "big"))
@@ -72,7 +70,7 @@ class Http2(H2Connection):
         # h2 would drop what is not sent yet, and take the connection for closed.
         return [], [ConnectionTerminated()]
 
-    def forget(self, stream_id: int) -> None:
+    def drop_stream(self, stream_id: int) -> None:
         """Drop a stream that both ends have closed. Only how it was closed is kept for a while."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:

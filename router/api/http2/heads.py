@@ -1,4 +1,4 @@
-"""What a gRPC call begins and ends with, as HTTP/2 headers. Pure."""
+"""HTTP/2 headers of the beginning and the end of a gRPC call. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OPENING: Headers = [
 
 
 class NotGrpc(Exception):
-    """What HTTP says to that."""
+    """HTTP response to a request that is not gRPC."""
 
     def __init__(self, http_status: int) -> None:
         super().__init__(str(http_status))
@@ -42,7 +42,7 @@ class NotGrpc(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a call begins. ``timeout_s`` is None where the caller waits for ever."""
+    """Beginning of a call. ``timeout_s`` is None without a deadline."""
 
     path: str
     metadata: Metadata
@@ -124,7 +124,7 @@ def _timeout(value: str | None) -> float | None:
 
 
 def opening(metadata: Metadata, encoding: str) -> Headers:
-    """What goes before the first answer."""
+    """Return the headers before the first answer."""
     headers = [*_OPENING, *_written(metadata)]
     if encoding != IDENTITY:
         headers.append((b"grpc-encoding", encoding.encode()))
@@ -132,7 +132,7 @@ def opening(metadata: Metadata, encoding: str) -> Headers:
 
 
 def closing(code: int, details: str, metadata: Metadata) -> Headers:
-    """What goes behind the last one."""
+    """Return the trailers after the last answer."""
     headers = [(b"grpc-status", b"%d" % code)]
     if details:
         headers.append((b"grpc-message", quote(details, safe=_READABLE).encode()))

@@ -1,4 +1,4 @@
-"""What one client may ask of a gRPC server. Pure."""
+"""Limits of a client of the gRPC server. Pure."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ class Server:
         for connection in tuple(self._connections):
             connection.leave()
 
-    async def _wait_for_calls(self, patience_s: float) -> None:
-        deadline = asyncio.get_running_loop().time() + patience_s
+    async def _wait_for_calls(self, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while self._connections and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_LOOK_S)
 
@@ -119,10 +119,10 @@ class Server:
         self._connections.add(connection)
         return True
 
-    def left(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
 
-    def begin(self, call: Call, head: Head) -> None:
+    def start_call(self, call: Call, head: Head) -> None:
         handler = self._methods.get(head.path) or self._find(head.path, head.metadata)
         if handler is None:
             call.refuse(Unimplemented(f"no method {head.path[:128]!r} here"))

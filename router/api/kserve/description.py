@@ -1,4 +1,4 @@
-"""How the served model is described: its one version, its inputs and its outputs. Pure."""
+"""Description of the served model: its version, inputs and outputs. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Tensor:
 
     @property
     def data_type(self) -> pb.DataType.ValueType:
-        """What a configuration calls its datatype."""
+        """Return the name of a datatype in a model configuration."""
         return pb.DataType.Value(f"TYPE_{self.datatype.replace('BYTES', 'STRING')}")
 
 

@@ -18,8 +18,7 @@ _TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
 
 
 def read(request: pb.ModelInferRequest) -> Wanted:
-    """What Inference.generate is to be asked, and how to answer. Whether the model can do it is
-    checked there. Raises InvalidRequest."""
+    """Return the submission and the form of its answer. Raises InvalidRequest."""
     prompts: list[Tensor] = []
     wanted = parameters.wanted(_given(request, prompts))
     wanted.outputs = _outputs(request)
@@ -31,7 +30,6 @@ def read(request: pb.ModelInferRequest) -> Wanted:
 
 
 def _given(request: pb.ModelInferRequest, prompts: list[Tensor]) -> Iterator[tuple[str, Values]]:
-    """The parameters; what is the prompt goes into ``prompts``."""
     for name in sorted(request.parameters):
         yield name, _values(name, request.parameters[name])
     for tensor in tensors.inputs(request, _check_count):
@@ -42,7 +40,6 @@ def _given(request: pb.ModelInferRequest, prompts: list[Tensor]) -> Iterator[tup
 
 
 def _check_count(name: str, count: int) -> None:
-    """Of a tensor's elements. How many tokens a prompt may have the model says."""
     if name == TEXT_INPUT:
         if count != 1:
             raise InvalidRequest(f"{name} has {count} texts; a request has one prompt")

@@ -61,18 +61,18 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """It has the last piece."""
+        """True if it has the last piece."""
         return self.num_input_tokens is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing to tell, as the first piece of a stream."""
+        """True if it has nothing to report, as the first piece of a stream."""
         return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )
 
     def tensors(self, names: frozenset[str], *, has_logprobs: bool) -> Iterator[Tensor]:
-        """Those of ``names``, or all that there are where it is empty."""
+        """Return the tensors of ``names``, or all if it is empty."""
         for output in OUTPUTS:
             is_there = has_logprobs or output.name not in LOGPROBS
             if is_there and (output.name in names or not names):
@@ -130,7 +130,6 @@ def _alternatives(answer: Answer) -> Sequence[Scalar]:
 
 
 def _by_token(token: int, scores: wire.TokenLogprobs) -> dict[int, dict[str, float]]:
-    """As vLLM's: the token and its alternatives, each with its log probability and rank."""
     found = {token: {"logprob": scores.logprob, "rank": scores.rank}}
     alternatives = zip(scores.top_ids, scores.top_logprobs, strict=True)
     for rank, (other, logprob) in enumerate(alternatives, start=1):

@@ -1,4 +1,4 @@
-"""One ModelStreamInfer: many requests on one stream, and their answers as they come."""
+"""A ModelStreamInfer call: many requests on one stream, and their answers."""
 
 from __future__ import annotations
 

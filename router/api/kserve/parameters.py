@@ -42,8 +42,10 @@ _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 @dataclass(slots=True)
 class Wanted:
-    """What a request asks for: ``is_streamed`` is None where it does not say, ``outputs`` are the
-    names of the tensors that the answer is to have, all where there are none."""
+    """Form of the answer.
+
+    ``is_streamed`` is None if not given; ``outputs`` names the tensors, empty for all.
+    """
 
     generate: wire.GenerateRequest = field(default_factory=wire.GenerateRequest)
     outputs: frozenset[str] = frozenset()
@@ -66,12 +68,12 @@ class Parameter:
 
     @property
     def dims(self) -> int:
-        """Of its tensor: -1 for any length."""
+        """Dimensions of its tensor; -1 is any length."""
         return 1 if self.most == 1 else -1
 
 
 def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
-    """Of the parameters that came, by name. Raises InvalidRequest."""
+    """Return the wanted form of parameters, by name. Raises InvalidRequest."""
     result, seen = Wanted(), set[Parameter]()
     for name, values in _flat(given):
         parameter = _known(name)
@@ -83,7 +85,7 @@ def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
 
 
 def check_count(name: str, count: int) -> None:
-    """Of a tensor's or a list's values, before any of them is read. Raises InvalidRequest."""
+    """Check the number of a tensor's or list's values before any is read. Raises InvalidRequest."""
     most = 1 if name == NESTED else _known(name).most
     if most == 1:
         _check_one(name, count)
@@ -161,7 +163,6 @@ def _number(name: str, value: Value) -> float:
 
 
 def _parsed(name: str, value: Value, kind: type[N]) -> Value:
-    """A number that is written as text."""
     if isinstance(value, bool):
         raise InvalidRequest(f"{name} takes a number, not true or false")
     if not isinstance(value, str | bytes):
@@ -225,7 +226,6 @@ def _of_grammar(field: str) -> Setter:
 
 
 def _top_k(name: str, value: Value) -> int:
-    """-1 sets no limit, as 0 does."""
     top_k = _integer(name, value)
     return 0 if top_k == -1 else top_k
 
@@ -247,7 +247,6 @@ def _timeout(wanted: Wanted, name: str, values: Values) -> None:
 
 
 def _stop(wanted: Wanted, name: str, values: Values) -> None:
-    """Clients of TensorRT-LLM send an empty one where they want none."""
     wanted.generate.stop.extend(stop for value in values if (stop := _text(name, value)))
 
 
@@ -269,7 +268,7 @@ def _log_probs(wanted: Wanted, name: str, values: Values) -> None:
 
 
 def ask_for_logprobs(message: wire.GenerateRequest) -> None:
-    """Those of the output's tokens, if it does not ask for them already."""
+    """Request log probabilities of the output's tokens, if not requested already."""
     if not message.sampling.HasField("logprobs"):
         message.sampling.logprobs = 0
 
@@ -288,7 +287,6 @@ def _without_input(wanted: Wanted, name: str, values: Values) -> None:
 
 
 def _always(wanted: Wanted, name: str, values: Values) -> None:
-    """Asks for an output that every answer has."""
     _boolean(name, _one(name, values))
 
 

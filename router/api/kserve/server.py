@@ -50,8 +50,6 @@ _NOT_SERVED = {
 
 
 class _OfModel(Protocol):
-    """A message that says which model is meant."""
-
     @property
     def name(self) -> str: ...
 
@@ -83,7 +81,6 @@ class KserveServer:
         return InferStream(answers).answers(messages)
 
     async def _told(self, data: bytes, call: Call) -> Answers:
-        """What is said to one request of a stream. What goes wrong with it ends nothing else."""
         head = self._head()
         try:
             async with aclosing(self._responses(data, head, call)) as responses:
@@ -108,11 +105,9 @@ class KserveServer:
             yield _final(head)
 
     def _head(self) -> pb.ModelInferResponse:
-        """What every answer to a request begins with; its id is set when it is known."""
         return pb.ModelInferResponse(model_name=self._model.name, model_version=description.VERSION)
 
     def _read(self, data: bytes, head: pb.ModelInferResponse) -> Wanted:
-        """Raises InvalidRequest, NotUtf8, UnknownModel."""
         try:
             request = parse(pb.ModelInferRequest, data)
             head.id = request.id
@@ -123,7 +118,6 @@ class KserveServer:
             raise
 
     async def _open(self, wanted: Wanted, head: pb.ModelInferResponse, call: Call) -> Opened:
-        """Raises what Inference.generate does."""
         opened = await self._inference.generate(
             call.caller,
             wanted.generate,
@@ -197,17 +191,16 @@ class KserveServer:
         return index
 
     def _check_asked(self, message: _OfModel) -> None:
-        """Raises UnknownModel, RouterStopping."""
         self._check_model(message.name, message.version)
 
     def _check_model(self, name: str, version: str) -> None:
         self._model.check_asked(name)
         description.check_version(self._model.name, version)
 
-    def handlers(self, door: Authenticator) -> grpc.GenericRpcHandler:
-        """To be added to a grpc.aio server."""
+    def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
+        """Return the handlers to add to a grpc.aio server."""
         # Probes have no credentials.
-        anyone, handlers = Handlers(OPEN), Handlers(door)
+        anyone, handlers = Handlers(OPEN), Handlers(authenticator)
         methods = {
             "ServerLive": anyone.unary(self.server_live, Scope.METRICS),
             "ServerReady": anyone.unary(self.server_ready, Scope.METRICS),
@@ -234,7 +227,6 @@ def _refusal(method: str, cause: str) -> Callable[[bytes, Call], Awaitable[Messa
 
 
 async def _answers(opened: Opened, *, is_streamed: bool) -> AsyncGenerator[Answer, None]:
-    """Each piece that says something, or all of them together."""
     whole = Answer()
     async with aclosing(opened.pieces) as pieces:
         async for piece in pieces:
@@ -255,7 +247,6 @@ def _response(head: pb.ModelInferResponse, wanted: Wanted, answer: Answer) -> pb
 
 
 def _final(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
-    """Nothing more comes of this request."""
     response = _begun(head)
     response.parameters[FINAL].bool_param = True
     return response

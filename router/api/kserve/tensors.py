@@ -99,7 +99,6 @@ def _tensor(
 
 
 def _count(message: pb.ModelInferRequest.InferInputTensor) -> int:
-    """Elements, as its shape says."""
     if len(message.shape) > _MAX_DIMENSIONS:
         raise InvalidRequest(f"{message.name} has more than {_MAX_DIMENSIONS} dimensions")
     if min(message.shape, default=0) < 0:

@@ -42,7 +42,7 @@ _EVENTS = "text/event-stream"
 
 class Answer(StreamedAnswer, Protocol):
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Its JSON, in parts that each take little time."""
+        """Yield the JSON in parts that each take little time."""
         ...
 
 
@@ -84,7 +84,7 @@ class Answering:
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
         journal = Journal(call.came)
         with self._telling_refusals():
-            conversation = await self._conversations.of(fields, journal)
+            conversation = await self._conversations.of(fields)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
             self._check_amount(fields, [message])
         answer = ChatAnswer(
@@ -128,7 +128,7 @@ class Answering:
             explains=explains,
             has_ids=_reads_events(call),
         )
-        return await EventStream.begin(events, call.params, self._keep_alive(call))
+        return await EventStream.await_first(events, call.params, self._keep_alive(call))
 
     def _keep_alive(self, call: Call) -> KeepAlive:
         has_comments = self._config.keep_alive_comments == "always" or _reads_events(call)
@@ -152,7 +152,6 @@ class Answering:
     def _check_amount(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
     ) -> None:
-        """Of what an answer holds that is not streamed. Raises OutOfRange."""
         if not fields.stream:
             submissions.check_whole(messages, self._model.longest_sequence)
 
@@ -162,7 +161,6 @@ class Answering:
         )
 
     async def _echoes(self, fields: CompletionFields) -> list[str]:
-        """By choice, the text of its prompt. Raises PromptTooLong, OutOfRange."""
         prompts, decode = fields.prompts, self._model.tokenizer.decode
         for prompt in prompts:
             self._model.check_prompt(prompt)
@@ -174,7 +172,7 @@ class Answering:
 
     @contextmanager
     def _telling_refusals(self) -> Iterator[None]:
-        """What fails in it never became a request."""
+        """Count errors as rejections: such calls never became requests."""
         try:
             yield
         except EverliftError as error:
@@ -183,7 +181,6 @@ class Answering:
 
 
 async def _whole(generation: Generation, transcript: Transcript, answer: Answer) -> bytes:
-    """Others have their turns in between: with its log probabilities it may be large."""
     choices = [Collected() for _ in range(transcript.num_choices)]
     async with aclosing(generation):
         async for index, piece in generation.pieces():
@@ -200,7 +197,6 @@ async def _whole(generation: Generation, transcript: Transcript, answer: Answer)
 
 
 def _named(call: Call) -> str:
-    """What the caller calls its request, or what it is called then. Raises InvalidRequest."""
     named = pb.GenerateRequest()
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
@@ -216,14 +212,12 @@ def _reads_events(call: Call) -> bool:
 
 
 def _request_ids(name: str, count: int) -> list[str]:
-    """One request has the name of its call; several have their places behind it."""
     return [name] if count == 1 else [f"{name}:{place}" for place in range(count)]
 
 
 def _transcript(
     call: Call, name: str, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
 ) -> Transcript:
-    """Raises InvalidRequest."""
     choices_each = messages[0].n
     transcript = Transcript(name, len(messages), choices_each)
     if (last := call.headers.get(_LAST_EVENT_ID)) is None:

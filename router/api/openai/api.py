@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -19,7 +19,9 @@ from router.api.openai.explaining import Explaining
 from router.api.openai.texts import Texts
 from router.auth import caller
 from router.auth.caller import Authenticator
+from router.observability.metrics.http_server import MetricsServer
 from router.requests import sampling_defaults
+from router.requests.manager import Requests
 from router.requests.tokenizer import ServedModel
 
 INFER, ADMIN, METRICS = caller.Scope.INFER, caller.Scope.ADMIN, caller.Scope.METRICS
@@ -29,32 +31,21 @@ _EXPLANATION = "/v1/requests/{request_id:path}/explanation"
 Path: TypeAlias = tuple[str, str, Handler, *tuple[caller.Scope, ...]]
 
 
-class Readiness(Protocol):
-    @property
-    def takes_new(self) -> bool: ...
-
-
-class Exposition(Protocol):
-    async def expose(self, accept: str) -> tuple[str, bytes]:
-        """Metrics as one who ``accept``s so reads them: their content type and text."""
-        ...
-
-
 class Api:
     def __init__(
         self,
-        door: Authenticator,
+        authenticator: Authenticator,
         answering: Answering,
         texts: Texts,
         explaining: Explaining,
         model: ServedModel,
-        readiness: Readiness,
-        metrics: Exposition,
+        readiness: Requests,
+        metrics: MetricsServer,
         max_body_bytes: int,
         more: Iterable[Path] = (),
     ) -> None:
         """``more`` paths are served beside the API's own."""
-        self._door = door
+        self._authenticator = authenticator
         self._answering = answering
         self._texts = texts
         self._explaining = explaining
@@ -105,7 +96,7 @@ class Api:
         return Route(path, self._endpoint(method, handler, *scopes))
 
     def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
-        return Endpoint(self._door, method, handler, scopes, self._max_body_bytes)
+        return Endpoint(self._authenticator, method, handler, scopes, self._max_body_bytes)
 
     async def _models(self, call: Call) -> Response:
         return JsonResponse({"object": "list", "data": [self._described()]})

@@ -1,4 +1,4 @@
-"""From the bytes of a request's body to a JSON object, whatever the bytes are. Pure."""
+"""Parser of request bodies: JSON objects from arbitrary bytes. Pure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def _too_deep() -> MalformedBody:
 
 
 def _check_surrogates(body: Json) -> None:
-    """An escape may stand for half a character, which no text can hold."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -9,10 +9,10 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
 from router.api.openai import logprobs
-from router.api.openai.encoding import around, array, encode
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.transcript import Collected, News, Usage
+from router.api.openai.writer import around, array, encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
 from router.chat.parser import Parser
 
@@ -148,7 +148,6 @@ class ChatAnswer:
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
     def _completion(self, usage: Usage) -> ChatCompletion:
-        """Without its choices."""
         return {
             "id": self._envelope.id,
             "object": "chat.completion",

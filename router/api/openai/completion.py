@@ -8,10 +8,10 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
 from router.api.openai import logprobs
-from router.api.openai.encoding import around, array, encode
 from router.api.openai.envelope import Envelope, UsageBody, usage_body, usage_so_far
 from router.api.openai.logprobs import Alignment, CompletionLogprobs
 from router.api.openai.transcript import Collected, News, Usage
+from router.api.openai.writer import around, array, encode
 
 
 class CompletionChoice(TypedDict):

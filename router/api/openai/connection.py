@@ -16,8 +16,7 @@ from everlift.errors import (
     TooManyConnections,
 )
 from router.api.openai import errors
-from router.api.openai.encoding import encode
-from router.api.openai.writer import Writer
+from router.api.openai.writer import Writer, encode
 
 #: Of a request line and its headers; a session's token or a trace's state fits several times.
 _MAX_HEAD_BYTES = 64 << 10

@@ -1,4 +1,4 @@
-"""From a chat's messages and tools to what the model reads, and from what it writes to calls."""
+"""Conversations: prompts from chats and tools, and tool calls from outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from router.chat.formats import ToolFormat
 from router.chat.parser import Parser
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
-from router.event_loop import now
 from router.requests import tokenizer
-from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 
 
@@ -28,7 +26,7 @@ class Conversation:
     form: ToolFormat | None
 
     def parser(self, name: str, choice: int) -> Parser:
-        """Of the text of that choice of the request."""
+        """Return the parser of the text of a choice."""
         return self.tools.parser(self.form, name, choice)
 
 
@@ -39,20 +37,18 @@ class Conversations:
         self._model = model
         self._template = template
 
-    async def of(self, fields: ChatFields, journal: Journal) -> Conversation:
-        """``journal`` hears of what it takes. Raises NoChatTemplate, InvalidRequest."""
+    async def of(self, fields: ChatFields) -> Conversation:
+        """Return the conversation of a chat request. Raises NoChatTemplate, InvalidRequest."""
         tools = ToolUse.of(
             fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
         )
-        journal.read(now())
         text = await self._text(fields, tools)
-        journal.rendered(now())
         prompt = await self._tokens(text, self._model.encode_prompt)
         form = self._template.tool_format if self._template is not None else None
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
-        """What the model reads. Raises NoChatTemplate, InvalidRequest."""
+        """Return the prompt that the model reads. Raises NoChatTemplate, InvalidRequest."""
         return await self._tokens(await self._text(fields, tools), self._model.encode)
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:

@@ -1,4 +1,4 @@
-"""One path of the HTTP server: who may ask there, what a body may be, what becomes of errors."""
+"""A path of the HTTP server: authorisation, bodies, and errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from everlift.errors import (
     UnsupportedMediaType,
 )
 from router.api.openai import body, errors
-from router.api.openai.encoding import encode
 from router.api.openai.fields import F, parse
+from router.api.openai.writer import encode
 from router.api.service import X_REQUEST_ID, header_request_id
 from router.auth import caller as callers
 from router.auth.caller import ANYONE, Authenticator, Caller
 from router.event_loop import now
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 T = TypeVar("T")
 _BODY_TIMEOUT_S = 60.0
@@ -57,14 +57,14 @@ class Call:
     told: dict[str, str] = field(default_factory=dict)
 
     async def fields(self, kind: type[F]) -> F:
-        """Of its body. Raises InvalidRequest."""
+        """Return the validated fields of the body. Raises InvalidRequest."""
         fields = parse(kind, await self.json())
         # What is wrong until here has the name that the body gives it.
         self.params = fields.params
         return fields
 
     async def json(self) -> body.Json:
-        """Its body. Raises InvalidRequest."""
+        """Return the body as a JSON object. Raises InvalidRequest."""
         self._check_media_type()
         return body.parse(await self._read())
 
@@ -105,13 +105,13 @@ class Endpoint:
 
     def __init__(
         self,
-        door: Authenticator,
+        authenticator: Authenticator,
         method: str,
         handler: Handler,
         scopes: tuple[callers.Scope, ...],
         max_body_bytes: int,
     ) -> None:
-        self._door = door
+        self._authenticator = authenticator
         self._method = method
         self._handler = handler
         self._scopes = scopes
@@ -127,11 +127,10 @@ class Endpoint:
             await response(scope, receive, _telling(call.told, send))
 
     async def _answer(self, call: Call) -> ASGIApp | None:
-        """None where nobody waits for one any more."""
         try:
             self._check_method(call)
             if self._scopes:
-                call.caller = self._door.admit(call.headers)
+                call.caller = self._authenticator.admit(call.headers)
                 call.caller.check(*self._scopes)
             return await self._handler(call)
         except (Gone, ClientDisconnect):
@@ -153,7 +152,7 @@ class Endpoint:
 
 
 class Gone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -181,8 +180,6 @@ def refusal(error: EverliftError, params: Mapping[str, str]) -> JsonResponse:
 
 
 def _telling(told: Mapping[str, str], send: Send) -> Send:
-    """As ``send``, for an answer that has these headers too."""
-
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
             more = [(name.encode(), value.encode()) for name, value in told.items()]
@@ -193,7 +190,6 @@ def _telling(told: Mapping[str, str], send: Send) -> Send:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """What comes several times is one list."""
     headers: dict[str, str] = {}
     for name, value in request.headers.items():
         headers[name] = f"{headers[name]},{value}" if name in headers else value

@@ -1,4 +1,4 @@
-"""What every answer that holds generated text has around it. Pure."""
+"""Common members of all answers with generated text. Pure."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
 The request's name, and for each choice how many tokens and characters of its output its client has,
-and what everlift.digest makes of these tokens; an ``e`` says that it has the end too. The text
+and what everlift.hashes makes of these tokens; an ``e`` says that it has the end too. The text
 after a token depends on the tokens up to it alone, so that a count says which text that was.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from everlift.digest import token_digest
 from everlift.errors import InvalidRequest
+from everlift.hashes import token_digest
 from everlift.request_id import check_request_id
 
 _POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})\.([0-9a-f]{16})(\.e)?")

@@ -14,13 +14,12 @@ from everlift import logs
 from everlift.errors import EverliftError
 from everlift.explanation import spans_as_json
 from router.api.openai import errors
-from router.api.openai.encoding import encode
 from router.api.openai.endpoint import Gone, unless_gone
 from router.api.openai.generation import Generation
 from router.api.openai.transcript import News, Transcript, Usage
-from router.api.openai.writer import Writer
+from router.api.openai.writer import Writer, encode
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Events of one stream before others have their turn of the event loop.
 _AT_ONCE = 64
@@ -87,32 +86,31 @@ class Events:
             self._last.append(lambda: encode(self._usage_chunk()))
 
     def _usage_chunk(self) -> Mapping[str, Any]:
-        """Where it is asked for, with where the time went."""
         chunk = self._answer.usage_chunk(self._transcript.usage)
         spans = self._transcript.spans
         return {**chunk, "timing": spans_as_json(spans)} if spans else chunk
 
     def listen(self, on_more: Callable[[], None]) -> None:
-        """From now on ``on_more`` is told when there may be more."""
+        """Call ``on_more`` from now on when there may be more."""
         self._generation.on_more = on_more
 
     @property
     def is_over(self) -> bool:
         return not self._last
 
-    def take(self) -> bytes | None:
+    def poll(self) -> bytes | None:
         """The next one, if it is there. Raises what one of the requests fails with."""
-        while (numbered := self._generation.take()) is not None:
+        while (numbered := self._generation.poll()) is not None:
             news = self._transcript.read(*numbered)
             if news is not None and (data := self._answer.data(news, self._usage)) is not None:
-                self._transcript.tell(news.choice)
+                self._transcript.mark_read(news.choice)
                 return self.event(data)
         if self._generation.is_over and self._last:
             return self.event(self._last.pop()())
         return None
 
     def event(self, data: str) -> bytes:
-        """One that tells ``data`` where the stream is now."""
+        """Return an event with ``data`` and the current position."""
         where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
         return f"{where}data: {data}\n\n".encode()
 
@@ -125,7 +123,7 @@ class Events:
         """Raises as ``take`` does."""
         came = asyncio.Event()
         self.listen(came.set)
-        while (event := self.take()) is None:
+        while (event := self.poll()) is None:
             await came.wait()
             came.clear()
         return event
@@ -150,7 +148,9 @@ class EventStream:
         self._keep_alive = keep_alive
 
     @classmethod
-    async def begin(cls, events: Events, params: Mapping[str, str], keep_alive: KeepAlive) -> Self:
+    async def await_first(
+        cls, events: Events, params: Mapping[str, str], keep_alive: KeepAlive
+    ) -> Self:
         """Wait for the first event, for one keep-alive interval at most.
 
         Raises what one of the requests fails with by then."""
@@ -236,7 +236,6 @@ class _Carrier:
         self._comment_after(left_s)
 
     def _soon(self) -> None:
-        """With all else that this turn of the event loop brings."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._write)
@@ -248,7 +247,7 @@ class _Carrier:
         events: list[bytes] = []
         num_bytes = 0
         try:
-            while self._writer.has_room and (event := self._events.take()) is not None:
+            while self._writer.has_room and (event := self._events.poll()) is not None:
                 events.append(event)
                 num_bytes += len(event)
                 if len(events) == _AT_ONCE or num_bytes >= _BYTES_AT_ONCE:

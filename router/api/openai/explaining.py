@@ -24,7 +24,7 @@ class QueueStayBody(TypedDict):
     found: int
     earlier: int
     higher: int
-    turns: int
+    fair_share: int
     ordered: int
     lower: int
     before: list[str]
@@ -64,7 +64,7 @@ class ExplanationBody(TypedDict):
     dropped_attempts: int
     unread_s: float
     unread_tokens: int
-    overtaken: int
+    bypassed: int
 
 
 class Explaining:

@@ -64,7 +64,6 @@ class InRange:
         return {**handler(schema), least: valid.low, "maximum": valid.high}
 
     def _check(self, value: N, info: ValidationInfo) -> N:
-        """Raise OutOfRange, which pydantic does not catch."""
         check_field(self.field, value, info.field_name or "")
         return value
 
@@ -145,7 +144,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """As vLLM's: one of them."""
+    """Structured outputs, as in vLLM: exactly one of them."""
 
     json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -154,7 +153,7 @@ class StructuredOutputs(Fields):
 
 
 class Generation(Fields):
-    """What completions and chat have in common."""
+    """Common fields of completions and chat."""
 
     model: str | None = None
     max_tokens: Annotated[int, InRange("max_tokens")] | None = None
@@ -227,7 +226,7 @@ class CompletionFields(Generation):
 
 
 class Chat(Fields):
-    """What a chat's template is shown."""
+    """Fields that a chat template reads."""
 
     messages: List[Object] | None
     tools: List[Object] | None = None

@@ -123,15 +123,17 @@ class Generation:
         """The last pieces of all were taken."""
         return not self._num_left
 
-    def take(self) -> Numbered | None:
-        """What can be read now, if there is anything. Raises what one of them fails with; where
-        that is a refusal, none of them was accepted."""
+    def poll(self) -> Numbered | None:
+        """Return what can be read now, or nothing.
+
+        Raises the error of a request; a rejection means that none was accepted.
+        """
         while self._ready:
             index = next(iter(self._ready))
             del self._ready[index]
             source = self._sources[index]
             try:
-                piece = source.take()
+                piece = source.poll()
             except _REFUSALS:
                 self._is_refused = True
                 raise
@@ -149,7 +151,7 @@ class Generation:
         self.on_more = came.set
         while True:
             came.clear()
-            while (numbered := self.take()) is not None:
+            while (numbered := self.poll()) is not None:
                 yield numbered
             if self.is_over:
                 return
@@ -162,7 +164,6 @@ class Generation:
 
 
 async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]) -> None:
-    """Those that came with this call and may come again under the same names."""
     for each in opened:
         if each.is_new and is_named(each.request_id):
             # What cannot be forgotten now goes when its retention is over.
@@ -171,4 +172,4 @@ async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]
 
 
 def _nobody() -> None:
-    """Nobody wants to hear of more."""
+    pass

@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary, decode_utf8
 from everlift.v1 import inference_pb2 as pb
-from router.api.openai.encoding import around, array, encode
 from router.api.openai.transcript import Collected, News
+from router.api.openai.writer import around, array, encode
 
 #: JSON has no infinity; as in OpenAI's API this stands for it.
 _LEAST = -9999.0

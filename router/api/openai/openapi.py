@@ -1,4 +1,4 @@
-"""What the HTTP server says about itself, as OpenAPI."""
+"""OpenAPI description of the HTTP server."""
 
 from __future__ import annotations
 
@@ -54,8 +54,6 @@ class Condition(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """``answers`` by media type."""
-
     method: str
     path: str
     summary: str
@@ -165,7 +163,6 @@ def _parameters(path: _Path) -> Iterator[Json]:
 
 
 def _media(name: str) -> Json:
-    """Empty is a text."""
     return {"schema": {"$ref": _REF.format(model=name)} if name else {"type": "string"}}
 
 

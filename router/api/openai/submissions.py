@@ -1,4 +1,4 @@
-"""From the fields of a body to what the gateway is asked. Pure."""
+"""Submissions made of the fields of a body. Pure."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
 
 
 def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
-    """At most; of a text it is not known yet how many tokens it leaves."""
     if not message.sampling.HasField("logprobs"):
         return 0
     room = max(0, context - len(message.tokens.ids))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from everlift.digest import TokenDigest
 from everlift.errors import DataLoss
+from everlift.hashes import TokenDigest
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from router.api.openai.event_id import BEGIN, Position, written
@@ -84,7 +84,7 @@ class Transcript:
 
     @property
     def had_output(self) -> bool:
-        """Whether the client had output before this stream: all requests were accepted then."""
+        """True if the client had output before this stream: all requests were accepted then."""
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
@@ -119,7 +119,6 @@ class Transcript:
         )
 
     def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
-        """Where the choice is behind the piece. Raises DataLoss."""
         digest = self._digests[choice]
         tokens: Sequence[int] = piece.token_ids
         if choice in self._unproven:
@@ -142,7 +141,7 @@ class Transcript:
             raise _lost(choice, resumed, "the tokens before it are others")
         self._unproven.remove(choice)
 
-    def tell(self, choice: int) -> None:
+    def mark_read(self, choice: int) -> None:
         """The client is told all that was read of the choice."""
         self._told[choice] = self._read[choice]
         self._written[choice] = str(self._read[choice])

@@ -1,19 +1,43 @@
-"""The body of an answer, written as uvicorn writes it, but without a call of ASGI for each part."""
+"""Body of an answer: JSON values, and how they are written to the connection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def around(value: object, name: str, held: object) -> tuple[str, str]:
+    """What is written of ``value`` before and behind the last of its members that is ``name`` and
+    ``held``, for something else to be written there."""
+    # What is a client's cannot be taken for it: in JSON its quotation marks are escaped.
+    begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')
+    return f'{begin}"{name}":', end
+
+
+def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[str]:
+    """Between ``begin`` and ``end`` an array, each of whose members comes in parts, of which there
+    is at least one."""
+    before = f"{begin}["
+    for member in members:
+        for part in member:
+            yield before + part
+            before = ""
+        before = ","
+    yield f"{before.removesuffix(',')}]{end}"
+
 
 #: Its place among the extensions of a request's scope.
 _NAME = "everlift.writer"
 
 
 class Writer:
-    """``on_room`` is called when a client that was slow has read."""
+    """Writer of a response. ``on_room`` is called when a slow client has caught up."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle

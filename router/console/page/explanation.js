@@ -10,7 +10,7 @@ const MUCH_UNREAD = 0.05;
 const BEFORE = {
   earlier: "that came earlier",
   higher: "later ones of higher classes",
-  turns: "later ones by turns",
+  fair_share: "later ones by turns",
   ordered: "later ones by the order",
   lower: "later ones of lower classes",
 };

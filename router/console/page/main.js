@@ -6,7 +6,7 @@ import { Cluster } from "./cluster.js";
 import { $, say } from "./dom.js";
 import { Feed } from "./feed.js";
 import { Grid } from "./grid.js";
-import { Happenings } from "./happenings.js";
+import { Events } from "./events.js";
 import { Health } from "./health.js";
 import { Lanes } from "./lanes.js";
 import { Latencies } from "./latencies.js";
@@ -22,7 +22,7 @@ const cluster = new Cluster();
 const overview = new Overview();
 const queue = new Queue();
 const latencies = new Latencies();
-const happenings = new Happenings();
+const events = new Events();
 const health = new Health();
 const scaling = new Scaling();
 const admin = new Admin(api);
@@ -38,7 +38,7 @@ const feed = new Feed(api, {
   onOpen: () => cluster.begin(),
   onFrame: (frame) => {
     const news = cluster.take(frame);
-    happenings.announce(news, cluster.at);
+    events.announce(news, cluster.at);
     show(news.sections);
   },
   onState: (state, text) => {
@@ -70,7 +70,7 @@ function show(changed) {
   latencies.show(isSecond ? all : {}, isSecond ? cluster.history : []);
   if (!isSecond) return;
   lanes.tell();
-  happenings.show(cluster);
+  events.show(cluster);
   scaling.show(all.scaling, cluster.at);
   recent.show(cluster);
 }

@@ -37,7 +37,7 @@ from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
 if TYPE_CHECKING:
     from redis import Redis
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 _USER = "everlift"
 #: sun_path of a unix socket's address, less its closing 0.
@@ -80,7 +80,7 @@ _DATA = "appendonlydir"
 
 
 def running_url(state_dir: Path) -> str | None:
-    """Of the server that runs on the data of ``state_dir``; None where none has ever run there."""
+    """Return the URL of the server of ``state_dir``; None if none has run there."""
     home = state_dir / "ledger"
     try:
         password, conf = (home / "password").read_text(), (home / _CONF_FILE).read_text()
@@ -285,12 +285,10 @@ def _private_directory(path: Path) -> Path:
 
 
 def _quoted(path: Path) -> str:
-    """As valkey.conf has it: its escapes are those of JSON."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Nobody else can read it at any time; it is whole or not there."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
         file.flush()
@@ -305,7 +303,6 @@ def _password(path: Path) -> str:
 
 
 def _lock(path: Path) -> int:
-    """The descriptor of the locked file; the lock lasts until its last copy is closed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up = time.monotonic() + _LOCK_S
     while True:

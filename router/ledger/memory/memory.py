@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -48,8 +48,7 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
-from router.ledger.listing import Listing, Part, Row
-from router.ledger.memory.memory_audit import MemoryAudit
+from router.ledger.listing import Audited, Claim, Item, Listed, Listing, Part, Row, Stray
 from router.ledger.memory.memory_quotas import MemoryQuotas
 from router.ledger.memory.record import Record
 from router.ledger.quota import Charge, Settlement
@@ -218,7 +217,7 @@ class MemoryLedger:
         if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
             return record.entry
         losses = record.entry.losses + (loss is not None)
-        record.put(losses=losses, tally=tally)
+        record.update(losses=losses, tally=tally)
         record.explain(explanation)
         if loss is not None and losses >= max_losses:
             message = lost_too_often(max_losses, loss)
@@ -244,7 +243,7 @@ class MemoryLedger:
         del self._records[request_id]
         return None
 
-    async def end(
+    async def end_request(
         self,
         request_id: str,
         state: State,
@@ -289,7 +288,7 @@ class MemoryLedger:
             if record is not None and record.is_of(item):
                 record.explain(item.explanation)
 
-    async def forget(self, request_id: str) -> Entry | None:
+    async def erase(self, request_id: str) -> Entry | None:
         entry = self._get(request_id).entry
         if entry.state not in Move.FORGET.sources:
             return entry
@@ -310,7 +309,6 @@ class MemoryLedger:
         return answer, record.entry
 
     def _restore(self, told: Stored) -> Record:
-        """A record that knows of none of the moves that are told."""
         record = Record.blank(told.request, told.entry.gateway, told.entry.arrived)
         self._records[told.entry.request_id] = record
         self._own(record.entry)
@@ -373,7 +371,7 @@ class MemoryLedger:
         if not owned:
             del self._owned[entry.gateway]
 
-    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         now = self._clock()
         self._leases[gateway] = _Lease(address, now + lease_s)
         leader = self._leader if self._leader.ends > now else _NOBODY
@@ -386,7 +384,7 @@ class MemoryLedger:
             policy_version=self._policy.version,
         )
 
-    async def leave(self, gateway: str) -> None:
+    async def end_lease(self, gateway: str) -> None:
         if (lease := self._leases.get(gateway)) is not None:
             self._leases[gateway] = replace(lease, ends=min(lease.ends, self._clock()))
 
@@ -481,7 +479,7 @@ class MemoryLedger:
     async def charge(self, charge: Charge, lease_s: float) -> bool:
         return self._quotas.charge(charge, lease_s)
 
-    async def settle(self, ends: Sequence[Settlement]) -> None:
+    async def settle_charges(self, ends: Sequence[Settlement]) -> None:
         self._quotas.settle(ends)
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
@@ -526,3 +524,51 @@ class MemoryLedger:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+class MemoryAudit:
+    """``owned`` are unfinished requests by gateway."""
+
+    def __init__(self, records: Mapping[str, Record], owned: Mapping[str, Collection[str]]) -> None:
+        self._records = records
+        self._owned = owned
+
+    async def items(self) -> AsyncIterator[Item]:
+        for record in list(self._records.values()):
+            yield self._audited(record)
+        for gateway, owned in list(self._owned.items()):
+            for request_id in list(owned):
+                yield self._claim(gateway, request_id)
+
+    async def again(self, items: Sequence[Item]) -> list[Item]:
+        found = [self._again(item) for item in items]
+        return [item for item in found if item is not None]
+
+    def _again(self, item: Item) -> Item | None:
+        match item:
+            case Audited():
+                record = self._records.get(item.request_id)
+                return self._audited(record) if record else None
+            case Claim():
+                owned = self._owned.get(item.gateway, ())
+                return (
+                    self._claim(item.gateway, item.request_id) if item.request_id in owned else None
+                )
+            case Stray() | Listed():
+                return None
+
+    def _audited(self, record: Record) -> Audited:
+        entry = record.entry
+        return Audited(
+            entry=entry,
+            max_tokens=record.request.max_tokens,
+            finished_by=record.finished_by,
+            events=tuple(record.events),
+            owned=entry.request_id in self._owned.get(entry.gateway, ()),
+        )
+
+    def _claim(self, gateway: str, request_id: str) -> Claim:
+        record = self._records.get(request_id)
+        if record is None:
+            return Claim(request_id, gateway, None, "")
+        return Claim(request_id, gateway, record.entry.state, record.entry.gateway)

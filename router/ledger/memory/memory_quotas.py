@@ -18,8 +18,6 @@ from router.ledger.quota import (
 
 @dataclass(slots=True)
 class _Account:
-    """Moments are µs."""
-
     #: by the name of a limit, when its bucket is full again
     due: dict[str, int] = field(default_factory=dict)
     #: of requests that are not at their end, when they stop to count unless they are held again
@@ -68,7 +66,6 @@ def _drop_ended(account: _Account, now: int) -> None:
 
 
 def _take(account: _Account, charge: Charge, now: int) -> None:
-    """All that it takes, or nothing. Raises RateLimited."""
     if charge.max_concurrent is not None and len(account.slots) >= charge.max_concurrent:
         raise refusal(charge, CONCURRENT, 0)
     amounts = {"requests_per_minute": 1, "tokens_per_minute": charge.tokens}

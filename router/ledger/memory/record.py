@@ -58,7 +58,7 @@ class Choice:
         self.finish_reason = self.finish_reason or finish_reason
 
     def is_repeated(self, item: Append) -> bool:
-        """Whether the item ends the choice as it ended."""
+        """Return whether the item repeats the recorded end of the choice."""
         last = item.offset + len(item.tokens)
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
@@ -106,7 +106,7 @@ class Record:
     def is_complete(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    def put(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         """Changes the entry, and lets it say what the choices have."""
         self.entry = replace(
             self.entry,
@@ -117,29 +117,29 @@ class Record:
 
     def move(self, now: float, name: str, detail: str, **changes: Any) -> None:
         """``now`` is ledger time in seconds, ``name`` the move's in Event."""
-        self.put(moves=self.entry.moves + 1, **changes)
+        self.update(moves=self.entry.moves + 1, **changes)
         self.events.append(Event(now, name, detail))
 
     def store(self, item: Append) -> Appended:
         answer = self.choices[item.choice].store(item, self.request.max_tokens)
         if answer is Appended.OK:
             self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
-            self.put(tally=item.tally or self.entry.tally)
+            self.update(tally=item.tally or self.entry.tally)
             self.explain(item.explanation if item.finish_reason else b"")
         return answer
 
     def is_of(self, explained: Explained) -> bool:
-        """It is over, and the request that is meant."""
+        """Return whether it has ended and is the request that is meant."""
         its = self.entry
         is_same = (its.gateway, its.arrived) == (explained.gateway, explained.arrived)
         return its.state.is_final and is_same
 
     def explain(self, explanation: bytes) -> None:
-        """What was told before stays where nothing is told."""
+        """Store an explanation; an empty one keeps the previous one."""
         self.explanation = explanation or self.explanation
 
     def judge(self, told: Stored) -> Reasserted:
-        """What is to be said of what a gateway holds: OK if it is to be learnt."""
+        """Return the verdict on a router's copy of the request: OK if it is to be restored."""
         if told.request.body_hash != self.request.body_hash or not self._agrees(told):
             return Reasserted.DIVERGED
         if self.entry.state.is_final:
@@ -164,18 +164,17 @@ class Record:
         if self.is_complete and not self.entry.state.is_final:
             self.finished_by = told.entry.epoch
             moves = self.entry.moves + 1
-            self.put(state=State.FINISHED, worker="", epoch=0, moves=moves)
+            self.update(state=State.FINISHED, worker="", epoch=0, moves=moves)
         if self.entry.moves > before:
             self.events.append(Event(now, "reassert", told.entry.gateway))
         self.explain(told.explanation)
 
     def _add(self, told: Stored) -> None:
-        """Tokens and ends."""
         reasons = told.entry.finish_reasons
         for choice, its, reason in zip(self.choices, told.choices, reasons, strict=True):
             choice.learn(its, reason)
         self.prompt_logprobs = self.prompt_logprobs or told.prompt_logprobs
-        self.put()
+        self.update()
 
     def stored(self, offsets: Sequence[int], now: float) -> Stored:
         """Raises OffsetOutOfRange."""

@@ -91,7 +91,6 @@ def _network(scheme: str, login: str, hosts: str, path: str) -> Address:
 
 
 def _user(login: str) -> _Login:
-    """A password without a user is the default user's."""
     name, _, password = login.partition(":")
     return {"username": unquote(name) or None, "password": unquote(password) or None}
 

@@ -1,22 +1,53 @@
-"""One connection to a ledger's server, which all calls share: what a turn of the event loop asks
-leaves in one write, and answers come in the order of the questions.
+"""TLS to the ledger's servers: one context for all connections, made again when its files change.
 
-A pipeline of redis-py on a connection of its own takes five times the CPU (README.md).
+redis-py makes a context for each connection: tens of milliseconds of the event loop's time, as it
+loads the system's authorities, and trusts them beside the one that is named.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import hiredis
 from redis._parsers.base import BaseParser
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, Connection
+from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
+
+from everlift import certificates
+from everlift.errors import SettingsError
+from everlift.reloaded import Reloaded
+from everlift.tls import Tls
+from router.ledger.config import LedgerConfig, LedgerSetupError
+
+
+def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
+    """Server certificates are verified, and that they are of the host that we connect to. Raises
+    LedgerSetupError for files that are of no use."""
+    try:
+        return certificates.client_context(Tls(config.tls_ca, config.tls_cert, config.tls_key))
+    except SettingsError as error:
+        raise LedgerSetupError(f"the ledger's tls_ca, tls_cert or tls_key: {error}") from None
+
+
+class TlsConnection(Connection):
+    def __init__(self, *, tls: Reloaded[ssl.SSLContext], **settings: Any) -> None:
+        self._tls = tls
+        super().__init__(**settings)
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {**super()._connection_arguments(), "ssl": self._tls.current()}
+
+
+class SentinelTlsConnection(SentinelManagedConnection, TlsConnection):
+    """TLS connection to the primary that sentinels name."""
+
 
 Argument = str | int | bytes
 
@@ -28,11 +59,11 @@ _LATE_S = 0.1
 
 class Channel:
     """``make`` makes a connection that is not connected yet. One that owes an answer and says
-    nothing for ``patience_s`` seconds is given up, and the next call connects anew."""
+    nothing for ``timeout_s`` seconds is given up, and the next call connects anew."""
 
-    def __init__(self, make: Callable[[], AbstractConnection], patience_s: float) -> None:
+    def __init__(self, make: Callable[[], AbstractConnection], timeout_s: float) -> None:
         self._make = make
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
 
@@ -45,7 +76,6 @@ class Channel:
         return await wire.ask(commands)
 
     async def _connected(self) -> _Wire:
-        """Whoever asks meanwhile waits for the same connection."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(self._have_connected)
@@ -54,7 +84,7 @@ class Channel:
     async def _connect(self) -> _Wire:
         connection = self._make()
         await connection.connect()  # type: ignore[no-untyped-call]
-        return _Wire(connection, self._patience_s)
+        return _Wire(connection, self._timeout_s)
 
     def _have_connected(self, connecting: asyncio.Task[_Wire]) -> None:
         self._connecting = None
@@ -63,13 +93,13 @@ class Channel:
             self._wire = connecting.result()
 
     def retire(self) -> None:
-        """What is under way ends there; what is sent from now on goes over a new connection."""
+        """Use a new connection from now on; calls in flight end on the old one."""
         if self._wire is not None:
             self._wire.retire()
             self._wire = None
 
     def drop(self) -> None:
-        """What is under way fails."""
+        """Fail the calls in flight."""
         if self._wire is not None:
             self._wire.fail(ConnectionError("another server is asked by now"))
             self._wire = None
@@ -84,8 +114,6 @@ class Channel:
 
 
 class _Question:
-    """Some commands, whose answers come together."""
-
     __slots__ = ("answers", "asked_at", "missing", "whole")
 
     def __init__(self, missing: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -96,15 +124,13 @@ class _Question:
 
 
 class _Wire:
-    """A connection from when it is connected to when it fails, and all under way with it."""
-
-    def __init__(self, connection: AbstractConnection, patience_s: float) -> None:
+    def __init__(self, connection: AbstractConnection, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         # There while it is connected.
         assert connection._reader is not None and connection._writer is not None
         self._reader, self._writer = connection._reader, connection._writer
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._questions: deque[_Question] = deque()
         self._unsent: list[bytes] = []
         self._heard_at = self._loop.time()
@@ -124,7 +150,7 @@ class _Wire:
             self._loop.call_soon(self._write)
         self._unsent += chain.from_iterable(packed)
         if self._watch is None:
-            self._look_in(self._patience_s)
+            self._look_in(self._timeout_s)
         return question.whole
 
     def _write(self) -> None:
@@ -155,7 +181,6 @@ class _Wire:
                 await self._connection.disconnect()
 
     def _answer(self, answer: Any) -> None:
-        """Raises InvalidResponse where nothing was asked."""
         if not self._questions:
             raise InvalidResponse("an answer to no question")
         question = self._questions[0]
@@ -171,13 +196,12 @@ class _Wire:
         self._watch = self._loop.call_at(self._look_due, self._look)
 
     def _look(self) -> None:
-        """Whether the server still answers."""
         self._watch = None
         if not self._questions:
             return
         since = max(self._questions[0].asked_at, self._heard_at)
         late_s = self._loop.time() - self._look_due
-        left_s = since + self._patience_s - self._loop.time()
+        left_s = since + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._look_in(left_s)
         elif late_s >= _LATE_S:
@@ -196,7 +220,6 @@ class _Wire:
         self._reading.cancel()
 
     def _settle(self, error: Exception) -> None:
-        """What is under way fails with ``error``, and nothing more is asked."""
         if self.is_over:
             return
         self.is_over = True

@@ -1,4 +1,4 @@
-"""What the scripts take and answer, as bytes, from and to the ledger's own values. Pure."""
+"""Encoding of the scripts' arguments and answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from everlift.digest import little_endian
+from everlift.hashes import little_endian
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 from router.ledger.base import ClusterPolicy, Membership, Position
@@ -42,7 +42,7 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def has_logprobs(request: Request) -> bool:
-    """Whether keys for log probabilities are needed."""
+    """Return whether keys for log probabilities are needed."""
     return (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
 
 
@@ -98,7 +98,7 @@ def _tally(text: bytes) -> Tally:
 
 
 def appends(items: Sequence[Append]) -> bytes:
-    """What append.lua takes of all items."""
+    """Return the arguments of append.lua for all items."""
     fields: list[str | int | bytes] = []
     for item in items:
         fields += _append_fields(item)
@@ -127,7 +127,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
 
 
 def appended(answer: Sequence[Any], count: int) -> list[Appended]:
-    """Of so many items, by append.lua's answer."""
+    """Parse append.lua's answer for so many items."""
     words = [Appended.OK] * count
     for number, word in zip(answer[::2], answer[1::2], strict=True):
         words[number - 1] = _APPENDED[word]
@@ -135,7 +135,7 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
 
 
 def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
-    """What reassert.lua takes, from the fields of ENTRY on."""
+    """Return the arguments of reassert.lua from the fields of ENTRY on."""
     request, deadline = stored.request, stored.request.deadline
     return [
         *_entry_fields(stored.entry),
@@ -156,7 +156,6 @@ def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[s
 
 
 def _entry_fields(entry: Entry) -> list[str | int]:
-    """The fields of ENTRY in common.lua."""
     return [
         "".join(_LETTERS[reason] for reason in entry.finish_reasons),
         entry.state.value,

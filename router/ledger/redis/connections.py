@@ -31,8 +31,13 @@ from redis.exceptions import RedisClusterException
 from everlift.reloaded import Reloaded
 from router.ledger.config import LedgerConfig
 from router.ledger.redis.address import Address, Kind, parse
-from router.ledger.redis.channel import Argument, Channel
-from router.ledger.redis.tls import SentinelTlsConnection, TlsConnection, context
+from router.ledger.redis.channel import (
+    Argument,
+    Channel,
+    SentinelTlsConnection,
+    TlsConnection,
+    context,
+)
 
 #: They are bounded here: a pool that counts them too would count for ever those
 #: whose way back was cancelled.
@@ -84,11 +89,9 @@ def connections(config: LedgerConfig) -> Connections:
 
 
 class _OneServer:
-    """Calls of scripts share a connection; what else is sent has one each time."""
-
     def __init__(self, client: Redis, config: LedgerConfig) -> None:
         self._client = client
-        self._channel = Channel(client.connection_pool.make_connection, _patience_s(config))
+        self._channel = Channel(client.connection_pool.make_connection, _timeout_s(config))
         self._slots = asyncio.Semaphore(config.max_connections)
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -155,7 +158,6 @@ class _SentinelPrimary(_OneServer):
 
 
 def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> list[Redis]:
-    """Each with our user, then without: many a sentinel has no users, and refuses ours."""
     asking = settings | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), patience)
     logins = [asking, asking | {"username": None, "password": None}]
     kind = TlsConnection if address.tls else Connection
@@ -233,7 +235,6 @@ async def _close(client: RedisCluster) -> None:
 
 
 def _use_tls(client: RedisCluster, tls: Reloaded[ssl.SSLContext]) -> None:
-    """It takes no class of connections: this is what it makes its nodes of."""
     settings = client.connection_kwargs
     settings.update(connection_class=TlsConnection, tls=tls)
     known = client.nodes_manager.startup_nodes
@@ -253,8 +254,7 @@ def _pool(address: Address, config: LedgerConfig) -> ConnectionPool:
 
 
 def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
-    """What every connection is made with."""
-    patience = _patience_s(config)
+    patience = _timeout_s(config)
     return {
         "username": address.username,
         "password": address.password,
@@ -269,6 +269,5 @@ def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
     }
 
 
-def _patience_s(config: LedgerConfig) -> float:
-    """A connection that says nothing is given up in time for a second one."""
+def _timeout_s(config: LedgerConfig) -> float:
     return config.timeout / 2

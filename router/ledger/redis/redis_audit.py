@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import State
+from router.ledger.listing import Audited, Claim, Item, Listed, Stray
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.channel import Argument
 from router.ledger.redis.connections import Command
@@ -88,7 +88,6 @@ class RedisAudit:
                 yield (member[0] if scan == "ZSCAN" else member).decode()
 
     async def _scanned(self, server: str, command: list[Argument]) -> AsyncIterator[list[Any]]:
-        """``command`` has the cursor behind its key, or in its place."""
         at = command.index(0)
         while True:
             [(cursor, found)] = await self._shards.ask("audit", Command(server, tuple(command)))

@@ -72,7 +72,7 @@ from router.ledger.redis.server import generation, memory_used
 from router.ledger.redis.setup import check_servers, layout, look
 from router.ledger.redis.shards import Call, Shards, root
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 #: Where the lease table, the leader and the workers are.
 _CONTROL = 0
@@ -247,7 +247,7 @@ class RedisLedger:
         word, rest = await self._move(scripts.DISCARD, request_id, owner)
         return None if word == "gone" else codec.entry(request_id, rest[0])
 
-    async def end(
+    async def end_request(
         self,
         request_id: str,
         state: State,
@@ -275,7 +275,7 @@ class RedisLedger:
         )
         await self._run_by_shard(scripts.EXPLAIN, (), fields)
 
-    async def forget(self, request_id: str) -> Entry | None:
+    async def erase(self, request_id: str) -> Entry | None:
         word, rest = await self._move(
             scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms, self._retention_ms
         )
@@ -333,7 +333,7 @@ class RedisLedger:
 
     # gateways
 
-    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         arguments = (gateway, address, codec.microseconds(lease_s))
         answer, infos = await self._shards.run_with_info(
             Call(scripts.BEAT, _CONTROL, arguments), _LIFE, self._layout
@@ -347,7 +347,6 @@ class RedisLedger:
         )
 
     async def _check_again(self, generation: str) -> None:
-        """Whoever took over, or began anew, may have other settings; until they are right again."""
         if generation == self._generation and not self._unfit:
             return
         try:
@@ -359,7 +358,7 @@ class RedisLedger:
             log.error("ledger unfit", cause=unfit)
         self._generation, self._unfit = generation, unfit
 
-    async def leave(self, gateway: str) -> None:
+    async def end_lease(self, gateway: str) -> None:
         await self._shards.run(scripts.LEAVE, _CONTROL, gateway)
 
     async def gateways(self) -> dict[str, str]:
@@ -367,7 +366,6 @@ class RedisLedger:
         return {gateway: address for gateway, address, ends in leases if int(ends) > now}
 
     async def _leases(self) -> tuple[int, list[tuple[str, str, bytes]]]:
-        """Now in µs, and of every gateway that has or had a lease: id, address, end of it in µs."""
         now, *fields = await self._shards.run(scripts.LEASES, _CONTROL)
         leases = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
         return int(now), [(g.decode(), address.decode(), ends) for g, address, ends in leases]
@@ -488,7 +486,7 @@ class RedisLedger:
             raise refusal(charge, limit.decode(), int(wait_us))
         return bool(word == b"charged")
 
-    async def settle(self, ends: Sequence[Settlement]) -> None:
+    async def settle_charges(self, ends: Sequence[Settlement]) -> None:
         fields = (
             (tenant_of(end.request_id), end.request_id, codec.optional(end.output_tokens))
             for end in ends
@@ -502,7 +500,6 @@ class RedisLedger:
     async def _run_by_shard(
         self, script: Script, first: Sequence[Argument], fields: Iterable[tuple[Argument, ...]]
     ) -> None:
-        """One call for each shard; each of ``fields`` begins with the name that is placed there."""
         by_shard: dict[int, list[Argument]] = {}
         for each in fields:
             arguments = by_shard.setdefault(self._shards.of(str(each[0])), [*first])
@@ -577,7 +574,6 @@ def _load_report(answer: Sequence[Any]) -> LoadReport | None:
 
 @contextmanager
 def _noticing_full() -> Iterator[None]:
-    """What lets a request begin is refused by a server without memory for it. Raises LedgerFull."""
     try:
         yield
     except LedgerUnavailable as error:

@@ -21,7 +21,7 @@ class Script:
 
 
 def script(name: str, common: str, own: str) -> Script:
-    """Of the texts of ``common.lua`` and of its own file."""
+    """Return a script made of ``common.lua`` and its own file."""
     source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
     # Redis names scripts so; nothing is secured by it.
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())

@@ -1,4 +1,4 @@
-"""Whether a Redis or Valkey server, and what it holds, can be our ledger; what INFO says. Pure."""
+"""Checks of a Redis or Valkey server and its INFO. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | N
 
 
 def knows_waitaof(info: Info) -> bool:
-    """Whether it can say that a replica has written something to its disk."""
+    """Return whether the server supports WAITAOF."""
     return _name(info) == "Valkey" or _parse(_version(info)) >= _WAITAOF
 
 

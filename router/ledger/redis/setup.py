@@ -23,7 +23,7 @@ from router.ledger.redis.server import (
 )
 from router.ledger.redis.shards import Shards
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
@@ -66,7 +66,6 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
 
 
 async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
-    """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
     key = _layout_key(config)
     asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
     [stored] = await shards.ask("connect", asking)
@@ -94,7 +93,6 @@ def _layout_key(config: LedgerConfig) -> str:
 
 
 def _refusal(error: BaseException) -> str:
-    """Why it does not help to try again; empty if it may."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, AuthenticationError):
@@ -116,6 +114,6 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _command(error: NoPermissionError) -> str:
-    """Which one, in the server's words; never more of them than its name."""
+    """Return the name of a command, never its arguments."""
     found = re.search(r"'([a-z|]+)' command", str(error))
     return f"the command {found[1]}" if found else "a command or its keys"

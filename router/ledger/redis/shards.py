@@ -116,11 +116,11 @@ class Shards:
         settles: bool = False,
         key: str = "",
     ) -> Any:
-        """What the script answers. Raises LedgerUnavailable."""
+        """Run a script and return its answer. Raises LedgerUnavailable."""
         return (await self.run_all([Call(script, shard, arguments, settles, key)]))[0]
 
     async def run_all(self, calls: Sequence[Call]) -> list[Any]:
-        """What each of the scripts answers, in one round trip. Raises LedgerUnavailable."""
+        """Run scripts in one round trip and return their answers. Raises LedgerUnavailable."""
         if not calls:
             return []
         return await self.attempt(calls[0].script.name, lambda: self._run(calls))
@@ -141,12 +141,14 @@ class Shards:
         return await self.attempt(call.script.name, run)
 
     async def ask(self, name: str, *commands: Command) -> list[Any]:
-        """What the commands answer. Raises LedgerUnavailable."""
+        """Run commands and return their answers. Raises LedgerUnavailable."""
         return await self.attempt(name, lambda: self._answered(commands))
 
     async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
-        """What each server that has a shard answers; a refusal of the command is None. Raises
-        LedgerUnavailable."""
+        """Run a command on each server that has a shard; None if refused.
+
+        Raises LedgerUnavailable.
+        """
 
         async def ask() -> list[Any]:
             keys = await self._connections.servers(self._roots)
@@ -211,7 +213,6 @@ class Shards:
             self._disturbed_until = 0.0
 
     async def _run(self, calls: Sequence[Call], more: Sequence[Command] = ()) -> list[Any]:
-        """What the scripts answer, then what ``more`` does."""
         commands = [self._command(call) for call in calls]
         settling = self._settling(calls)
         per_shard = 4 if self.knows_waitaof else 3
@@ -302,7 +303,6 @@ def _raise_first(answers: Iterable[Any]) -> None:
 
 
 def _check_settled(answers: Sequence[Any], per_shard: int) -> None:
-    """Raises NotReplicated; RedisError for what was refused."""
     for start in range(0, len(answers), per_shard):
         # A full server refuses to make the key, but not to write to one that is there.
         _, written, replicas, *on_disks = answers[start : start + per_shard]
@@ -312,7 +312,6 @@ def _check_settled(answers: Sequence[Any], per_shard: int) -> None:
 
 
 def _root(error: BaseException) -> Exception:
-    """What went wrong on the way to a connection, or to all nodes of a cluster, comes wrapped."""
     assert isinstance(error, Exception)
     inner = error.__cause__ or error.__context__
     if isinstance(error, RedisClusterException | ConnectionError) and isinstance(inner, _FAILURES):
@@ -321,7 +320,6 @@ def _root(error: BaseException) -> Exception:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether it may be different the next time."""
     if isinstance(error, AuthenticationError | AuthorizationError):
         return False
     if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):

@@ -1,1 +1,1 @@
-"""What a router says of itself and of its cluster to Prometheus."""
+"""Prometheus metrics of a router and its cluster."""

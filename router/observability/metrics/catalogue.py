@@ -22,9 +22,9 @@ FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
 STEP_PARTS = ("schedule", "model", "sample", "commit")
 #: Calls to the ledger that are timed, by the names of its methods.
 LEDGER_OPERATIONS = (
-    *("open", "dispatch", "append", "release", "take_over", "discard", "end", "forget"),
-    *("reassert", "get", "read", "events", "beat", "lead", "gateways", "orphans", "put_load"),
-    *("charge", "settle"),
+    *("open", "dispatch", "append", "release", "take_over", "discard", "end_request", "erase"),
+    *("reassert", "get", "read", "events", "heartbeat", "lead", "gateways", "orphans", "put_load"),
+    *("charge", "settle_charges"),
 )
 
 _LATENCY_S = (
@@ -99,14 +99,14 @@ _REQUESTS = (
     ),
     _of_class(
         "everlift_time_to_first_token_seconds",
-        "From a request's call until its first token could be read.",
+        "Time from a request's call until its first token could be read.",
     ),
     Metric(
         "everlift_ttft_prediction_error_ratio",
         "histogram",
         "ratio",
-        "By how much the time from a request's filing to its first token, as predicted then, was "
-        "off, as a part of what it was; of those of which anything was predicted.",
+        "Error of the predicted time from a request's acceptance to its first token, relative to "
+        "the measured time. Only requests with a prediction.",
         ("priority",),
         _ERROR_RATIO,
     ),
@@ -114,31 +114,31 @@ _REQUESTS = (
         "everlift_tpot_prediction_error_ratio",
         "histogram",
         "ratio",
-        "By how much a request's time per output token, as predicted when it came, was off, as a "
-        "part of what it was; of those that finished with 16 tokens or more.",
+        "Error of the predicted time per output token, relative to the measured time. Only "
+        "finished requests of 16 tokens or more.",
         ("priority",),
         _ERROR_RATIO,
     ),
     _of_class(
         "everlift_inter_token_latency_seconds",
-        "Between two moments at which more of a choice could be read.",
+        "Time between two moments at which more of a choice could be read.",
         _INTER_TOKEN_S,
     ),
     _of_class(
         "everlift_request_latency_seconds",
-        "From a request's call to its end, of those with outcome ok.",
+        "Time from a request's call to its end. Only requests with outcome ok.",
     ),
     _of_class(
         "everlift_queue_wait_seconds",
-        "From a request's filing until it was given to a worker for the first time.",
+        "Time from a request's acceptance until its first dispatch to a worker.",
     ),
     _of_class(
         "everlift_prefill_seconds",
-        "From a request's first dispatch to a worker until its first token could be read.",
+        "Time from a request's first dispatch to a worker until its first token could be read.",
     ),
     _of_class(
         "everlift_decode_seconds",
-        "From its first token to its end, of requests with outcome ok.",
+        "Time from a request's first token to its end. Only requests with outcome ok.",
     ),
     _of_class(
         "everlift_request_prompt_tokens",
@@ -151,11 +151,11 @@ _REQUESTS = (
         _TOKENS,
     ),
     Metric(
-        "everlift_overtaken",
+        "everlift_bypassed",
         "histogram",
         "requests",
-        "How many that came to the queue later left it before a request, over all its attempts, of "
-        "those with outcome ok.",
+        "Later requests that left the queue before a request, over all its attempts. Only requests "
+        "with outcome ok.",
         ("priority",),
         _OTHERS,
     ),

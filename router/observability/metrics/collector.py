@@ -1,63 +1,19 @@
-"""What is read when somebody asks: the state of this router, and of the cluster that it leads."""
+"""Collector of the current state of a router and of the cluster that it leads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from everlift.v1 import inference_pb2, session_pb2
+from everlift.v1 import session_pb2
 from router.admission.workers import WorkerView
+from router.leader.leader import Leader
 from router.observability.metrics.catalogue import CATALOGUE
 from router.prediction.model import QUANTILES
-from router.prediction.predictor import Predictor
-from router.requests.registry import Counters
-
-
-class Requests(Protocol):
-    """This router's requests, as far as metrics need them."""
-
-    counters: Counters
-    predictor: Predictor
-
-    def __len__(self) -> int: ...
-
-    @property
-    def takes_new(self) -> bool: ...
-
-    def ledger_status(self) -> inference_pb2.LedgerStatus: ...
-
-
-class Link(Protocol):
-    """One worker's stream."""
-
-    info: session_pb2.WorkerInfo
-    state: session_pb2.WorkerState
-    is_up: bool
-
-
-class Sessions(Protocol):
-    @property
-    def false_alarms(self) -> int: ...
-
-    @property
-    def links(self) -> Iterable[Link]: ...
-
-
-class Leader(Protocol):
-    #: times that it took the lead
-    num_tenures: int
-    #: workers lost meanwhile
-    num_losses: int
-
-    @property
-    def is_leading(self) -> bool: ...
-
-    def load(self) -> session_pb2.ClusterLoad | None: ...
-
-    def view(self, worker_id: str) -> WorkerView | None: ...
+from router.requests.manager import Requests
+from router.worker_sessions import Sessions, WorkerLink
 
 
 class StateCollector:
@@ -124,7 +80,6 @@ class StateCollector:
         }
 
     def _of_workers(self, *, is_leading: bool) -> Iterable[Family]:
-        """Of those that are up: a worker that left takes its series along."""
         families = {n: family(n) for n in CATALOGUE if "worker_id" in CATALOGUE[n].labels}
         for link in self._sessions.links if is_leading else ():
             if link.is_up:
@@ -136,14 +91,14 @@ class StateCollector:
 
 
 def family(name: str) -> Family:
-    """Of the catalogue's metric, without samples."""
+    """Return a metric family of the catalogue, without samples."""
     metric = CATALOGUE[name]
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return kind(metric.name, metric.help, labels=metric.labels)
 
 
 def add(metric: Family, labels: Iterable[str], value: float) -> None:
-    """One more sample."""
+    """Add a sample."""
     assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
     metric.add_metric(list(labels), float(value))
 
@@ -172,12 +127,10 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
 
 
 def _wanted(load: session_pb2.ClusterLoad) -> int:
-    """Where it is not known how many there are to be, none is missing."""
     return load.wanted_workers if load.HasField("wanted_workers") else load.workers
 
 
-def _of_worker(link: Link, view: WorkerView | None) -> Mapping[tuple[str, ...], float]:
-    """By the name in the catalogue, without what all of them begin with, and further labels."""
+def _of_worker(link: WorkerLink, view: WorkerView | None) -> Mapping[tuple[str, ...], float]:
     info, state, counters = link.info, link.state, link.state.counters
     free = max(0, info.num_blocks - state.blocks_used - state.blocks_cached)
     values: dict[tuple[str, ...], float] = {
@@ -216,7 +169,6 @@ def _of_worker(link: Link, view: WorkerView | None) -> Mapping[tuple[str, ...], 
 
 
 def _of_view(view: WorkerView) -> dict[tuple[str, ...], float]:
-    """What is predicted of it."""
     values: dict[tuple[str, ...], float] = {("allowed_sequences",): view.slots}
     if (tpot_s := view.tpot_s) is not None:
         values["predicted_step_seconds",] = tpot_s

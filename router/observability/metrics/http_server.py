@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
@@ -20,8 +19,9 @@ from prometheus_client.registry import Collector
 
 from everlift import logs
 from everlift.address import joined
+from router.requests.manager import Requests
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 METRICS, READY, LIVE = "/metrics", "/ready", "/live"
 _MOST_CONNECTIONS = 16
@@ -30,18 +30,13 @@ _TIMEOUT_S = 5.0
 MAX_HEAD_BYTES = 8192
 
 
-class Readiness(Protocol):
-    @property
-    def takes_new(self) -> bool: ...
-
-
 class MetricsServer:
     """``address`` is empty as long as nobody can ask. ``readiness`` says whether this router takes
     new requests; without it, it does not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.readiness: Readiness | None = None
+        self.readiness: Requests | None = None
         self._server: asyncio.Server | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self.address = ""
@@ -129,7 +124,7 @@ class _Collected:
 
 
 def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """What writes metrics as this Accept header wants them, and the content type of that."""
+    """Return the encoder for this Accept header, and its content type."""
     try:
         return choose_encoder(accept)
     except TypeError:

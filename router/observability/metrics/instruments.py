@@ -1,14 +1,18 @@
-"""What is counted as it happens: requests, and calls to the ledger."""
+"""Instruments: counters and histograms of requests, and of calls to the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.samples import Sample
 
-from everlift.errors import EverliftError
+from everlift.errors import EverliftError, LedgerUnavailable
 from everlift.messages import FinishReason
+from router.event_loop import now
+from router.ledger.base import Ledger
 from router.observability.metrics.catalogue import (
     CATALOGUE,
     FINISH_REASONS,
@@ -60,7 +64,7 @@ class Instruments:
         return histogram
 
     def samples(self, name: str) -> list[Sample]:
-        """Of a metric of the catalogue that is counted here, as it is now."""
+        """Return the current samples of a metric that is counted here."""
         return [sample for family in self._metrics[name].collect() for sample in family.samples]
 
     def of_class(self, priority: int) -> _Class:
@@ -87,8 +91,6 @@ class Instruments:
 
 
 class _Class:
-    """A ClassObserver."""
-
     def __init__(self, instruments: Instruments, priority: int) -> None:
         def of(name: str) -> Histogram:
             return instruments.histogram(f"everlift_{name}", priority)
@@ -104,7 +106,7 @@ class _Class:
         self._decode = of("decode_seconds")
         self._prompt_tokens = of("request_prompt_tokens")
         self._output_tokens = of("request_output_tokens")
-        self._overtaken = of("overtaken")
+        self._bypassed = of("bypassed")
 
     def accepted(self, prompt_tokens: int) -> None:
         self._instruments.accepted(prompt_tokens)
@@ -133,7 +135,7 @@ class _Class:
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
-        overtaken: int,
+        bypassed: int,
         reasons: Sequence[FinishReason],
     ) -> None:
         self._instruments.ended(OK)
@@ -141,9 +143,37 @@ class _Class:
         self._decode.observe(decode_s)
         self._prompt_tokens.observe(prompt_tokens)
         self._output_tokens.observe(output_tokens)
-        self._overtaken.observe(overtaken)
+        self._bypassed.observe(bypassed)
         for reason in reasons:
             self._instruments.choice_finished(reason)
 
     def failed(self, slug: str) -> None:
         self._instruments.ended(slug)
+
+
+def timed(ledger: Ledger, instruments: Instruments) -> Ledger:
+    """The same ledger, of whose calls the instruments hear."""
+    return cast("Ledger", _Timed(ledger, instruments))
+
+
+class _Timed:
+    def __init__(self, ledger: Ledger, instruments: Instruments) -> None:
+        self._ledger = ledger
+        for name, (seconds, failures) in instruments.ledger_calls.items():
+            setattr(self, name, partial(self._call, name, seconds, failures))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
+
+    async def _call(
+        self, name: str, seconds: Histogram, failures: Counter, *args: object, **kwargs: object
+    ) -> object:
+        call: Callable[..., Awaitable[object]] = getattr(self._ledger, name)
+        began = now()
+        try:
+            return await call(*args, **kwargs)
+        except LedgerUnavailable:
+            failures.inc()
+            raise
+        finally:
+            seconds.observe(now() - began)

@@ -16,9 +16,11 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 
+from router.leader.leader import Leader
 from router.observability.metrics.catalogue import CATALOGUE
-from router.observability.metrics.collector import Leader, Link, Requests, Sessions
 from router.observability.metrics.instruments import Instruments
+from router.requests.manager import Requests
+from router.worker_sessions import Sessions, WorkerLink
 
 _ROUTER = "0"
 _HISTOGRAMS = {
@@ -43,11 +45,11 @@ _FINISHED_REASONS = {
 }
 
 
-def _kv_usage(link: Link) -> float:
+def _kv_usage(link: WorkerLink) -> float:
     return link.state.blocks_used / max(1, link.info.num_blocks)
 
 
-_WORKER_GAUGES: Mapping[str, tuple[str, Callable[[Link], float]]] = {
+_WORKER_GAUGES: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
     "vllm:num_requests_running": ("Sequences in a batch.", lambda it: it.state.num_running),
     "vllm:num_requests_waiting": (
         "Sequences that wait at a worker; engine 0: requests in the admission queue.",
@@ -55,7 +57,7 @@ _WORKER_GAUGES: Mapping[str, tuple[str, Callable[[Link], float]]] = {
     ),
     "vllm:kv_cache_usage_perc": ("Part of the KV cache's blocks in use, 0 to 1.", _kv_usage),
 }
-_WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[Link], float]]] = {
+_WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
     "vllm:prefix_cache_queries": (
         "Known tokens of sequences when they came into the batch.",
         lambda it: it.state.counters.prompt_tokens,
@@ -107,7 +109,6 @@ class VllmCollector:
         yield self._successes()
 
     def _histogram(self, name: str, ours: str) -> HistogramMetricFamily:
-        """Of all classes."""
         buckets: Counter[str] = Counter()
         total = 0.0
         for sample in self._instruments.samples(ours):
@@ -120,7 +121,6 @@ class VllmCollector:
         return family
 
     def _of_workers(self) -> Iterator[Family]:
-        """By the router that leads."""
         load = self._leader.load()
         links = [link for link in self._sessions.links if load is not None and link.is_up]
         for name, (text, gauge) in _WORKER_GAUGES.items():
@@ -144,7 +144,6 @@ class VllmCollector:
         return family
 
     def _successes(self) -> CounterMetricFamily:
-        """By choice, as vLLM counts them."""
         reasons = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
         for sample in self._instruments.samples("everlift_requests_total"):
             if (reason := _FINISHED_REASONS.get(sample.labels["outcome"])) is not None:

@@ -1,4 +1,4 @@
-"""Where spans go: to nobody, or over OTLP to whatever collects them."""
+"""Export of spans: none, or over OTLP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.observability.traces.spans import Span
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def _context(span_id: str, span: Span) -> SpanContext:
 
 @lru_cache(maxsize=64)
 def _state(state: str) -> TraceState:
-    """The spans of a request have the same."""
     from opentelemetry.trace import TraceState
 
     return TraceState.from_header([state])

@@ -53,7 +53,7 @@ def request_spans(
     journal: Journal,
     new_span_id: Callable[[], str],
 ) -> list[Span]:
-    """Of a request that has ended and is traced, its root last."""
+    """Return the spans of an ended request that is traced, its root last."""
     assert request.trace is not None
     seen = {attempt.number: attempt for attempt in journal}
     walk = _Walk(request, request.trace, entry, events, seen, new_span_id)
@@ -88,8 +88,6 @@ def refusal_span(
 
 
 class _Walk:
-    """Along the request's moves."""
-
     def __init__(
         self,
         request: Request,
@@ -164,8 +162,6 @@ class _Walk:
     def _phases(
         self, parent: TraceContext, attempt: Attempt, start: float, end: float
     ) -> Iterator[Span]:
-        """The gateway's clock is set to the ledger's where both saw the same: the dispatch."""
-
         def at(time: float) -> float:
             return min(max(start, start + time - attempt.dispatched), end)
 
@@ -212,7 +208,6 @@ def _request_attributes(request: Request) -> dict[str, Value]:
 
 
 def _x_request_id(value: str) -> dict[str, Value]:
-    """As OpenTelemetry's conventions have a header."""
     return {"http.request.header.x-request-id": [value]} if value else {}
 
 

@@ -1,4 +1,4 @@
-"""Which requests are traced, and their traces when they have ended."""
+"""Choice of traced requests, and their traces when they end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.observability.traces.exporter import Exporter
 from router.observability.traces.spans import refusal_span, request_spans
 from router.requests.request import LiveRequest
 
-log = logs.get(__name__)
+log = logs.get_logger(__name__)
 
 
 class Traces:
@@ -34,7 +34,7 @@ class Traces:
         self._sample = sample
         self._draw = draw
 
-    def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         headers: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
         for key, value in metadata:
             if key in headers and isinstance(value, str):

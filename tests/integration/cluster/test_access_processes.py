@@ -28,7 +28,7 @@ SETTINGS = {
 PROMPT, OUTPUT, SALT = "XYZZYPROMPT", "XYZZYOUTPUT", "XYZZYSALT"
 TEXTS = {"regex": "(XYZZYREGEX", "json_schema": '{"type": "XYZZYSCHEMA"}', "ebnf": "XYZZYEBNF ::="}
 #: A key that was made, or revoked, holds everywhere so soon; the rest is for a busy machine.
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def cluster(config: Config) -> AsyncIterator[ProcessCluster]:
 async def come_in(cluster: ProcessCluster, key: str) -> None:
     """Waits until each router knows it."""
     for address in cluster.addresses:
-        async with asyncio.timeout(PATIENCE_S), AsyncClient(address, api_key=key) as client:
+        async with asyncio.timeout(TIMEOUT_S), AsyncClient(address, api_key=key) as client:
             while True:
                 try:
                     await client.generate("x", max_tokens=1).text()
@@ -64,13 +64,14 @@ async def come_in(cluster: ProcessCluster, key: str) -> None:
 async def stay_out(cluster: ProcessCluster, key: str) -> None:
     """Waits until none knows it."""
     for address in cluster.addresses:
-        async with asyncio.timeout(PATIENCE_S), AsyncClient(address, api_key=key) as client:
+        async with asyncio.timeout(TIMEOUT_S), AsyncClient(address, api_key=key) as client:
             with suppress(Unauthenticated):
                 while True:
                     await client.generate("x", max_tokens=1).text()
                     await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_keys_are_made_shown_replaced_and_revoked(
     cluster: ProcessCluster, file: Path
 ) -> None:
@@ -95,6 +96,7 @@ async def test_keys_are_made_shown_replaced_and_revoked(
     await come_in(cluster, replaced)
 
 
+@pytest.mark.long
 async def test_commands_show_the_key_of_their_environment(
     cluster: ProcessCluster, file: Path
 ) -> None:
@@ -190,5 +192,5 @@ async def _over_other_fronts(cluster: ProcessCluster, key: str) -> None:
 
 
 def _read(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
         return str(answer.read().decode())

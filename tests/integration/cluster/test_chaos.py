@@ -103,6 +103,7 @@ async def during(cluster: ProcessCluster, *commands: tuple[str, ...]) -> list[st
     return whom
 
 
+@pytest.mark.long
 async def test_a_worker_is_killed_and_there_is_another_one(cluster: ProcessCluster) -> None:
     [said] = await during(cluster, ("kill", "any-worker"))
     victim = killed(said)
@@ -114,6 +115,7 @@ async def test_a_worker_is_killed_and_there_is_another_one(cluster: ProcessClust
     await until(is_replaced)
 
 
+@pytest.mark.long
 async def test_a_rank_is_killed_and_its_worker_is_gone(config: Config) -> None:
     config = replace(config, worker=replace(config.worker, tensor_parallel=2))
     async with ProcessCluster(config) as cluster:
@@ -152,6 +154,7 @@ async def test_each_fault_strikes_whom_it_names_and_no_stream_notices(
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.long
 async def test_a_leader_is_stopped_and_the_other_router_leads(cluster: ProcessCluster) -> None:
     [said] = await during(cluster, ("pause", "leader", "--seconds", "3"))
     leader = said.removeprefix("paused router ").removesuffix(" for 3 s")
@@ -180,6 +183,7 @@ async def test_a_drained_worker_has_nothing_and_takes_nothing(cluster: ProcessCl
     assert by_id[worker].output_tokens == 0
 
 
+@pytest.mark.long
 async def test_random_faults_are_counted(cluster: ProcessCluster) -> None:
     result = await run("chaos", "run", "--minutes", "0.005", "--every", "0.1", "--seed", "1")
     assert result.exit_code == 0, result.output
@@ -187,6 +191,7 @@ async def test_random_faults_are_counted(cluster: ProcessCluster) -> None:
     assert re.search(r"\d faults made; requests of the answering router meanwhile", result.stdout)
 
 
+@pytest.mark.long
 async def test_a_drained_worker_is_replaced_when_it_is_empty(cluster: ProcessCluster) -> None:
     """By random faults, of which none is made here: there is no time for one."""
     before = await alive(cluster)

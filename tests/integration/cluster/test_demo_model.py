@@ -100,6 +100,7 @@ def test_the_prompts_people_try_first_are_answered(
     assert wrong(engine, tokenizer, asked) == []
 
 
+@pytest.mark.long
 def test_a_count_stays_right_for_hundreds_of_tokens(
     engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:

@@ -21,9 +21,9 @@ import pytest
 
 from cluster.simulator.multi_step import MultiStepScheduler
 from cluster.simulator.sequence import TOKEN, BlockNames, NamedSequence
-from cluster.simulator.workloads.arrival import Arrival
-from everlift.blockhash import BLOCK_SIZE
+from cluster.simulator.workloads.arrivals import Arrival
 from everlift.engine_policy import EnginePolicy, policy_named
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import Collected, limits, prompt, start
 from worker.config import FakeModel, Scheduling

@@ -27,12 +27,12 @@ from everlift.errors import (
     InvalidRequest,
     OutOfRange,
     PromptTooLong,
+    SettingsError,
     UnknownModel,
 )
 from everlift.messages import FinishReason
 from everlift.model_files import ModelUnavailable
 from everlift.sampling import SamplingParams
-from everlift.settings import SettingsError
 from router.requests.tokenizer import ByteTokenizer
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan, RowResult

@@ -134,6 +134,7 @@ def test_no_grammar_of_many_is_one_too_many() -> None:
     assert [answer.text for answer in answers] == [f"a{i}" for i in range(5)]
 
 
+@pytest.mark.long
 def test_two_ranks_say_the_same_and_end_together(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

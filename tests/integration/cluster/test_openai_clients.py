@@ -70,7 +70,9 @@ async def test_openai_and_langchain(tmp_path: Path) -> None:
         await check(address, "openai_checks.py")
 
 
-@pytest.mark.parametrize("form", TEMPLATES)
+@pytest.mark.parametrize(
+    "form", [pytest.param(it, marks=pytest.mark.long) if it == "llama3" else it for it in TEMPLATES]
+)
 async def test_openai_of_a_model_that_calls_tools(tmp_path: Path, form: str) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES[form]) as parts:
         names = {"EVERLIFT_TOOL_FORMAT": form, "EVERLIFT_MODEL": "caller"}
@@ -92,6 +94,7 @@ async def test_openais_client_comes_again_when_it_is_told_to() -> None:
             assert (await asking).strip() == "4"
 
 
+@pytest.mark.long
 async def test_what_the_document_says_is_so(tmp_path: Path) -> None:
     async with cluster(workers=1) as parts:
         address = parts.routers[0].http_address

@@ -39,13 +39,14 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("revive", "ranks", "files"),
     [
         (False, 2, ["worker-0.log", "worker-0.1.log"]),
-        (True, 1, ["nursery.log"]),
+        pytest.param(True, 1, ["fork-server.log"], marks=pytest.mark.long),
     ],
-    ids=["processes", "nursery"],
+    ids=["processes", "fork server"],
 )
 async def test_of_a_cluster(revive: bool, ranks: int, files: list[str], tmp_path: Path) -> None:
     settings = [
@@ -95,6 +96,7 @@ def test_who_imported_torch_before_an_llm_is_told(tmp_path: Path) -> None:
     assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in heard
 
 
+@pytest.mark.long
 def test_who_has_the_policy_gets_the_rest_and_keeps_what_is_set(tmp_path: Path) -> None:
     assert said(llm("", 1, tmp_path, OMP_WAIT_POLICY="PASSIVE"), WAITING) == SLEEPS
     assert said(llm("", 1, tmp_path, GOMP_SPINCOUNT="77"), WAITING) == "77"

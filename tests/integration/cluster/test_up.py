@@ -98,7 +98,9 @@ async def output_of(process: Process) -> str:
     return out.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
     async with up(tmp_path) as process:
         text = await output(tmp_path, "generate", "hello", "--max-tokens", "9", "--request-id", "r")
@@ -111,6 +113,7 @@ async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.S
     assert not (tmp_path / "everlift" / "endpoint.json").exists()
 
 
+@pytest.mark.long
 async def test_without_ray_there_are_a_cluster_and_an_llm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

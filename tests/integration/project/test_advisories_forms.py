@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from everlift.errors import (
     InvalidGrammar,
     InvalidRequest,
@@ -164,6 +166,7 @@ async def test_a_long_chat_is_rendered_and_tokenised_off_the_event_loop() -> Non
         await check(fronts, cases)
 
 
+@pytest.mark.long
 async def test_a_template_that_never_ends_holds_up_no_stream(tmp_path: Path) -> None:
     """The model's own may loop for some chats."""
     directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")

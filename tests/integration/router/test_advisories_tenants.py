@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from everlift.blockhash import BLOCK_SIZE, block_hashes
 from everlift.client.client import AsyncClient
 from everlift.errors import Unauthenticated
+from everlift.hashes import BLOCK_SIZE, block_hashes
 from everlift.v1 import inference_pb2 as pb
 from router.auth.caller import Scope
 from router.auth.key import Key, hash_of

@@ -12,7 +12,7 @@ from everlift.errors import LedgerUnavailable
 from everlift.v1.session_pb2 import ClusterLoad, Scaling
 from router.ledger.config import LedgerConfig
 from router.ledger.redis.redis_ledger import RedisLedger, connect
-from tests.support.ledger.ledgers import PATIENCE_S, valkey_server
+from tests.support.ledger.ledgers import TIMEOUT_S, valkey_server
 
 
 async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> None:
@@ -21,11 +21,11 @@ async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> Non
         ledger = await connect(config)
         exchange = LedgerExchange(lambda: config)
         try:
-            await ledger.lead("router", "address", 1, PATIENCE_S)
+            await ledger.lead("router", "address", 1, TIMEOUT_S)
             await ledger.put_load(ClusterLoad(term=1, queued=7))
             for workers in (2, 3):
                 exchange.say(Scaling(workers=workers, reason="requests wait"))
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 while (heard := exchange.latest()) is None:
                     await asyncio.sleep(0.02)
                 while (told := await ledger.scaling()) is None or told.scaling.workers != 3:
@@ -42,14 +42,14 @@ async def test_the_autoscaler_hears_of_the_workers_that_its_cluster_replaces() -
     with valkey_server() as url:
         shared: Any = {"url": url, "durability_class": "memory", "active_key": "release-active"}
         old = await connect(LedgerConfig(**shared, key_prefix="release-old"))
-        await old.lead("router", "address", 1, PATIENCE_S)
+        await old.lead("router", "address", 1, TIMEOUT_S)
         await old.put_load(ClusterLoad(term=1, workers=3))
         assert await old.is_active()
         config = LedgerConfig(**shared, key_prefix="release-new")
         exchange = LedgerExchange(lambda: config)
         new = await connect(config)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 while exchange.replaced_workers() != 3:
                     await asyncio.sleep(0.02)
                 await new.activate()
@@ -75,13 +75,13 @@ async def test_a_ledger_that_takes_nothing_more_is_read_all_the_same(
     with valkey_server() as url:
         config = LedgerConfig(url=url, durability_class="memory")
         ledger = await connect(config)
-        await ledger.lead("router", "address", 1, PATIENCE_S)
+        await ledger.lead("router", "address", 1, TIMEOUT_S)
         await ledger.put_load(ClusterLoad(term=1, queued=7))
         monkeypatch.setattr(RedisLedger, "put_scaling", refuse)
         exchange = LedgerExchange(lambda: connections.append(config) or config)  # type: ignore[func-returns-value]
         exchange.say(Scaling(workers=2))
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 while not refused:
                     await asyncio.sleep(0.02)
                 await ledger.put_load(ClusterLoad(term=1, queued=9))

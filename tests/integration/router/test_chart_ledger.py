@@ -119,6 +119,7 @@ def test_ray_has_keys_of_its_own(port: int) -> None:
         redis.hgetall("RAYsome-namespace@KV")
 
 
+@pytest.mark.long
 def test_nobody_else_may_log_in(port: int) -> None:
     with Redis(port=port) as redis, pytest.raises(AuthenticationError):
         redis.ping()

@@ -196,6 +196,7 @@ async def test_a_template_that_cannot_even_be_compiled_refuses_every_chat(
                 await template.render(HELLO, None)
 
 
+@pytest.mark.long
 async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:

@@ -172,7 +172,7 @@ async def test_a_request_that_loses_its_worker_is_seen_to_go_on(
 
 async def test_any_replica_tells_of_the_whole_cluster(parts: Cluster) -> None:
     other = await parts.add_router()
-    await until(lambda: other._fleet.leader_id)
+    await until(lambda: other._heartbeat.leader_id)
     async with watching(other.http_address) as page:
         while not page.told.get("queue", {}).get("is_known"):
             await page.until()

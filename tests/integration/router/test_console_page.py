@@ -156,6 +156,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await check_readable(page, "lost")
 
 
+@pytest.mark.long
 async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> None:
     """The KV cache has room for fewer tokens than its slots come to."""
     crowded = replace(WORKER, max_num_seqs=3, num_blocks=64)
@@ -211,6 +212,7 @@ async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
         await expect(changes).to_contain_text("1 → 3requests would wait 7.0 s")
 
 
+@pytest.mark.long
 async def test_the_newest_requests_are_listed_and_a_click_shows_one(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
@@ -346,6 +348,7 @@ async def test_workers_are_chosen_with_the_keyboard_alone(
         await expect(chosen).to_have_count(2)
 
 
+@pytest.mark.long
 async def test_what_is_said_of_a_worker_goes_with_it(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
@@ -379,6 +382,7 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
         await expect(page.locator("#admin-status")).to_have_text("all is as configured")
 
 
+@pytest.mark.long
 async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
         parts.routers[0].reconfigure(ROUTER, {}, 1)
@@ -397,6 +401,7 @@ async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Brow
         await expect(page.locator("#try-status")).to_have_text("stopped")
 
 
+@pytest.mark.long
 async def test_an_operator_drains_sets_the_policy_and_kills(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:

@@ -21,11 +21,10 @@ from tests.support.in_process import (
     worker_status,
 )
 from worker.config import Scheduling
-from worker.engine.policies.continuous import Continuous
 from worker.engine.policies.magnus import Magnus
 from worker.engine.policies.policy import Policy
 from worker.engine.policies.slai import Slai
-from worker.engine.policies.static import Static
+from worker.engine.policies.static import Continuous, Static
 from worker.serving.rank import Rank
 
 POLICIES: dict[str, type[Policy]] = {
@@ -57,6 +56,7 @@ def count(number: int) -> int:
     return 20 + number % 4 * 30
 
 
+@pytest.mark.long
 async def test_policies_change_under_load_and_all_requests_end_with_the_same_tokens() -> None:
     async with (
         cluster(2, 2, replace(ROUTER, max_moves=0), SMALL) as parts,

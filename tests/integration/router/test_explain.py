@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -41,21 +42,34 @@ def seconds(explanation: pb.Explanation) -> dict[pb.SpanKind.ValueType, float]:
     return by_kind
 
 
-def check_sum(explanation: pb.Explanation, wall_s: float) -> None:
-    """To 1 ms or 1 %."""
+class Bounds(NamedTuple):
+    """Bounds of the duration of a request, in seconds.
+
+    A busy machine may stop the process at any moment. The bounds hold nevertheless, where a
+    single duration would need a tolerance.
+    """
+
+    least_s: float  # until the caller asked for the last piece
+    most_s: float  # until the stream ended
+
+
+def check_sum(explanation: pb.Explanation, took: Bounds) -> None:
+    """Check that the spans add up to the duration of the request, to 1 ms or 1 %."""
     told_s = sum(seconds(explanation).values())
-    assert told_s == pytest.approx(wall_s, rel=0.01, abs=1e-3)
     assert told_s == pytest.approx(explanation.total_s)
+    assert told_s >= took.least_s - max(1e-3, 0.01 * took.least_s)
+    assert told_s <= took.most_s + max(1e-3, 0.01 * took.most_s)
 
 
-async def timed(router: Router, message: pb.GenerateRequest) -> float:
-    """How long a request takes, by who asks for it in the router's own process."""
-    began = now()
+async def timed(router: Router, message: pb.GenerateRequest) -> Bounds:
+    """Send a request in the router's own process, and measure its duration."""
+    began = asked_at = now()
     opened = await router._inference.generate(ANYONE, message, {}, Journal(began))
     async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
+        last_asked_at = asked_at
         async for _ in pieces:
-            pass
-        return now() - began
+            last_asked_at, asked_at = asked_at, now()
+        return Bounds(last_asked_at - began, now() - began)
 
 
 def asked(request_id: str, max_tokens: int) -> pb.GenerateRequest:
@@ -76,11 +90,11 @@ async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
                 sampling=pb.Sampling(temperature=0),
                 **more,
             )
-            wall_s = await timed(parts.routers[0], message)
+            took = await timed(parts.routers[0], message)
             explanation = await client.explain(f"r{number}")
-            check_sum(explanation, wall_s)
+            check_sum(explanation, took)
             spent = seconds(explanation)
-            assert spent[pb.SPAN_KIND_DOOR] > 0 and spent[pb.SPAN_KIND_OPENING] > 0
+            assert spent[pb.SPAN_KIND_RECEIVE] > 0 and spent[pb.SPAN_KIND_LEDGER] > 0
             # What a stop string ends may have come in one frame, which told of no step.
             assert spent.keys() & {pb.SPAN_KIND_PREFILL, pb.SPAN_KIND_DECODE}
             (attempt,) = explanation.attempts
@@ -109,7 +123,6 @@ async def test_a_prefill_of_many_steps_is_explained_while_it_goes_on() -> None:
         second = await until_prefilling(client, "long", 500)
         for explanation in (first, second):
             spent = seconds(explanation)
-            assert pb.SPAN_KIND_UNTOLD not in spent
             assert spent[pb.SPAN_KIND_PREFILL] > 0
             assert explanation.attempts[0].known_tokens == 1200
             assert explanation.attempts[0].new_tokens == 0
@@ -128,7 +141,6 @@ async def test_a_prefill_in_one_long_step_is_explained_as_prefill() -> None:
         explanation = await client.explain("long")
         assert not going.done()
         spent = seconds(explanation)
-        assert pb.SPAN_KIND_UNTOLD not in spent
         assert spent[pb.SPAN_KIND_PREFILL] > 0.5
         await going
 
@@ -150,15 +162,15 @@ async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
             )
         waits = await client.explain("last")
         assert waits.state == pb.REQUEST_STATE_QUEUED
-        assert waits.spans[-1].kind == pb.SPAN_KIND_QUEUED
+        assert waits.spans[-1].kind == pb.SPAN_KIND_QUEUE
         held.release()
         await asyncio.gather(*work)
         explanation = await client.explain("last")
-    stay = explanation.attempts[0].queue
-    assert stay.order == "fifo" and stay.higher == 1 and stay.earlier >= 1
-    assert "high" in stay.before
+    queue_wait = explanation.attempts[0].queue
+    assert queue_wait.order == "fifo" and queue_wait.higher == 1 and queue_wait.earlier >= 1
+    assert "high" in queue_wait.before
     spent = seconds(explanation)
-    assert spent[pb.SPAN_KIND_BEHIND_CLASS] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
+    assert spent[pb.SPAN_KIND_QUEUE] > 0
     assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
@@ -182,7 +194,7 @@ async def test_who_waits_for_room_is_told_who_has_it() -> None:
         other.release()
         await asyncio.gather(*work.values())
     last = explanations.pop("r4")
-    assert seconds(last)[pb.SPAN_KIND_NO_CREDIT] > 0
+    assert seconds(last)[pb.SPAN_KIND_QUEUE] > 0
     [attempt] = last.attempts
     at_other = {
         name
@@ -216,7 +228,7 @@ async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
         await asyncio.gather(*work[:2])
     for explanation in explanations:
         spent = seconds(explanation)
-        assert pb.SPAN_KIND_QUEUED not in spent and spent[pb.SPAN_KIND_NO_CREDIT] > 0
+        assert spent[pb.SPAN_KIND_QUEUE] > 0
         assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
@@ -236,16 +248,15 @@ async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster)
         router.worker_starts(session_pb2.WorkerStart(name="heir", seconds=30.0))
         await asyncio.sleep(0.05)
         await parts.add_worker()
-        wall_s = await work
+        took = await work
         explanation = await client.explain("r")
     spent = seconds(explanation)
-    check_sum(explanation, wall_s)
-    assert spent[pb.SPAN_KIND_REQUEUE] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
-    assert spent[pb.SPAN_KIND_WORKER_STARTS] > 0
+    check_sum(explanation, took)
+    assert spent[pb.SPAN_KIND_MIGRATION] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
     # Its last word came before it was gone, and its heir computed all of it again.
-    assert spent[pb.SPAN_KIND_DETECTION] > 0 and spent[pb.SPAN_KIND_RECOMPUTE] > 0
+    assert spent[pb.SPAN_KIND_MIGRATION] > 0 and spent[pb.SPAN_KIND_RECOMPUTE] > 0
     attempts = {span.kind: span.attempt for span in explanation.spans}
-    assert attempts[pb.SPAN_KIND_DETECTION] == 1 and attempts[pb.SPAN_KIND_RECOMPUTE] == 2
+    assert attempts[pb.SPAN_KIND_MIGRATION] == 1 and attempts[pb.SPAN_KIND_RECOMPUTE] == 2
     first, second = explanation.attempts
     assert "was lost" in first.end and second.end == "finished"
     assert second.known_tokens == len(PROMPT) + first.new_tokens
@@ -266,16 +277,15 @@ async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
         await until(lambda: held.num_requests == 2)
         running = await client.explain("decodes")
         held.release()
-        wall_s, _ = await asyncio.gather(work, other)
+        took, _ = await asyncio.gather(work, other)
         decodes, prompt = [await client.explain(name) for name in ("decodes", "prompt")]
-    check_sum(decodes, wall_s)
-    assert seconds(decodes)[pb.SPAN_KIND_STALLED] > 0
+    check_sum(decodes, took)
+    assert seconds(decodes)[pb.SPAN_KIND_INTERFERENCE] > 0
     assert decodes.attempts[0].most_neighbours == 1
     for told in (running, decodes):
         assert (told.attempts[0].neighbours, told.attempts[0].newcomers) == ([], ["prompt"])
     assert (prompt.attempts[0].neighbours, prompt.attempts[0].newcomers) == (["decodes"], [])
     assert seconds(prompt)[pb.SPAN_KIND_PREFILL] > 0
-    assert pb.SPAN_KIND_STALLED not in seconds(prompt)
 
 
 async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> None:
@@ -297,14 +307,14 @@ async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> 
         await asyncio.gather(*work)
         first, last = [await many.explain(name) for name in ("r0", "r3")]
         other = await few.explain("r4")
-    spent, stay = seconds(last), last.attempts[0].queue
-    assert spent[pb.SPAN_KIND_BEHIND_TURN] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
-    assert (stay.turns, stay.ordered) == (1, 0)
+    spent, queue_wait = seconds(last), last.attempts[0].queue
+    assert spent[pb.SPAN_KIND_QUEUE] > 0
+    assert (queue_wait.fair_share, queue_wait.ordered) == (1, 0)
     # The other tenant is counted, and never named.
-    assert set(stay.before) <= {"r0", "r1", "r2"}
+    assert set(queue_wait.before) <= {"r0", "r1", "r2"}
     assert {"r1"} <= {*first.attempts[0].newcomers} <= {"r1", "r2", "r3"}
     assert {*last.attempts[0].neighbours} <= {"r1", "r2"} and not other.attempts[0].neighbours
-    assert pb.SPAN_KIND_BEHIND_TURN not in seconds(other)
+    assert other.attempts[0].queue.fair_share == 0
 
 
 async def test_without_its_blocks_a_request_waits_again_and_is_computed_again() -> None:
@@ -315,8 +325,8 @@ async def test_without_its_blocks_a_request_waits_again_and_is_computed_again() 
         going = (timed(parts.routers[0], asked(name, 120)) for name in names)
         times = await asyncio.gather(*going)
         explanations = [await client.explain(name) for name in names]
-    for explanation, wall_s in zip(explanations, times, strict=True):
-        check_sum(explanation, wall_s)
+    for explanation, took in zip(explanations, times, strict=True):
+        check_sum(explanation, took)
     lost = [it for it in explanations if it.attempts[0].preemptions]
     assert lost and all(seconds(it)[pb.SPAN_KIND_PREEMPTED] > 0 for it in lost)
     assert any(pb.SPAN_KIND_RECOMPUTE in seconds(it) for it in lost)
@@ -339,13 +349,13 @@ async def test_while_nobody_leads_a_request_waits_for_a_leader() -> None:
         times = await asyncio.gather(*work)
         async with AsyncClient(heir.address) as client:
             explanations = [await client.explain(name) for name in ("first", "fourth")]
-    for explanation, wall_s in zip(explanations, (times[0], times[-1]), strict=True):
-        check_sum(explanation, wall_s)
-    assert seconds(explanations[1])[pb.SPAN_KIND_LINE] > 0
+    for explanation, took in zip(explanations, (times[0], times[-1]), strict=True):
+        check_sum(explanation, took)
+    assert seconds(explanations[1])[pb.SPAN_KIND_NETWORK] > 0
 
 
 async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None:
-    config = replace(ROUTER, reassert=3 * ROUTER.beat)
+    config = replace(ROUTER, reassert=3 * ROUTER.heartbeat)
     async with cluster(2, 1, config) as parts:
         async with AsyncClient(parts.routers[0].address) as here:
             async with AsyncClient(parts.routers[1].address) as there:
@@ -353,18 +363,16 @@ async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None
                 work = asyncio.create_task(timed(parts.routers[0], asked("r", 20)))
                 await until(lambda: held.num_requests == 1)
                 assert (await there.explain("r")).state == pb.REQUEST_STATE_RUNNING
-                # That the way to a client is seldom about as long as what is left out of it.
-                await asyncio.sleep(0.3)
                 held.release()
-                wall_s = await work
+                took = await work
                 fresh = await here.explain("r")
                 await until(lambda: parts.routers[0]._requests._recent.get("r") is None)
                 kept = await there.explain("r")
                 with pytest.raises(UnknownRequest):
                     await there.explain("other")
     assert kept.state == pb.REQUEST_STATE_FINISHED
-    check_sum(fresh, wall_s)
-    check_sum(kept, wall_s)
+    check_sum(fresh, took)
+    check_sum(kept, took)
     assert kept.attempts == fresh.attempts
 
 

@@ -37,10 +37,10 @@ class AwayLedger(KeptLedger):
 
     is_away = False
 
-    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         if self.is_away:
             raise LedgerUnavailable("away")
-        return await super().beat(gateway, address, lease_s)
+        return await super().heartbeat(gateway, address, lease_s)
 
 
 @asynccontextmanager

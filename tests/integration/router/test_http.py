@@ -480,7 +480,7 @@ class Keys:
 async def test_each_path_asks_for_its_scope(parts: Cluster, address: str) -> None:
     app = parts.routers[0]._http._config.loaded_app
     for route in app.routes:
-        route.endpoint._door = Keys()
+        route.endpoint._authenticator = Keys()
 
     async def status(method: str, path: str, key: str) -> int:
         headers = {**JSON, "authorization": f"Bearer {key}"}

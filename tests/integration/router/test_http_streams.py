@@ -257,8 +257,8 @@ async def test_emptied_ledger_and_lost_router_are_data_loss() -> None:
 
 async def move(parts: Cluster, request_id: str, old: Router, new: Router) -> None:
     """Let ``new`` take over the request from ``old``, which lives but seems dead."""
-    await parts.ledger.leave(old.router_id)
-    await new._requests._adoption.adopt(request_id)
+    await parts.ledger.end_lease(old.router_id)
+    await new._requests._takeover.take_over(request_id)
     assert (await parts.ledger.get(request_id)).gateway == new.router_id
 
 

@@ -10,8 +10,8 @@ from cluster.chaos.check import check
 from cluster.chaos.checker import Finding, Kind
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-from router.ledger.audit import Audited, Claim, Item
 from router.ledger.entry import Append, Event, State
+from router.ledger.listing import Audited, Claim, Item
 from router.ledger.redis.connections import Command
 from router.ledger.redis.redis_ledger import RedisLedger
 from tests.support.ledger.ledgers import connected, make_request, scored, valkey_server
@@ -30,7 +30,7 @@ def url() -> Iterator[str]:
 async def ledger(url: str) -> AsyncIterator[RedisLedger]:
     """Of three shards, its prefix a pattern. Request a has ended, b runs, c waits."""
     async with connected(url, shards=3, key_prefix="audit[x]*") as ledger:
-        await ledger.beat("g", "g:1", LEASE_S)
+        await ledger.heartbeat("g", "g:1", LEASE_S)
         await ledger.lead("g", "g:1", TERM, LEASE_S)
         await ledger.put_worker(session_pb2.WorkerInfo(worker_id="w", address="w:1"))
         for name in "abc":
@@ -66,7 +66,7 @@ async def everything(ledger: RedisLedger) -> list[Item]:
 
 
 async def findings(ledger: RedisLedger) -> set[Finding]:
-    return set((await check(ledger, patience_s=0.0)).findings)
+    return set((await check(ledger, timeout_s=0.0)).findings)
 
 
 async def test_every_request_is_seen_once_and_nothing_is_wrong(ledger: RedisLedger) -> None:

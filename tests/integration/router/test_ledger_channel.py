@@ -38,7 +38,7 @@ class Server:
 
 @asynccontextmanager
 async def talking(
-    talk: Talk, directory: Path, patience_s: float = 5.0
+    talk: Talk, directory: Path, timeout_s: float = 5.0
 ) -> AsyncIterator[tuple[Channel, Server]]:
     server, path = Server(talk), str(directory / "server")
 
@@ -47,7 +47,7 @@ async def talking(
         return UnixDomainSocketConnection(path=path, protocol=2, driver_info=None, retry=retry)
 
     async with await asyncio.start_unix_server(server.serve, path):
-        channel = Channel(make, patience_s)
+        channel = Channel(make, timeout_s)
         try:
             yield channel, server
         finally:
@@ -162,7 +162,7 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
-    async with talking(talk, tmp_path, patience_s=0.1) as (channel, _):
+    async with talking(talk, tmp_path, timeout_s=0.1) as (channel, _):
         with pytest.raises(TimeoutError):
             await channel.send([("PING",)])
 
@@ -175,7 +175,7 @@ async def test_a_server_that_is_slow_but_speaks_is_not_given_up(tmp_path: Path) 
             writer.write(b":%d\r\n" % n)
         await reader.read()
 
-    async with talking(talk, tmp_path, patience_s=0.4) as (channel, _):
+    async with talking(talk, tmp_path, timeout_s=0.4) as (channel, _):
         assert await channel.send([("PING",)] * 6) == [*range(6)]
 
 

@@ -131,7 +131,7 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     told = await ledger.read(request_id)
     assert told.choices[0].tokens == (1, 2, 3)
     way.lose_next = losing
-    assert await ledger.forget(request_id) is None
+    assert await ledger.erase(request_id) is None
     await unbury(ledger, told.entry)
     way.lose_next = losing
     assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
@@ -253,10 +253,10 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
             stored = await ledger.take_over("moving", "heir", "gateway")
             assert (stored.entry.state, stored.entry.gateway) == (State.QUEUED, "heir")
             for request_id in ("queued", "running", "moving"):
-                entry = await ledger.end(request_id, State.CANCELLED, "cancelled", "")
+                entry = await ledger.end_request(request_id, State.CANCELLED, "cancelled", "")
                 assert entry.state is State.CANCELLED
             told = await ledger.read("queued")
-            assert await ledger.forget("queued") is None
+            assert await ledger.erase("queued") is None
             await unbury(ledger, told.entry)
             with pytest.raises(LedgerUnavailable, match="reassert: OutOfMemoryError"):
                 await ledger.reassert(told)
@@ -269,10 +269,10 @@ async def test_who_lives_and_who_leads_is_said_to_a_full_server_too(redis_url: s
     """Else it would be as if nobody were there: no router would be ready, and none could read."""
     async with connected(redis_url) as ledger:
         assert await ledger.lead("router", "address", TERM, 60.0)
-        await ledger.beat("gateway", "address", 60.0)
+        await ledger.heartbeat("gateway", "address", 60.0)
         with full(redis_url):
             assert await ledger.lead("router", "address", TERM, 60.0, is_new=False)
-            membership = await ledger.beat("gateway", "address", 60.0)
+            membership = await ledger.heartbeat("gateway", "address", 60.0)
             assert (membership.leader, membership.unfit) == ("router", "")
             assert membership.memory_used > 1.0
             await ledger.put_load(ClusterLoad(term=TERM, queued=3))
@@ -281,7 +281,7 @@ async def test_who_lives_and_who_leads_is_said_to_a_full_server_too(redis_url: s
             await ledger.hold(["tenant/r"], 60.0)
             await ledger.resign(TERM)
             assert await ledger.lead("other", "address", TERM + 1, 60.0)
-            await ledger.leave("gateway")
+            await ledger.end_lease("gateway")
             assert await ledger.gateways() == {}
             another = await connect(ledger._config)
             assert await another.cluster_id() == await ledger.cluster_id()
@@ -352,7 +352,7 @@ async def test_a_ledger_that_forgot_everything_keeps_its_cluster_id(redis_url: s
     async with connected(redis_url, key_prefix="forgetful", shards=2) as ledger:
         with Redis.from_url(redis_url) as client:
             client.flushall()
-        await ledger.beat("gateway", "address", 60.0)
+        await ledger.heartbeat("gateway", "address", 60.0)
         next_one = await connect(config)
         assert await next_one.cluster_id() == await ledger.cluster_id()
         await next_one.close()

@@ -70,7 +70,7 @@ async def running(ledger: RedisLedger, request_id: str = "r", epoch: int = EPOCH
 
 
 async def generation(ledger: RedisLedger) -> str:
-    return (await ledger.beat("gateway", "address", 60.0)).generation
+    return (await ledger.heartbeat("gateway", "address", 60.0)).generation
 
 
 async def insist(ledger: RedisLedger, items: list[Append]) -> list[Appended]:
@@ -104,6 +104,7 @@ def primary_of(servers: list[Server]) -> Server:
     return found[0]
 
 
+@pytest.mark.long
 async def test_a_primary_that_does_not_know_that_it_is_deposed_gets_nothing_more(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
@@ -169,12 +170,13 @@ async def test_a_primary_that_is_killed_is_followed_by_its_replica(
         assert ledger.server.startswith("Redis 7")
 
 
+@pytest.mark.long
 async def test_whoever_took_over_is_looked_at_again_until_it_keeps_what_is_demanded(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     servers, three = watched
     async with connected(sentinel_url(three[:2], LOGIN)) as ledger:
-        membership = await ledger.beat("gateway", "address", 60.0)
+        membership = await ledger.heartbeat("gateway", "address", 60.0)
         assert membership.unfit == ""
         first = primary_of(servers)
         [heir] = [one for one in servers if one is not first]
@@ -183,9 +185,9 @@ async def test_whoever_took_over_is_looked_at_again_until_it_keeps_what_is_deman
         before = membership.generation
         while await generation_or(ledger, before) == before:
             await asyncio.sleep(0.05)
-        assert "allkeys-lru" in (await ledger.beat("gateway", "address", 60.0)).unfit
+        assert "allkeys-lru" in (await ledger.heartbeat("gateway", "address", 60.0)).unfit
         heir.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
-        assert (await ledger.beat("gateway", "address", 60.0)).unfit == ""
+        assert (await ledger.heartbeat("gateway", "address", 60.0)).unfit == ""
 
 
 # a cluster
@@ -451,7 +453,7 @@ async def test_what_is_replicated_waits_for_the_replica(kind: str) -> None:
             await running(ledger)
             # Its script is loaded then, which takes a try of its own.
             await running(ledger, "ended", 5)
-            await ledger.end("ended", State.CANCELLED, "cancelled", "")
+            await ledger.end_request("ended", State.CANCELLED, "cancelled", "")
             replica.send(signal.SIGSTOP)
             assert await ledger.append([Append("r", EPOCH, 0, (1,))]) == [Appended.OK]
             await check_nothing_settles(ledger)
@@ -470,7 +472,7 @@ async def check_nothing_settles(ledger: RedisLedger) -> None:
     with pytest.raises(LedgerUnavailable, match="append: not replicated within"):
         await ledger.append([last])
     with pytest.raises(LedgerUnavailable, match="end: not replicated within"):
-        await ledger.end("lonely", State.CANCELLED, "cancelled", "")
+        await ledger.end_request("lonely", State.CANCELLED, "cancelled", "")
 
 
 # lives and memory
@@ -489,10 +491,10 @@ async def test_a_restart_between_two_beats_is_another_generation() -> None:
 async def test_a_beat_says_how_full_the_server_is() -> None:
     with server(*DURABLE) as one:
         async with connected(f"redis://{one.address}") as ledger:
-            assert (await ledger.beat("gateway", "address", 60.0)).memory_used == 0.0
+            assert (await ledger.heartbeat("gateway", "address", 60.0)).memory_used == 0.0
             used = int(one.info("memory")["used_memory"])
             one.ask("CONFIG", "SET", "maxmemory", used * 2)
-            membership = await ledger.beat("gateway", "address", 60.0)
+            membership = await ledger.heartbeat("gateway", "address", 60.0)
             assert membership.memory_used == pytest.approx(0.5, rel=0.1)
 
 

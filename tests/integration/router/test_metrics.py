@@ -181,7 +181,7 @@ async def test_what_the_full_queue_refuses_is_counted_too() -> None:
 
 async def test_what_goes_on_elsewhere_is_no_second_first_token() -> None:
     """A gateway dies; the other one has its request, whose first token was read there."""
-    config = replace(ROUTER, lease=0.5, beat=0.1)
+    config = replace(ROUTER, lease=0.5, heartbeat=0.1)
     async with cluster(routers=2, router_config=config, worker_config=WORKER) as parts:
         async with AsyncClient([router.address for router in parts.routers]) as client:
             stream = client.generate([4, 4], max_tokens=400, temperature=0.0)

@@ -95,7 +95,7 @@ async def test_the_explanation_of_a_queued_request_says_which_workers_are_missin
         ended = await client.explain("r")
     assert not ended.missing_workers
     spent = {span.kind: span.seconds for span in ended.spans}
-    assert spent[pb.SPAN_KIND_WORKER_UNPLACED] > 0.0
+    assert spent[pb.SPAN_KIND_NO_WORKER] > 0.0
 
 
 async def test_requests_that_find_no_worker_wait_for_one(

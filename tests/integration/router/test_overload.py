@@ -33,8 +33,8 @@ async def test_a_higher_class_has_the_place_of_a_lower_one_at_whatever_router() 
         await until(lambda: parts.routers[1]._line.queued == 1)
         low.append(asyncio.create_task(refusal(one, "b")))
         await until(lambda: parts.routers[1]._line.queued == 2)
-        lowest = parts.routers[1]._requests.outlook
-        await until(lambda: parts.routers[1]._requests.outlook is not lowest)
+        lowest = parts.routers[1]._requests.queue_estimate
+        await until(lambda: parts.routers[1]._requests.queue_estimate is not lowest)
         assert isinstance(await refusal(other, "c"), QueueFull)
         high = asyncio.create_task(refusal(other, "d", priority=1))
         shed = await low[1]

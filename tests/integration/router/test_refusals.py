@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everlift.client.client import AsyncClient
-from everlift.digest import token_digest
+from everlift.hashes import token_digest
 from tests.support.in_process import Cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, Answer, ask

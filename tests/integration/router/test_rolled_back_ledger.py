@@ -31,8 +31,8 @@ class ForgetfulLedger(KeptLedger):
         self.generation = 1
         self.tells = True
 
-    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
-        membership = await super().beat(gateway, address, lease_s)
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        membership = await super().heartbeat(gateway, address, lease_s)
         return replace(membership, generation=str(self.generation))
 
     def restart(self, known: dict[str, object]) -> None:
@@ -130,7 +130,7 @@ async def test_what_is_made_again_otherwise_is_data_loss_never_other_text(
             # What came after the third token is drawn from another prompt, as it were.
             del record.choices[0].tokens[3:]
             record.choices[0].tokens[2] += 1
-            record.put()
+            record.update()
             ledger.restart(known)
             with pytest.raises(DataLoss, match="choice 0 cannot be continued at offset"):
                 while True:

@@ -225,7 +225,7 @@ async def test_a_leader_that_leaves_finishes_its_streams_and_another_one_takes_t
     """That leads before it has left, and does not wait for the end of its lease."""
     config = replace(ROUTER, drain=20.0, lease=20.0)
     async with cluster(routers=2, workers=1, router_config=config) as parts:
-        await until(lambda: all(router._fleet.leader_id for router in parts.routers))
+        await until(lambda: all(router._heartbeat.leader_id for router in parts.routers))
         leaving, other = sorted(parts.routers, key=lambda r: r._leader.is_leading, reverse=True)
         parts.routers.remove(leaving)
         [held] = parts.hold()
@@ -279,7 +279,7 @@ async def test_a_restarted_router_knows_what_was_waiting() -> None:
 
 async def test_two_routers_share_one_queue_and_its_order() -> None:
     async with cluster(routers=2, workers=0) as parts:
-        await until(lambda: all(router._fleet.leader_id for router in parts.routers))
+        await until(lambda: all(router._heartbeat.leader_id for router in parts.routers))
         leading = [router for router in parts.routers if router._leader.is_leading]
         assert len(leading) == 1
         clients = [AsyncClient(router.address) for router in parts.routers]

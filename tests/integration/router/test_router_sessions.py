@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import UnknownWorker
+from everlift.hashes import BLOCK_SIZE
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from router import worker_sessions as module

@@ -39,7 +39,7 @@ class Silence:
 
     is_over = False
 
-    def take(self) -> None:
+    def poll(self) -> None:
         return None
 
 
@@ -55,7 +55,7 @@ class Plenty:
     def is_over(self) -> bool:
         return not self.left
 
-    def take(self) -> bytes | None:
+    def poll(self) -> bytes | None:
         if not self.left:
             return None
         self.left -= 1
@@ -494,6 +494,7 @@ async def test_a_refusal_begins_with_the_name_that_a_mesh_gave_its_call() -> Non
     assert (b"grpc-status", b"3") in ended.headers
 
 
+@pytest.mark.long
 async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
     async with bench() as it, raw(it.port) as client:
         client.call("Echo", ("x-long", "x" * 200_000))

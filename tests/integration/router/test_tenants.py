@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from everlift.blockhash import block_hashes
 from everlift.client.client import AsyncClient
 from everlift.errors import (
     EverliftError,
@@ -21,6 +20,7 @@ from everlift.errors import (
     Unauthenticated,
     UnknownRequest,
 )
+from everlift.hashes import block_hashes
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.api.openai.event_id import BEGIN, EventId

@@ -18,7 +18,7 @@ from cluster.config import Config, load
 from cluster.errors import ClusterFailed
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient, Client, Tls, Unreachable
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.tls import InternalTls
 from everlift.transport import GRPC, TlsTransport, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc

@@ -16,9 +16,15 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from everlift.client.client import AsyncClient
-from everlift.errors import Cancelled, InvalidRequest, QueueFull, TooManyStops, UnknownModel
+from everlift.errors import (
+    Cancelled,
+    InvalidRequest,
+    QueueFull,
+    SettingsError,
+    TooManyStops,
+    UnknownModel,
+)
 from everlift.messages import OnDisconnect
-from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.ledger.entry import Event

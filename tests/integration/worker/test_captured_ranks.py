@@ -21,7 +21,7 @@ from worker.parallel.group import Group
 from worker.runner import assembly
 from worker.runner.assembly import Assembly, Loaded
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
 from tests.support.worker.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.support.worker.torch_engine import Job, TorchEngine, greedy_jobs

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.integration.worker.test_parallel import on_ranks
 from tests.support.worker.llama_support import SIZES, generate, load_llama, save_llama
@@ -30,7 +30,7 @@ from worker.parallel import collectives
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
 from worker.runner.decode_graphs import DecodeGraphs, Work
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner, TorchStep
 from worker.runner.swap import SwapCost
 from worker.runner.token_mask import CompiledGrammar, TokenMask

@@ -42,11 +42,13 @@ def grown_mib(product: str) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_packed_products_take_bounded_memory() -> None:
     # 40 padded numbers of rows with four weights are 160 products of 0.55 MiB.
     assert grown_mib("weight.multiply(x, None)") < 150
 
 
+@pytest.mark.long
 def test_other_products_of_onednn_take_bounded_memory() -> None:
     # The caches hold 256 products. Freed code fragments the heap.
     product = 'torch.ops.mkldnn._linear_pointwise(x, weight._packed, None, "none", [], "")'

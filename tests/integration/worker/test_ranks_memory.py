@@ -46,7 +46,7 @@ WHERE: list[tuple[type, str]] = [
     (ColumnLinear, "__call__"),
     (RowLinear, "__call__"),
     (VocabTable, "logits"),
-    (Sampler, "begin"),
+    (Sampler, "launch"),
     *(
         (group, name)
         for group in (_CollectiveGroup, _SharedMemoryGroup)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed
+from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
 from tests.support.worker.llama_support import SIZES, generate, load_llama, save_llama
 from tests.support.worker.sampling_oracle import is_close, own_logprobs

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 PLENTY = 300
 EOS = SIZES["eos_token_id"]
 #: How long two ranks may take for everything, starting python included.
-PATIENCE_S = 120
+TIMEOUT_S = 120
 
 Record = Callable[[str, object], None]
 
@@ -173,7 +173,7 @@ def run_two_ranks(directory: Path) -> list[dict[str, Any]]:
             for rank in range(2)
         ]
         processes = [running.enter_context(rank_process(json.dumps(task))) for task in tasks]
-        told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+        told = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     return [json.loads(each) for each in told]
 

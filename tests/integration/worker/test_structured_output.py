@@ -21,6 +21,7 @@ from jsonschema import Draft202012Validator
 from everlift.errors import EngineFailed, EverliftError, InvalidGrammar
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import session_pb2
+from tests.support.example_counts import examples
 from tests.support.in_process import until
 from tests.support.router.session_support import Router
 from tests.support.worker.grammar_support import (
@@ -42,8 +43,8 @@ from tests.support.worker.grammar_support import (
 from tests.support.worker.worker_support import GREEDY, start
 from worker.config import Speculation, WorkerConfig
 from worker.grammar.compiler import GrammarCompiler
+from worker.grammar.fork_server import GrammarForkServer
 from worker.grammar.matcher import CompiledGrammar
-from worker.grammar.nursery import Nursery
 from worker.serving.rank import Rank
 
 HOT = SamplingParams(temperature=3.0, seed=5)
@@ -149,7 +150,7 @@ SCHEMAS = st.recursive(
     max_leaves=4,
 )
 QUICK = settings(
-    max_examples=25,
+    max_examples=examples(25),
     derandomize=True,
     # The service outlives the examples, as it is meant to.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -449,20 +450,20 @@ def test_grammars_that_take_long_do_not_hold_up_the_others(service: Service) -> 
 
 def test_a_kept_grammar_is_compiled_again_when_its_process_was_killed(service: Service) -> None:
     grammar = service.compile(REGEX, "abcde")
-    process = service.nursery._process
+    process = service.fork_server._process
     assert process is not None
-    (keeper,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(keeper), signal.SIGKILL)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
     with pytest.raises(InvalidGrammar):
         allowed(grammar.matcher(frozenset({EOS}), ()))
     again = service.compile(REGEX, "abcde")
     assert allowed(again.matcher(frozenset({EOS}), ())) == [ids_of("a")]
 
 
-def test_the_next_grammar_works_after_the_nursery_was_killed() -> None:
+def test_the_next_grammar_works_after_the_fork_server_was_killed() -> None:
     with grammar_service() as service:
         survivor = service.compile(REGEX, "abc").matcher(frozenset({EOS}), ())
-        process = service.nursery._process
+        process = service.fork_server._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -471,17 +472,17 @@ def test_the_next_grammar_works_after_the_nursery_was_killed() -> None:
         assert allowed(survivor) == [ids_of("b")]
 
 
-async def test_a_worker_starts_its_nursery_ahead_of_the_first_grammar() -> None:
+async def test_a_worker_starts_its_fork_server_ahead_of_the_first_grammar() -> None:
     rank = Rank(WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1))
     await rank.start()
     try:
         assert isinstance(rank._grammars, GrammarCompiler)
-        nursery = rank._grammars._keepers
-        assert isinstance(nursery, Nursery)
-        await until(lambda: nursery._process is not None)
-        begun = nursery._process
-        (await nursery.keeper()).close()
-        assert nursery._process is begun
+        fork_server = rank._grammars._processes
+        assert isinstance(fork_server, GrammarForkServer)
+        await until(lambda: fork_server._process is not None)
+        begun = fork_server._process
+        (await fork_server.start_process()).close()
+        assert fork_server._process is begun
     finally:
         await rank.stop()
     assert begun is not None and begun.poll() is not None

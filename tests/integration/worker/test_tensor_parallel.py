@@ -30,7 +30,7 @@ from worker.serving.rank import Rank, RankFailed
 
 ROOT = Path(__file__).parents[3]
 #: How long the ranks may take for everything, starting python included.
-PATIENCE_S = 120
+TIMEOUT_S = 120
 RANK, WORKER = (
     "tests.support.worker.tensor_parallel_rank",
     "tests.support.worker.tensor_parallel_worker",
@@ -103,7 +103,7 @@ def run_ranks(work: dict[str, Any], size: int) -> list[dict[str, Any]]:
                 "prompts": prompts(),
             }
             processes.append(running.enter_context(rank_process(RANK, json.dumps(task))))
-        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     return [json.loads(output) for output in outputs]
 
@@ -182,11 +182,11 @@ async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(
         try:
             router = Router((await rank.start()).address)
             await router.hello(*starts(jobs, stop_token_ids=[SIZES["eos_token_id"]]))
-            await router.until(lambda: len(router.stops) == len(jobs), PATIENCE_S)
+            await router.until(lambda: len(router.stops) == len(jobs), TIMEOUT_S)
             await router.close()
         finally:
             await rank.stop()
-        assert await asyncio.to_thread(other.wait, PATIENCE_S) == 0
+        assert await asyncio.to_thread(other.wait, TIMEOUT_S) == 0
     assert [router.tokens[epoch] for epoch in range(1, len(jobs) + 1)] == alone
     assert router.state.preemptions > 0
     assert ("out of memory" in caplog.messages) == bool(shortage)
@@ -200,7 +200,7 @@ async def test_a_rank_that_dies_in_a_step_ends_the_other_with_the_cause(tmp_path
         try:
             router = Router((await rank.start()).address)
             await router.hello(*starts(greedy_jobs(prompts(), 90), stop_token_ids=[]))
-            await router.until(lambda: router.tokens.get(1), PATIENCE_S)
+            await router.until(lambda: router.tokens.get(1), TIMEOUT_S)
             other.kill()
             async with asyncio.timeout(3.0):
                 with pytest.raises(RankFailed, match="rank 1 is gone"):

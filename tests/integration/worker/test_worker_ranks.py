@@ -183,6 +183,7 @@ async def test_a_frozen_rank_1_is_the_end_of_all_though_nobody_waits_for_it() ->
         assert await process.wait() == 3
 
 
+@pytest.mark.long
 async def test_a_rank_that_is_busy_all_the_time_beats() -> None:
     async with two_ranks() as (rank, _, address), router_of(address) as router:
         waiting = asyncio.create_task(rank.wait())

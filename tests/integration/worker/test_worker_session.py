@@ -93,12 +93,12 @@ async def test_with_its_end_comes_where_its_time_went(slow_worker: tuple[Rank, s
         await router.start(start(1, prompt(40), max_tokens=20), start(2, prompt(9), max_tokens=9))
         await router.ended(1)
         elapsed = time.monotonic() - began
-        accounts = {it.epoch: it for frame in router.frames for it in frame.accounts}
-    account = accounts[1]
-    seconds = [value for field, value in account.ListFields() if field.name.endswith("_s")]
+        breakdowns = {it.epoch: it for frame in router.frames for it in frame.breakdowns}
+    breakdown = breakdowns[1]
+    seconds = [value for field, value in breakdown.ListFields() if field.name.endswith("_s")]
     assert 20 * SLOW.fake.step_time <= sum(seconds) <= elapsed
-    assert (account.steps, account.most_neighbours) == (20, 1)
-    assert account.stalled_s and accounts[2].steps == 9
+    assert (breakdown.steps, breakdown.most_neighbours) == (20, 1)
+    assert breakdown.prefill_interference_s and breakdowns[2].steps == 9
 
 
 async def test_starts_may_come_with_the_hello(worker: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from tests.support.worker.worker_support import tensor_parallel
-from worker.process.parent import die_with_parent
+from worker.child_process import die_with_parent
 from worker.serving.rank import Rank, RankFailed
 
 

@@ -327,13 +327,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.seen.pop(request_id, None)
 
     @rule(request_id=mortals, state=ends, owner=st.none() | gateways)
-    def end(self, request_id: str, state: State, owner: str | None) -> None:
-        answer = self.ask(lambda: self.ledger.end(request_id, state, "slug", "message", owner))
+    def end_request(self, request_id: str, state: State, owner: str | None) -> None:
+        answer = self.ask(
+            lambda: self.ledger.end_request(request_id, state, "slug", "message", owner)
+        )
         self.expect(request_id, answer, lambda life: life.end(state, owner))
 
     @rule(request_id=requests)
-    def forget(self, request_id: str) -> None:
-        answer = self.ask(lambda: self.ledger.forget(request_id))
+    def erase(self, request_id: str) -> None:
+        answer = self.ask(lambda: self.ledger.erase(request_id))
         life = self.lives.get(request_id)
         if life is None or not life.entry.state.is_final:
             self.expect(request_id, answer, lambda life: life.entry)
@@ -478,13 +480,13 @@ class LedgerMachine(RuleBasedStateMachine):
         heir = GATEWAYS[entry.gateway == GATEWAYS[0]]
         if epoch == entry.epoch:
             return
-        self.leave(entry.gateway)
+        self.end_lease(entry.gateway)
         assert request_id in self.run(self.ledger.orphans(100))
         self.take_over(request_id, heir, entry.gateway)
         self.dispatch(request_id, epoch, self.term, is_stale=False)
         self._is_fenced(request_id, entry.epoch, new, finish)
         self.release(request_id, back=1, loss="why")
-        self.end(request_id, State.FAILED, entry.gateway)
+        self.end_request(request_id, State.FAILED, entry.gateway)
 
     @rule(
         request_id=requests,
@@ -560,7 +562,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.dispatch(request_id, epochs[4], self.term, is_stale=False)
         self._wander(request_id, epochs[2:4], detours[1], theirs, ends[1])
         if is_ended and request_id in MORTALS:
-            self.end(request_id, State.FAILED, None)
+            self.end_request(request_id, State.FAILED, None)
         self.reassert(request_id)
 
     def _wander(
@@ -669,7 +671,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 )
             case "end":
                 return Deed(
-                    lambda: self.ledger.end(request_id, State.FAILED, "slug", "message"),
+                    lambda: self.ledger.end_request(request_id, State.FAILED, "slug", "message"),
                     lambda life: life.end(State.FAILED, None),
                 )
             case _:
@@ -775,15 +777,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leader = 0
 
     @rule(gateway=gateways)
-    def beat(self, gateway: str) -> None:
-        membership = self.run(self.ledger.beat(gateway, "address", AGES_S))
+    def heartbeat(self, gateway: str) -> None:
+        membership = self.run(self.ledger.heartbeat(gateway, "address", AGES_S))
         assert membership.term == self.leader
         assert membership.policy_version == self.policy.version
         self.leases[gateway] = True
 
     @rule(gateway=gateways)
-    def leave(self, gateway: str) -> None:
-        self.run(self.ledger.leave(gateway))
+    def end_lease(self, gateway: str) -> None:
+        self.run(self.ledger.end_lease(gateway))
         self.leases[gateway] = False
 
     # invariants

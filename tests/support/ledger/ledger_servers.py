@@ -21,7 +21,7 @@ from redis.retry import Retry
 
 from router import ledger
 from tests.support.free_port import free_port
-from tests.support.ledger.ledgers import PATIENCE_S, found, redis_binary
+from tests.support.ledger.ledgers import TIMEOUT_S, found, redis_binary
 
 _README = (Path(ledger.__file__).parent / "README.md").read_text("utf-8")
 
@@ -86,7 +86,7 @@ class Server:
             host=HOST,
             port=self.port,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=PATIENCE_S,
+            socket_timeout=TIMEOUT_S,
             **settings,
         )
 
@@ -331,7 +331,7 @@ def _directory() -> Iterator[Path]:
 
 def until(holds: Callable[[], bool], why_not: Callable[[], str] = str) -> None:
     """Waits until it does; what cannot be asked yet does not hold. ``why_not`` says more."""
-    give_up = time.monotonic() + 2 * PATIENCE_S
+    give_up = time.monotonic() + 2 * TIMEOUT_S
     while True:
         try:
             if holds():

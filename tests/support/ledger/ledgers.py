@@ -33,7 +33,7 @@ from router.ledger.redis.connections import Command
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 from router.ledger.redis.shards import Call
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 #: Of a ledger that soon forgets what ended.
 RETENTION_S = 0.25
 #: Lets a little time pass.
@@ -119,7 +119,7 @@ async def eventually(
     holds: Callable[[], Awaitable[bool]], tick: Callable[[], Awaitable[None]] | None = None
 ) -> None:
     """Waits until ``holds`` does; ``tick`` lets a little time pass."""
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = time.monotonic() + TIMEOUT_S
     while not await holds():
         assert time.monotonic() < give_up, "it never came true"
         await (tick() if tick else asyncio.sleep(0.01))
@@ -187,7 +187,7 @@ def found(program: str) -> str:
 
 
 def _await_ping(socket: str) -> None:
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = time.monotonic() + TIMEOUT_S
     with Redis(unix_socket_path=socket) as client:
         while True:
             try:

@@ -38,7 +38,7 @@ CONFIG = RouterConfig(
     local_depth=2,
     max_pending_prefill=100_000,
     max_queued=3,
-    beat=0.5,
+    heartbeat=0.5,
     lease=1.5,
     move_reserve=0.05,
     class_floor=0.0,
@@ -119,7 +119,7 @@ class Cluster:
     def hear(
         self, message: pb.GatewayMessage, gateway: str = "g", now: float = 0.0
     ) -> tuple[list[str], list[str]]:
-        heard = self.leader_state.hear(gateway, message, now)
+        heard = self.leader_state.on_message(gateway, message, now)
         refused = [refusal.waiting.request_id for refusal in heard.refused]
         return refused, [taken.gateway for taken in heard.taken]
 

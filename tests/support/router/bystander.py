@@ -16,8 +16,8 @@ PROMPT, COUNT = "count from 17 to 99:", 120
 #: What whoever answers may keep or need for a moment; the inputs of the tests ask for gigabytes.
 _MOST_BYTES = 96 << 20
 #: One turn of the event loop, in seconds of its thread's own CPU: other programs on the machine
-#: cost it none. What is not refused in time takes minutes.
-_MOST_CPU_S = 0.5
+#: cost it little. What is not refused in time takes minutes.
+_MOST_CPU_S = 2.0
 
 
 @asynccontextmanager

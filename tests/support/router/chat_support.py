@@ -110,7 +110,7 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
                 gathered.arguments(index, text)
             case CallBegins():
                 gathered.call(delta)
-    return gathered.take()
+    return gathered.drain()
 
 
 def plain(deltas: Iterable[Delta]) -> list[str | tuple[str, str]]:

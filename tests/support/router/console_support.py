@@ -67,7 +67,7 @@ class FakeCluster:
 
     links: list[Link] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    outlook: session_pb2.Outlook = field(default_factory=session_pb2.Outlook)
+    queue_estimate: session_pb2.QueueEstimate = field(default_factory=session_pb2.QueueEstimate)
     holding: Holding = field(default_factory=Holding)
     ledger: inference_pb2.LedgerStatus = field(default_factory=inference_pb2.LedgerStatus)
     observed: dict[str, list[int]] = field(default_factory=dict)

@@ -17,9 +17,9 @@ from router.auth.limits import Limits
 from router.auth.quotas import unlimited
 from router.config import RouterConfig
 from router.event_loop import now
-from router.ledger.entry import Dispatch, State
+from router.leader.leader import Reservation, dispatched
+from router.ledger.entry import Dispatch, Entry, State
 from router.ledger.memory.memory import MemoryLedger
-from router.requests.attempts import Reservation
 from router.requests.manager import Requests
 from router.requests.observer import NOBODY, Observer
 from router.requests.request import LiveRequest, Phase
@@ -37,7 +37,7 @@ class RecordedWorkers:
         self.confirmed: list[int] = []
         self.reachable = True
         self.is_any_up = True
-        self.decoding = session_pb2.Account()
+        self.decoding = session_pb2.TimeBreakdown()
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         if self.reachable:
@@ -64,15 +64,16 @@ class RecordedReservation:
     def __init__(self, dispatch: Dispatch, leader_knows: bool = True) -> None:
         self.dispatch = dispatch
         self.leader_knows = leader_knows
-        self.predicted_ttft_s: float | None = None
-        self.predicted_tpot_s: float | None = None
         self.came = ""
+
+    def dispatched(self, entry: Entry) -> session_pb2.Dispatched:
+        return dispatched(entry)
 
     def begun(self) -> bool:
         self.came += "begun"
         return self.leader_knows
 
-    def give_back(self) -> None:
+    def cancel(self) -> None:
         self.came += "given back"
 
 
@@ -103,16 +104,16 @@ class RecordedLine:
     def withdraw(self, request_id: str) -> None:
         self.withdrawn.append(request_id)
 
-    def running(self, running: session_pb2.Running) -> None:
+    def report_running(self, running: session_pb2.Running) -> None:
         self.residences.append(running)
 
-    def served(self, request_id: str, priority: int, tokens: int) -> None:
+    def report_served(self, request_id: str, priority: int, tokens: int) -> None:
         self.outputs[request_id, priority] += tokens
 
-    def finished(self, tpot_ratio: float) -> None:
+    def report_finished(self, tpot_ratio: float) -> None:
         self.tpot_ratios.append(tpot_ratio)
 
-    def asserted(self, generation: str) -> None:
+    def report_generation(self, generation: str) -> None:
         self.generations.append(generation)
 
 
@@ -153,7 +154,7 @@ class Gateway:
         self,
         request_id: str = "r",
         worker_id: str = "w",
-        overtaken: int = 0,
+        bypassed: int = 0,
         predicted_tpot_s: float | None = None,
     ) -> int:
         epoch = next(self.epochs)
@@ -165,7 +166,7 @@ class Gateway:
                 epoch=epoch,
                 attempt=entry.attempts,
                 moves=entry.moves,
-                overtaken=overtaken,
+                bypassed=bypassed,
                 predicted_tpot_s=predicted_tpot_s,
             )
         )
@@ -214,7 +215,7 @@ class Gateway:
 async def gateway_ledger(ledger: Ledgers) -> Ledgers:
     """One with a leader, and a gateway that lives."""
     await ledger.lead("leader", "", TERM, 1000.0)
-    await ledger.beat("gateway", "here:1", 1000.0)
+    await ledger.heartbeat("gateway", "here:1", 1000.0)
     return ledger
 
 

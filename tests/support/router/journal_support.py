@@ -11,7 +11,7 @@ from router.requests.timing import Journal
 @dataclass
 class HeardWorker:
     last_heard: float = 0.0
-    decoding: session_pb2.Account = field(default_factory=session_pb2.Account)
+    decoding: session_pb2.TimeBreakdown = field(default_factory=session_pb2.TimeBreakdown)
 
 
 class WatchedJournal(Journal):
@@ -21,24 +21,26 @@ class WatchedJournal(Journal):
         self.output: list[int] = []
         self.outputs = (self.output,)
 
-    def dispatch(self, now: float, attempt: int = 1, stay: session_pb2.Stay | None = None) -> None:
-        message = session_pb2.Dispatched(worker_id="w", attempt=attempt, stay=stay)
+    def dispatch(
+        self, now: float, attempt: int = 1, queue_wait: session_pb2.QueueWait | None = None
+    ) -> None:
+        message = session_pb2.Dispatched(worker_id="w", attempt=attempt, queue_wait=queue_wait)
         self.dispatched(message, 10, (), self.worker, now)
 
     def says(
         self,
         now: float,
         num_new: int = 0,
-        account: session_pb2.Account | None = None,
-        decoding: session_pb2.Account | None = None,
+        breakdown: session_pb2.TimeBreakdown | None = None,
+        decoding: session_pb2.TimeBreakdown | None = None,
         **news: object,
     ) -> None:
         """The worker's next frame, in which so many tokens of the request are new."""
         self.worker.last_heard = now
         if decoding is not None:
             self.worker.decoding = decoding
-        if account is not None:
-            self.account(account)
+        if breakdown is not None:
+            self.breakdown(breakdown)
         self.output += [0] * num_new
         if self.awaits_token or news:
             self.progress(session_pb2.Progress(epoch=1, **news))  # type: ignore[arg-type]

@@ -15,14 +15,12 @@ from everlift.errors import EverliftError
 from everlift.request_id import unnamed
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
-from router.admission.early_rejection import EarlyRejection
-from router.admission.intervals import TICK_S
-from router.admission.load_shedding import Refusal
-from router.admission.request import Wanted
+from router.admission.handover import TICK_S
+from router.admission.load_shedding import EarlyRejection, Refusal
 from router.admission.throughput import seen_ratio
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
-from router.prediction.output_lengths import OutputLengths
+from router.prediction.predictor import OutputLengths
 from tests.support.router.admission_support import Cluster
 from tests.support.worker.scheduler_bench import TOKEN, Bench
 from tests.support.worker.worker_support import limits
@@ -145,7 +143,7 @@ class VirtualEngine(Bench):
     def load(self) -> Load:
         self._said += 1
         load = self.scheduler.load()
-        return Load.told(
+        return Load.from_proto(
             pb.WorkerState(
                 sequence_number=self._said,
                 num_running=load.num_running,
@@ -211,11 +209,11 @@ class VirtualCluster:
         for name in self._engines:
             self._report(name)
         self._leader.placement.expire(now)
-        self.leader_state.look(now)
-        self.leader_state.forget(now)
-        outlook = self.leader_state.outlook()
+        self.leader_state.update_estimates(now)
+        self.leader_state.prune(now)
+        queue_estimate = self.leader_state.queue_estimate()
         for entrance in self._entrances:
-            entrance.outlook = outlook
+            entrance.queue_estimate = queue_estimate
         self._place()
         self.clock.at(now + TICK_S, self._tick)
 
@@ -224,11 +222,17 @@ class VirtualCluster:
         if not self._has_names:
             asked.name = unnamed(str(next(self._unnamed)))
         self._asked[asked.name] = asked
-        wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:
             entrance = self._early_rejection(asked.name)
             entrance.admit(asked.name, asked.priority, self.leader_state.queued, now)
-            entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
+            entrance.check_in_time(
+                asked.name,
+                asked.priority,
+                asked.ttft_target_s,
+                asked.deadline_s,
+                asked.least_tokens,
+                now,
+            )
         except EverliftError as error:
             self._refused(asked, error)
             return
@@ -246,7 +250,7 @@ class VirtualCluster:
             predicted_tokens=predicted,
             predicted_total=asked.prompt_tokens + predicted,
         )
-        heard = self.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), now)
+        heard = self.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), now)
         if asked.deadline_s < inf:
             self.clock.at(now + asked.deadline_s, lambda: self._cut_off(asked))
         for refusal in heard.refused:
@@ -254,7 +258,7 @@ class VirtualCluster:
         self._place()
 
     def _cut_off(self, asked: Asked) -> None:
-        self.leader_state.hear("g", pb.GatewayMessage(withdraw=[asked.name]), self.clock.now)
+        self.leader_state.on_message("g", pb.GatewayMessage(withdraw=[asked.name]), self.clock.now)
         for epoch, running in list(self._running.items()):
             if running is asked:
                 asked.is_cut_off = True
@@ -322,7 +326,7 @@ class VirtualCluster:
         message = pb.GatewayMessage(
             withdraw=[asked.name], tpot_ratios=[] if ratio is None else [ratio]
         )
-        self.leader_state.hear("g", message, now)
+        self.leader_state.on_message("g", message, now)
 
     def play(self, load: Iterable[Asked], seconds: float) -> list[Asked]:
         """Who came, after so long."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.gpu import GpuAttention

@@ -37,7 +37,7 @@ class Row(NamedTuple):
 def draws(rows: Sequence[Row]) -> Draws:
     table = DrawTable()
     for slot, row in enumerate(rows):
-        table.put(slot, row.params, row.choice)
+        table.write(slot, row.params, row.choice)
     return table.draws(np.arange(len(rows)), np.array([row.position for row in rows]))
 
 

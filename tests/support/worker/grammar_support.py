@@ -27,12 +27,12 @@ from worker.engine.limits import Limits
 from worker.engine.load import Load
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.grammar.compiler import GrammarCompiler
+from worker.grammar.fork_server import GrammarForkServer
 from worker.grammar.matcher import CompiledGrammar, Matcher
-from worker.grammar.nursery import Nursery
 from worker.grammar.vocabulary import token_bytes
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 from worker.runner.token_mask import forbidden, mask_words
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "cluster" / "demo_model"
@@ -48,9 +48,12 @@ class Service:
     """A GrammarCompiler in an event loop of its own, for tests that have none."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, compiler: GrammarCompiler, nursery: Nursery
+        self,
+        loop: asyncio.AbstractEventLoop,
+        compiler: GrammarCompiler,
+        fork_server: GrammarForkServer,
     ) -> None:
-        self.nursery = nursery
+        self.fork_server = fork_server
         self._compiler = compiler
         self._loop = loop
 
@@ -78,10 +81,10 @@ def grammar_service(**settings: Any) -> Iterator[Service]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = WorkerConfig(model=str(DEMO_MODEL), grammar=Grammars(**{"cache_mib": 0} | settings))
-    nursery = Nursery(config, VOCAB_SIZE)
-    compiler = GrammarCompiler(config.grammar, nursery, config.step_timeout)
+    fork_server = GrammarForkServer(config, VOCAB_SIZE)
+    compiler = GrammarCompiler(config.grammar, fork_server, config.step_timeout)
     try:
-        yield Service(loop, compiler, nursery)
+        yield Service(loop, compiler, fork_server)
     finally:
         _call(loop, compiler.close)
         # What was cancelled ends in the next turns.

@@ -18,7 +18,7 @@ from referencing.exceptions import Unresolvable
 
 from worker.grammar.json_grammar import json_grammar
 from worker.grammar.schema import NotEnforceable
-from worker.grammar.token_trie import token_matcher, token_trie
+from worker.grammar.vocabulary import token_matcher, token_trie
 
 Json = Any
 

@@ -10,8 +10,8 @@ import sys
 
 import torch
 
+from worker.child_process import die_with_parent
 from worker.parallel.group import init_group, join_store
-from worker.process.parent import die_with_parent
 
 #: Half a MiB of float32: several chunks.
 COUNT = 1 << 17

@@ -10,13 +10,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from worker.child_process import die_with_parent
 from worker.config import WorkerConfig
 from worker.engine.step_times import Stopwatch
 from worker.model.layers import RowLinear
 from worker.parallel.group import Group
-from worker.process.parent import die_with_parent
 from worker.runner import build
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
 from worker.serving.rank import Rank
 

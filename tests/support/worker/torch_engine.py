@@ -12,15 +12,15 @@ from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import Collected, run, start
 from worker.config import WorkerConfig
-from worker.engine.counters import Counters
 from worker.engine.engine import OF_ALL_RANKS, Engine
 from worker.engine.limits import Limits
+from worker.engine.load import Counters
 from worker.engine.outcome import SequenceKey
 from worker.engine.plan import Launched, Plan, RowResult
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
 
 

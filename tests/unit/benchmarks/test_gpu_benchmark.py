@@ -117,12 +117,13 @@ def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
     assert 1 <= min(lengths) and max(lengths) <= gpu_parts.MOST
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
 def test_what_transformers_has_chosen_is_told_beside_its_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It keeps that in a copy of the configuration that it is given."""
-    from transformers import generation
+    from transformers.generation import configuration_utils as generation
 
     few = partial(generation.ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=64)
     monkeypatch.setattr(generation, "ContinuousBatchingConfig", few)

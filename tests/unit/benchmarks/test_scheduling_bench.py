@@ -19,7 +19,7 @@ from benchmarks.scheduling import (
 )
 from benchmarks.scheduling.scheduling_live import figures, ratios, saturation
 from benchmarks.scheduling.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from tests.support.worker.worker_support import limits, prompt, sequence
 from worker.engine import scheduler
 from worker.engine.sequence import Sequence
@@ -88,11 +88,6 @@ def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
     forecast = {
         scheduling_forecast.BINDING: {"8 workers, load 0.9": {"global": 1.0, "p2c": 4.0, "jsq": 2}},
         "goodput": {"bounded": {"1": 0.8, "1.3": 0.9}},
-        "fluid": {
-            "8 workers": {"error": {"ttft_p50_s": 0.01}},
-            "64 workers": {"error": {"ttft_p50_s": -0.02}},
-            "elsewhere": {"error": {"ttft_p50_s": 0.3}},
-        },
         "speed_100_workers": 0.6,
     }
     by_order = {order: {"turns": 1.0, "arrival": 2.0} for order in ("fifo", "shortest")}
@@ -115,16 +110,14 @@ def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
         "queue_ops_per_s_at_1e4": 125_000.0,
         "simulator_ttft_p50_error": 0.05,
         "simulator_speed_100_workers": 0.6,
-        "fluid_model_error": 0.02,
-        "fluid_model_error_anywhere": 0.3,
     }
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
 def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not() -> None:
     steps = 3000
-    assert scheduling_turns.gap("fifo", in_turns=True, steps=steps) <= scheduling_turns.bound()
-    assert scheduling_turns.gap("fifo", in_turns=False, steps=steps) > scheduling_turns.bound()
+    assert scheduling_turns.gap("fifo", is_fair=True, steps=steps) <= scheduling_turns.bound()
+    assert scheduling_turns.gap("fifo", is_fair=False, steps=steps) > scheduling_turns.bound()
 
 
 def test_each_choice_takes_whom_its_name_says_of_the_lowest_class() -> None:

@@ -212,7 +212,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
         ({"ageing_factor": -1.0}, "ageing_factor must be at least 0, not -1"),
         ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
-        ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
+        ({"max_queued": 5, "reset": ["heartbeat"]}, "heartbeat: must be one of order, max_queued"),
     ],
 )
 async def test_what_cannot_be_set_is_told(

@@ -203,7 +203,7 @@ async def test_log_probabilities_are_printed_a_line_a_token() -> None:
 async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     said = await failure("generate", "x", "--model", "fake")
     assert said.startswith("--model needs --local: a cluster has its model")
-    assert "--set needs --local" in await failure("generate", "x", "--set", "worker.beat=1")
+    assert "--set needs --local" in await failure("generate", "x", "--set", "worker.heartbeat=1")
     assert "no such directory" in await failure("generate", "x", "--local", "--model", "/none")
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")

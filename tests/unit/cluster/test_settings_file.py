@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import load
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 
 def problems(directory: Path, text: str, *assignments: str, **environ: str) -> list[str]:
@@ -39,7 +39,7 @@ true: 1
         "FILE:7: worker.fake.step_time: must be a number, not 'soon'",
         "FILE:8: ledger: must be a section of settings, not 5",
         "FILE:10: autoscale.min_workers must be at least 0, not -1",
-        "True: unknown key",
+        "FILE:11: true: unknown key",
     ]
 
 

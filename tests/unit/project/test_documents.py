@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,18 @@ def written(text: str) -> Document:
     return Document(ROOT / "nowhere.md", text)
 
 
+def missing_modules(folder: Path, text: str) -> list[str]:
+    """Return the modules in the first columns of tables that are nowhere in the folder."""
+    columns = re.findall(r"^\| (`[^|]*)", text, re.MULTILINE)
+    names = [name for column in columns for name in re.findall(r"`([\w/.]+\.py)`", column)]
+    return [
+        name
+        for name in names
+        if not (ROOT / name).exists() and not (folder / name).exists()
+        if next(folder.rglob(name.rsplit("../", 1)[-1]), None) is None
+    ]
+
+
 def faults(document: Document) -> dict[str, str]:
     """By what is typed."""
     told = {" ".join(each.words): fault(each) for each in document.commands()}
@@ -25,6 +38,16 @@ def faults(document: Document) -> dict[str, str]:
 @pytest.mark.parametrize("path", PATHS)
 def test_every_link_leads_somewhere(path: Path) -> None:
     assert not list(Document.read(path).dead_links())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_module_in_a_table_exists(path: Path) -> None:
+    assert missing_modules(path.parent, path.read_text()) == []
+
+
+def test_a_module_that_is_gone_is_found() -> None:
+    text = "| `gone.py`, `conftest.py` | what |"
+    assert missing_modules(ROOT / "tests", text) == ["gone.py"]
 
 
 @pytest.mark.parametrize("path", PATHS)

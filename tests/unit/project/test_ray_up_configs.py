@@ -19,7 +19,7 @@ import yaml
 
 from cluster.config import Config, load
 from everlift import settings
-from everlift.model_name import is_hub_id
+from everlift.hub import is_hub_id
 from router.ledger.config import LedgerConfig
 
 FILES = Path(__file__).parents[3] / "deploy" / "ray-up"

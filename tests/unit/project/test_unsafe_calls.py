@@ -36,7 +36,7 @@ ARGUMENTS = {"allow_pickle", "trust_remote_code", "weights_only", "shell"}
 #: By file, what of these it does, and why nobody outside gets there.
 ALLOWED = {
     ("proto/everlift/__init__.py", "importlib.import_module"): "a module of the file's own table",
-    ("cluster/local/prefork_process.py", "importlib.import_module"): (
+    ("cluster/local/fork_server_process.py", "importlib.import_module"): (
         "a name that the parent process gives on its own pipe: one of the project's programs"
     ),
     ("worker/attention/flash_attention.py", "importlib.import_module"): "a name that stands there",

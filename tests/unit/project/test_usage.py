@@ -70,7 +70,7 @@ async def test_cached_tokens_survive_a_takeover(cached_tokens: int) -> None:
         gone.make(epoch, 0, "a", waited_s=0.0, cached_tokens=cached_tokens)
         await until(lambda: live.choices[0].stored == 1)
         run.cancel()
-        await heir.requests._adoption.adopt("r")
+        await heir.requests._takeover.take_over("r")
         heir.make(await heir.dispatch(), 1, "b", EOS, waited_s=0.0, cached_tokens=6)
         assert (await usage(heir)).cached_tokens == cached_tokens
         await gone.requests.stop(0.0)

@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from everlift import AsyncClient, Client, EverliftError, Unauthenticated
-from everlift.errors import RouterStopping
-from everlift.settings import SettingsError
+from everlift.errors import RouterStopping, SettingsError
 from everlift.testing import Break, FakeTransport, Refuse
 from everlift.v1 import chaos_pb2
 from tests.support.router.wires import WIRES, Wire

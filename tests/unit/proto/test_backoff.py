@@ -2,7 +2,7 @@
 
 import pytest
 
-from everlift.client.backoff import Backoff
+from everlift.client.retries import Backoff
 
 
 def test_delays_double_to_a_fifth_of_a_second_and_after_three_seconds_are_one() -> None:

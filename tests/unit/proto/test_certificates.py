@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from everlift import certificates
+from everlift.errors import SettingsError
 from everlift.reloaded import Reloaded
-from everlift.settings import SettingsError
 from everlift.tls import InternalTls, Tls
 from router.config import RouterConfig
 from tests.support.router.authority import Authority, Pair, Secret

@@ -11,8 +11,7 @@ from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
-from router.prediction.length_distribution import LengthDistribution
-from router.prediction.predictor import Prediction
+from router.prediction.predictor import LengthDistribution, Prediction
 from router.requests.explanation import MAX_BYTES, explained, kept, packed, resumed
 from router.requests.timing import FINISHED, SILENT, Journal
 from tests.support.ledger.ledgers import make_request
@@ -31,27 +30,27 @@ def entry(state: State = State.RUNNING, attempts: int = 1) -> Entry:
 
 def journal(attempts: int = 1, names: int = 0) -> Journal:
     made = WatchedJournal(CAME)
-    made.rendered(CAME + 0.5)
+    made.received(CAME + 0.5)
     made.accepted(CAME + 1)
     now = CAME + 1
     for attempt in range(1, attempts + 1):
-        queue = pb.QueueStay(earlier=1, before=["a/" + "b" * 120] * names)
-        stay = session_pb2.Stay(seconds=0.5, queue=queue)
+        queue = pb.QueueBypass(earlier=1, before=["a/" + "b" * 120] * names)
+        queue_wait = session_pb2.QueueWait(seconds=0.5, queue=queue)
         message = session_pb2.Dispatched(
-            worker_id="w" * 32, attempt=attempt, overtaken=2, stay=stay
+            worker_id="w" * 32, attempt=attempt, bypassed=2, queue_wait=queue_wait
         )
         others = ("a/" + "n" * 120,) * names
         made.dispatched(message, 10, others, made.worker, now := now + 1, others)
         made.joined(others)
-        account = session_pb2.Account(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
-        made.says(now := now + 1, 2, account)
+        breakdown = session_pb2.TimeBreakdown(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
+        made.says(now := now + 1, 2, breakdown)
         made.left("moved", now)
         made.queued_again(now := now + 1)
     return made
 
 
 def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
-    prediction = Prediction(LengthDistribution(7.0))
+    prediction = Prediction(LengthDistribution(7.0), output_tokens=7)
     return explained(of.until(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
 
 
@@ -100,7 +99,7 @@ def test_the_ledgers_events_say_what_came_behind_what_it_was_told() -> None:
     events = (Event(over.arrived, "open", "g"), Event(LEDGER + CAME + 6.5, "finish", ""))
     explanation = kept(stored(data, over, LEDGER + 1e6), events)
     assert explanation.state == pb.REQUEST_STATE_FINISHED
-    assert explanation.spans[-1] == pb.Span(kind=pb.SPAN_KIND_STORING, seconds=0.5)
+    assert explanation.spans[-1] == pb.Span(kind=pb.SPAN_KIND_LEDGER, seconds=0.5)
     assert seconds(explanation) == explanation.total_s == 6.5
 
 
@@ -108,7 +107,7 @@ def test_of_what_nobody_explained_the_ledger_tells_the_whole() -> None:
     over = entry(State.CANCELLED)
     events = (Event(over.arrived, "open", "g"), Event(over.arrived + 3, "end", "cancelled"))
     explanation = kept(stored(b"", over, LEDGER + 1e6), events)
-    assert list(explanation.spans) == [pb.Span(kind=pb.SPAN_KIND_ELSEWHERE, seconds=3.0)]
+    assert list(explanation.spans) == [pb.Span(kind=pb.SPAN_KIND_OTHER, seconds=3.0)]
     assert explanation.total_s == 3.0
 
 
@@ -117,16 +116,16 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     first.readable(CAME + 4)
     data = packed(told(first, CAME + 6))
     heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
-    message = session_pb2.Dispatched(worker_id="x", attempt=3, overtaken=1)
+    message = session_pb2.Dispatched(worker_id="x", attempt=3, bypassed=1)
     heir.dispatched(message, 10, (), SILENT, 80.0)
     heir.left(FINISHED, 81.0)
     explanation = told(heir, 81.0)
     assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
     by_kind = {span.kind: span.seconds for span in explanation.spans}
-    assert by_kind[pb.SPAN_KIND_ELSEWHERE] == pytest.approx(10.0)
+    assert by_kind[pb.SPAN_KIND_OTHER] == pytest.approx(10.0)
     assert [attempt.worker_id for attempt in explanation.attempts] == ["w" * 32, "x"]
     assert (explanation.ttft_s, explanation.ledger_s) == (4.0, 1.0)
-    assert explanation.overtaken == 2 + 1
+    assert explanation.bypassed == 2 + 1
 
 
 def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
@@ -141,7 +140,7 @@ def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
         heir.queued_again(105.0)
     explanation = told(heir, 110.0, attempts=21)
     assert explanation.dropped_attempts + len(explanation.attempts) == 21
-    assert explanation.overtaken == 2 * 12
+    assert explanation.bypassed == 2 * 12
     assert seconds(explanation) == pytest.approx(explanation.total_s)
 
 
@@ -151,14 +150,14 @@ def test_every_kind_has_a_label() -> None:
 
 def test_programs_are_told_where_each_span_begins() -> None:
     spans = [
-        pb.Span(kind=pb.SPAN_KIND_BEHIND_EARLIER, seconds=0.25, attempt=1),
+        pb.Span(kind=pb.SPAN_KIND_QUEUE, seconds=0.25, attempt=1),
         pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.5, attempt=1),
     ]
     explanation = pb.Explanation(request_id="r", state=pb.REQUEST_STATE_FAILED, spans=spans)
     told = as_json(explanation)
     assert told["state"] == "failed"
     assert told["spans"] == [
-        {"kind": "behind_earlier", "start_s": 0.0, "seconds": 0.25, "attempt": 1},
+        {"kind": "queue", "start_s": 0.0, "seconds": 0.25, "attempt": 1},
         {"kind": "decode", "start_s": 0.25, "seconds": 0.5, "attempt": 1},
     ]
-    assert server_timing(spans) == "behind_earlier;dur=250.000, decode;dur=500.000"
+    assert server_timing(spans) == "queue;dur=250.000, decode;dur=500.000"

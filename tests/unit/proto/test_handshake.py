@@ -2,7 +2,7 @@
 
 import pytest
 
-from everlift.handshake import refusal
+from everlift.channels import refusal
 
 #: As gRPC 1.85 says it.
 FAILED = "failed to connect to all addresses; last error: "

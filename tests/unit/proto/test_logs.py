@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
     logs.configure("router-0", path=tmp_path / "log")
-    logs.get("router.worker_sessions").info("worker lost", worker_id="w1", request_id="r\n1")
+    logs.get_logger("router.worker_sessions").info("worker lost", worker_id="w1", request_id="r\n1")
     (line,) = lines(tmp_path / "log")
     assert str(line.pop("ts")).endswith("+00:00")
     assert line == {
@@ -45,7 +45,7 @@ def test_an_event_is_one_json_line_with_its_fields(tmp_path: Path) -> None:
 
 def test_what_lies_below_the_level_is_not_written(tmp_path: Path) -> None:
     logs.configure("c", "warning", tmp_path / "log")
-    log = logs.get("worker.engine.engine")
+    log = logs.get_logger("worker.engine.engine")
     log.debug("a")
     log.info("b")
     log.warning("c")
@@ -65,7 +65,7 @@ def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
     try:
         raise ValueError("why")
     except ValueError:
-        logs.get("cluster.cli").exception("start failed", worker_id="w1")
+        logs.get_logger("cluster.cli").exception("start failed", worker_id="w1")
     (line,) = lines(tmp_path / "log")
     assert (line["level"], line["event"], line["worker_id"]) == ("error", "start failed", "w1")
     assert "ValueError: why" in str(line["traceback"])
@@ -73,7 +73,7 @@ def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
 
 def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
-    logs.get("cluster.local.process").info("child started", pid=1, event="x")
+    logs.get_logger("cluster.local.process").info("child started", pid=1, event="x")
     (line,) = lines(tmp_path / "log")
     assert line["event"] == "child started"
     assert (line["pid"], line["pid_"], line["event_"]) == (os.getpid(), 1, "x")
@@ -81,14 +81,14 @@ def test_a_field_cannot_hide_a_fixed_key(tmp_path: Path) -> None:
 
 def test_a_value_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "log")
-    logs.get("cluster.local.process").info("ready", path=Path("/x"))
+    logs.get_logger("cluster.local.process").info("ready", path=Path("/x"))
     assert lines(tmp_path / "log")[0]["path"] == "/x"
 
 
 def test_configuring_again_replaces_the_first(tmp_path: Path) -> None:
     logs.configure("c", path=tmp_path / "first")
     logs.configure("c", path=tmp_path / "second")
-    logs.get("cluster.local.process").info("ready")
+    logs.get_logger("cluster.local.process").info("ready")
     assert lines(tmp_path / "first") == []
     assert len(lines(tmp_path / "second")) == 1
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download, hf_hub_download
 
+from everlift.hub import is_commit, is_hub_id, name_for_clients
 from everlift.model_files import ModelUnavailable, fetch, locate, pin, weight_files
-from everlift.model_name import is_commit, is_hub_id, name_for_clients
 from tests.support.hub import Hub, in_use
 
 NAME = "org/tiny"

@@ -27,11 +27,9 @@ from everlift import (
     Unreachable,
     wire,
 )
-from everlift.client.deadline import Deadline
 from everlift.client.reading import Reading
 from everlift.client.reception import Reception
-from everlift.client.retries import Retries
-from everlift.client.retry_budget import RetryBudget
+from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
 from everlift.testing.router import Context
 from everlift.v1 import chaos_pb2
@@ -177,7 +175,7 @@ async def test_who_attached_has_nothing_to_submit() -> None:
     async with AsyncClient("fake", transport=FakeTransport()) as client:
         reception = Reception("r")
         reading = Reading(client._routers, reception, client._budget(Deadline(None)))
-        reception.take(pb.GenerateResponse(request_id="r"))
+        reception.accept(pb.GenerateResponse(request_id="r"))
         with pytest.raises(Shed):
             await reading.recover(Shed())
         assert reading.is_over

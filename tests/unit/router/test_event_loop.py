@@ -65,7 +65,7 @@ class Flow:
         self.away.append(self.clock.elapsed)
 
     def put(self) -> None:
-        self.process.call_soon(self.appender.put, "r", Append("r", 1, 0, (7,)))
+        self.process.call_soon(self.appender.add, "r", Append("r", 1, 0, (7,)))
 
     def run(self, stalls_s: Sequence[tuple[float, float]] = (), seconds: float = 2.0) -> None:
         """One append, and stalls of the process, each after some seconds since the last one."""

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from everlift.tls import InternalTls
-from router.config import RouterConfig
-from router.exposure import exposures
+from router.config import RouterConfig, exposures
 
 TLS = RouterConfig(tls_cert="cert", tls_key="key")
 INTERNAL = InternalTls("ca", "cert", "key")

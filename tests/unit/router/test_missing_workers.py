@@ -10,8 +10,7 @@ from everlift.v1.session_pb2 import ClusterLoad, Scaling, WorkerDemand, WorkerSt
 from router.admission.demands import Demand, Demands
 from router.admission.scheduler import StartingWorkers
 from router.ledger.base import LoadReport
-from router.missing_workers import missing_workers
-from router.placement import unplaced
+from router.missing_workers import missing_workers, unplaced
 
 REPLICAS = "SERVE_REPLICA::everlift#worker#"
 NO_GPU = "no node with 1 GPU is free"
@@ -56,22 +55,22 @@ def test_nothing_is_said_where_it_is_not_known() -> None:
 def test_starts_are_counted_until_they_are_over() -> None:
     starts = StartingWorkers()
     first = WorkerStart(name="a", seconds=5.0, elapsed_s=30.0)
-    starts.hear([first, WorkerStart(name="b", seconds=9.0, elapsed_s=2.0)], 0.0)
+    starts.update([first, WorkerStart(name="b", seconds=9.0, elapsed_s=2.0)], 0.0)
     assert [starts.count(now) for now in (4.0, 6.0, 10.0)] == [2, 1, 0]
     assert [starts.longest_s(now) for now in (4.0, 6.0, 10.0)] == [34.0, 8.0, 0.0]
-    starts.hear([WorkerStart(name="b", seconds=0.0)], 6.0)
+    starts.update([WorkerStart(name="b", seconds=0.0)], 6.0)
     assert starts.count(6.0) == 0
 
 
 def test_each_cluster_counts_once_while_its_routers_are_connected() -> None:
     demands = Demands()
     assert demands.total(0.0) == Demand() and not demands.is_scaled
-    demands.hear("g1", WorkerDemand(ray_cluster="old", workers=2))
-    demands.hear("g2", WorkerDemand(ray_cluster="old", workers=2))
+    demands.update("g1", WorkerDemand(ray_cluster="old", workers=2))
+    demands.update("g2", WorkerDemand(ray_cluster="old", workers=2))
     new = WorkerDemand(ray_cluster="new", workers=3, unplaced=1, unplaced_cause=NO_GPU)
-    demands.hear("g3", new)
+    demands.update("g3", new)
     assert demands.total(0.0) == Demand(5, 1, NO_GPU)
-    demands.hear("g1", WorkerDemand(ray_cluster="old", workers=4))
+    demands.update("g1", WorkerDemand(ray_cluster="old", workers=4))
     assert demands.total(0.0) == Demand(7, 1, NO_GPU)
     demands.disconnect("g1")
     demands.disconnect("g2")
@@ -80,8 +79,8 @@ def test_each_cluster_counts_once_while_its_routers_are_connected() -> None:
 
 def test_an_autoscaler_decides_for_its_own_cluster() -> None:
     demands = Demands()
-    demands.hear("g1", WorkerDemand(ray_cluster="old"))
-    demands.hear("g2", WorkerDemand(ray_cluster="new"))
+    demands.update("g1", WorkerDemand(ray_cluster="old"))
+    demands.update("g2", WorkerDemand(ray_cluster="new"))
     assert demands.is_scaled and demands.total(0.0).workers is None
     demands.scale(Scaling(ray_cluster="old", workers=4), 1.0)
     demands.scale(Scaling(ray_cluster="new", workers=5), 30.0)

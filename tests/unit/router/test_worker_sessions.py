@@ -6,13 +6,12 @@ from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.worker.worker_support import limits, prompt, start
 from worker.config import Scheduling
-from worker.engine.account import Account
-from worker.engine.accounts import Told
-from worker.engine.counters import Counters
 from worker.engine.limits import Limits
-from worker.engine.load import Load
+from worker.engine.load import Counters, Load
 from worker.engine.outcome import Abort, News, Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
+from worker.engine.time_breakdown import TimeBreakdown
+from worker.engine.time_breakdowns import SequenceBreakdown
 from worker.grammar.absent import NoGrammars
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.sessions import Session, Sessions
@@ -107,7 +106,7 @@ def test_of_what_routers_say_of_the_policy_the_newest_holds() -> None:
     desk.set_policy(b, 4, "static")
     assert desk.engine.orders == ["slai", ("start", 1)]
     desk.set_policy(b, 6, "magnus")
-    desk.sessions.leave(b)
+    desk.sessions.end_session(b)
     desk.set_policy(a, 5, "slai")
     assert desk.engine.orders[2:] == ["magnus"]
     assert desk.sessions.cut(a).state.engine_policy == "magnus"
@@ -136,22 +135,23 @@ def test_an_account_goes_where_its_sequence_came_from_with_its_end_too() -> None
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
-    accounts = tuple(
-        Told(SequenceKey(epoch, 0), Account(9.0, decode_s=float(epoch))) for epoch in (1, 2, 3)
+    breakdowns = tuple(
+        SequenceBreakdown(SequenceKey(epoch, 0), TimeBreakdown(9.0, decode_s=float(epoch)))
+        for epoch in (1, 2, 3)
     )
     ended = report(Outcome(SequenceKey(1, 0), 0, (7,), Stop.EOS))
-    desk.sessions.deliver(replace(ended, accounts=accounts))
-    assert {it.epoch: it.decode_s for it in desk.sessions.cut(a).accounts} == {1: 1.0, 2: 2.0}
-    assert not desk.sessions.cut(b).accounts
-    desk.sessions.deliver(replace(report(), accounts=accounts))
-    assert {it.epoch for it in desk.sessions.cut(a).accounts} == {2}, "the other is over"
+    desk.sessions.deliver(replace(ended, breakdowns=breakdowns))
+    assert {it.epoch: it.decode_s for it in desk.sessions.cut(a).breakdowns} == {1: 1.0, 2: 2.0}
+    assert not desk.sessions.cut(b).breakdowns
+    desk.sessions.deliver(replace(report(), breakdowns=breakdowns))
+    assert {it.epoch for it in desk.sessions.cut(a).breakdowns} == {2}, "the other is over"
 
 
 def test_every_router_is_told_what_came_of_those_that_decode() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
-    desk.sessions.deliver(replace(report(), decoding=Account(9.0, decode_s=3.0, steps=20.0)))
-    told = session_pb2.Account(decode_s=3.0, steps=20)
+    desk.sessions.deliver(replace(report(), decoding=TimeBreakdown(9.0, decode_s=3.0, steps=20.0)))
+    told = session_pb2.TimeBreakdown(decode_s=3.0, steps=20)
     assert [desk.sessions.cut(each).state.decoding for each in (a, b)] == [told, told]
 
 
@@ -235,8 +235,8 @@ def test_leaving_aborts_once_what_the_router_had() -> None:
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
     desk.send(b, start(3, prompt(3)))
-    desk.sessions.leave(a)
-    desk.sessions.leave(a)
+    desk.sessions.end_session(a)
+    desk.sessions.end_session(a)
     assert desk.engine.orders[3:] == [("abort", 1), ("abort", 2)]
     assert a.is_over and not b.is_over
 
@@ -248,7 +248,7 @@ def test_a_new_stream_of_the_same_router_replaces_the_old_one() -> None:
     new = desk.join("a")
     assert old.is_over and desk.engine.orders == [("start", 1), ("abort", 1)]
     desk.send(new, start(2, prompt(3)))
-    desk.sessions.leave(old)
+    desk.sessions.end_session(old)
     assert not new.is_over and len(desk.engine.orders) == 3
 
 
@@ -346,7 +346,7 @@ def test_a_router_that_leaves_or_aborts_delays_no_step() -> None:
     desk.send(b, start(2, prompt(3)))
     first = first_steps(1, 2, to_confirm=(1, 2))
     desk.sessions.announce(first, lambda: calls.append("confirmed"))
-    desk.sessions.leave(a)
+    desk.sessions.end_session(a)
     assert not calls
     desk.send(b, aborts=(2,))
     assert calls == ["confirmed"]

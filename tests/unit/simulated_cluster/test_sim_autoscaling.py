@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from cluster.autoscale.config import AutoscaleConfig
 from tests.simulated_cluster.cluster import ROUTER, WORKER, SimCluster
 from tests.simulated_cluster.replicas import SimReplicas
@@ -44,6 +46,7 @@ def test_from_no_worker_to_one_and_back_twice() -> None:
         assert replicas.reversals == 3
 
 
+@pytest.mark.long
 def test_four_times_the_load_and_back_loses_nothing() -> None:
     rng = random.Random(3)
     right: dict[str, list[int]] = {}

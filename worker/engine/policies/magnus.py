@@ -38,10 +38,10 @@ class Magnus(Policy):
     def waiting(self) -> SimilarBatches:
         return self._waiting
 
-    def begin(self, columns: SlotTable, now: float) -> None:
+    def begin_step(self, slot_table: SlotTable, now: float) -> None:
         self._now = now
-        self._is_busy = bool(columns.known_by_slot.any()) or self._has_waited()
-        self._waiting.begin(now)
+        self._is_busy = bool(slot_table.known_by_slot.any()) or self._has_waited()
+        self._waiting.begin_step(now)
 
     def head(self, num_running: int) -> Sequence | None:
         if not num_running and self._waiting.member() is None:
@@ -50,7 +50,6 @@ class Magnus(Policy):
         return self._waiting.member()
 
     def _end(self) -> None:
-        """The batch is done. When it was is only known if the next one was there already."""
         if self._running is not None and self._is_busy and self._now > self._began:
             self._serving_time.learn(self._running, self._now - self._began)
         self._running = None
@@ -59,10 +58,9 @@ class Magnus(Policy):
         if heads := self._waiting.heads():
             batch = max(heads, key=self._rank)
             self._running, self._began = batch.size, self._now
-            self._waiting.take(batch)
+            self._waiting.admit(batch)
 
     def _rank(self, batch: WaitingBatch) -> tuple[float, float, int]:
-        """Response ratio; of those that have not waited the quickest, then who came first."""
         serving_s = self._serving_time.estimate(batch.size)
         return (self._now - batch.since + serving_s) / serving_s, -serving_s, -batch.order
 

@@ -59,8 +59,8 @@ class Policy(ABC):
         """Who is admitted next, beside ``num_running`` in the batch. It stays in ``waiting``, and
         nobody overtakes it while there is no room for it. None: for now nobody is."""
 
-    def begin(self, columns: SlotTable, now: float) -> None:
-        """A step begins, and all that the ones before it drew is in ``columns``."""
+    def begin_step(self, slot_table: SlotTable, now: float) -> None:
+        """A step begins, and all that the ones before it drew is in ``slot_table``."""
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:

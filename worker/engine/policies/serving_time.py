@@ -1,4 +1,4 @@
-"""How long a batch will take that runs until all of it are done. Pure."""
+"""Estimates of how long steps and batches take. Pure."""
 
 from __future__ import annotations
 
@@ -44,6 +44,30 @@ class ServingTime:
 
 
 def _distance(one: BatchSize, other: BatchSize) -> float:
-    """Sum of squares of the relative differences."""
     differences = (abs(a - b) / max(a, b) for a, b in zip(one, other, strict=True))
     return sum(difference * difference for difference in differences)
+
+
+#: The last ones that are looked at.
+_STEPS = 16
+
+
+class LongestStep:
+    """Of the last 16 steps of an engine. Steps that prefill take several times as long as those
+    that do not, so that a mean says little about the next one."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """0 while no step was seen."""
+        return max(self._steps, default=0.0)
+
+    def begin_step(self, now: float, is_busy: bool) -> None:
+        """A step begins. What has passed since the last one began is what that took, if the engine
+        ``is_busy``: it did not wait for work."""
+        if is_busy and self._began is not None:
+            self._steps.append(max(0.0, now - self._began))
+        self._began = now

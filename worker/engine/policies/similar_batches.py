@@ -108,13 +108,13 @@ class SimilarBatches:
     def member(self) -> Sequence | None:
         return self._members.head()
 
-    def begin(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         """A step begins."""
         for batch in self._opened:
             batch.since = now
         self._opened.clear()
 
-    def take(self, batch: WaitingBatch) -> None:
+    def admit(self, batch: WaitingBatch) -> None:
         """It runs from now on."""
         for sequence in list(batch):
             self.remove(sequence)

@@ -15,8 +15,8 @@ import numpy as np
 
 from worker.config import Scheduling
 from worker.engine.plan import Ints
-from worker.engine.policies.longest_step import LongestStep
 from worker.engine.policies.policy import Policy
+from worker.engine.policies.serving_time import LongestStep
 from worker.engine.sequence import Sequence
 from worker.engine.slot_table import SlotTable
 from worker.engine.waiting import WaitingLine
@@ -48,9 +48,9 @@ class Slai(Policy):
     def waiting(self) -> WaitingLine:
         return self._waiting
 
-    def begin(self, columns: SlotTable, now: float) -> None:
-        num_known = columns.known_by_slot
-        self._longest_step.begin(now, is_busy=bool(num_known.any()))
+    def begin_step(self, slot_table: SlotTable, now: float) -> None:
+        num_known = slot_table.known_by_slot
+        self._longest_step.begin_step(now, is_busy=bool(num_known.any()))
         self._came[num_known != self._num_known] = now
         self._num_known[:] = num_known
         self._now = now

@@ -1,4 +1,4 @@
-"""Static batching: a batch is closed, and nobody comes in until all of it are done. Pure."""
+"""Continuous and static batching. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from itertools import chain
 from worker.engine.policies.policy import Policy
 from worker.engine.sequence import Sequence
 from worker.engine.waiting import WaitingLine
+
+
+class Continuous(Policy):
+    """All that can decode do; then those in the batch are prefilled, then newcomers, by class and
+    arrival."""
+
+    def __init__(self) -> None:
+        self._waiting = WaitingLine()
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    def head(self, num_running: int) -> Sequence | None:
+        return self._waiting.head()
 
 
 class ClosedBatch:

@@ -1,13 +1,15 @@
-"""One line of a trace."""
+"""Lines of a trace file, by format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite, nan
 from pathlib import Path
+from typing import Protocol
 
 from cluster.errors import WorkloadFailed
+from cluster.simulator.workloads.arrivals import Arrival
 
 #: As requests can say it.
 _MOST = (1 << 31) - 1
@@ -71,3 +73,59 @@ class Row:
         if value is None:
             raise self.wrong(f"{name} is missing")
         return value
+
+
+_MAX_TOKENS = 4096
+_MOONCAKE_PART_TOKENS = 512
+
+
+class Format(Protocol):
+    def __call__(self, row: Row) -> Arrival | None:
+        """``at`` is counted from the format's own zero. Raises WorkloadFailed."""
+        ...
+
+
+def azure(row: Row) -> Arrival:
+    output_tokens = row.count("GeneratedTokens", least=1)
+    return Arrival(
+        row.moment("TIMESTAMP"),
+        row.count("ContextTokens", least=1),
+        output_tokens,
+        max(_MAX_TOKENS, output_tokens),
+    )
+
+
+def burstgpt(row: Row) -> Arrival | None:
+    prompt_tokens = row.count("Request tokens", least=0)
+    output_tokens = row.count("Response tokens", least=0)
+    if not prompt_tokens or not output_tokens:
+        return None
+    return Arrival(
+        row.number("Timestamp"),
+        prompt_tokens,
+        output_tokens,
+        max(_MAX_TOKENS, output_tokens),
+        application=row.text("Log Type"),
+    )
+
+
+def mooncake(row: Row) -> Arrival:
+    """The last of its blocks, which is not full, is nobody else's."""
+    prompt_tokens = row.count("input_length", least=1)
+    output_tokens = row.count("output_length", least=1)
+    whole_parts = prompt_tokens // _MOONCAKE_PART_TOKENS
+    return Arrival(
+        row.number("timestamp") / 1000,
+        prompt_tokens,
+        output_tokens,
+        max(_MAX_TOKENS, output_tokens),
+        prefix=tuple(row.counts("hash_ids")[:whole_parts]),
+        prefix_part_tokens=_MOONCAKE_PART_TOKENS,
+    )
+
+
+#: By the columns that a file of theirs begins with.
+CSV: Mapping[frozenset[str], Format] = {
+    frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}): azure,
+    frozenset({"Timestamp", "Request tokens", "Response tokens", "Log Type"}): burstgpt,
+}

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from cluster.errors import WorkloadFailed
-from cluster.simulator.workloads.arrival import Arrival
-from cluster.simulator.workloads.traces.formats import CSV, Format, mooncake
-from cluster.simulator.workloads.traces.row import Row
+from cluster.simulator.workloads.arrivals import Arrival
+from cluster.simulator.workloads.traces.row import CSV, Format, Row, mooncake
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class Trace:
             raise WorkloadFailed(f"{self.file}: has no request in that window")
 
     def _recorded(self) -> Iterator[Arrival]:
-        """From 0 on."""
         begin, last = None, -inf
         for row, arrival in _read(self.file):
             if arrival.at < last:

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.autoscale.policy import Autoscaler
-from everlift.settings import SettingsError, load
+from everlift.errors import SettingsError
+from everlift.settings import load
 from everlift.v1.session_pb2 import ClusterLoad
 from tests.support.fleet import Fleet, Job
 
@@ -56,7 +57,9 @@ def test_a_crowd_is_worked_off_within_the_drain_target_and_is_no_rate_that_lasts
     assert 3 <= max(decision.workers for _, decision in fleet.decisions) <= 8
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(it, marks=pytest.mark.long) for it in range(1, 5))]
+)
 @pytest.mark.parametrize("load", [0.5, 0.9, 1.3, 2.2, 3.1, 4.4])
 def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, seed: int) -> None:
     fleet = Fleet(CONFIG, seed=seed).run(3600, load)

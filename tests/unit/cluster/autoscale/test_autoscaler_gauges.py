@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.autoscale.gauges import REASONS, Gauges
+from cluster.autoscale.decisions import REASONS, Gauges
 from cluster.autoscale.policy import Decision
 from everlift.v1.session_pb2 import ClusterLoad, Scaling
 from router.ledger.base import LoadReport

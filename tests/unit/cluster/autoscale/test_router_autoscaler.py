@@ -7,7 +7,7 @@ import pytest
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config, load
 from cluster.ray.deployments import ROUTER, ROUTER_POLICY, options
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own

@@ -15,7 +15,7 @@ from cluster.bench.load import REQUESTS, Load, TokenPrompts, WordPrompts, times
 from cluster.bench.target import load_tokenizer
 from cluster.config import DEMO_MODEL
 from cluster.errors import BenchFailed, WorkloadFailed
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 
 PROMPTS = TokenPrompts(vocab_size=100, seed=0)
 

@@ -16,7 +16,7 @@ def rates(ramp: Ramp, most_that_is_kept: float) -> list[float]:
     tried = []
     while (rate := ramp.next_rate()) is not None:
         tried.append(rate)
-        ramp.tell(rate, rate <= most_that_is_kept)
+        ramp.report(rate, rate <= most_that_is_kept)
     return tried
 
 

@@ -23,12 +23,12 @@ from everlift.errors import (
 )
 from everlift.v1 import chaos_pb2 as pb
 from everlift.v1 import chaos_pb2_grpc, inference_pb2, session_pb2, session_pb2_grpc
-from router import beginnings
 from router.api.grpc.admin_server import ChaosServer
 from router.auth.caller import OPEN
 from router.config import RouterConfig
 from router.faults.faults import Part, check_fault
 from router.faults.injector import Chaos
+from router.id_prefix import find_id
 from router.internal_server import InternalServer
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.ledger.ledgers import Clock
@@ -85,12 +85,12 @@ def test_faults_that_cannot_be(
 
 
 def test_an_id_is_found_by_a_beginning_that_it_alone_has() -> None:
-    assert beginnings.find("ab", ["abc", "b"]) == "abc"
-    assert beginnings.find("ab", ["ab", "abc"]) == "ab"
-    assert beginnings.find("c", ["abc"]) is None
-    assert beginnings.find("", ["abc"]) is None
+    assert find_id("ab", ["abc", "b"]) == "abc"
+    assert find_id("ab", ["ab", "abc"]) == "ab"
+    assert find_id("c", ["abc"]) is None
+    assert find_id("", ["abc"]) is None
     with pytest.raises(UnknownWorker, match="'a' may mean abc, abd"):
-        beginnings.find("a", ["abd", "abc"])
+        find_id("a", ["abd", "abc"])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ class Place:
 @pytest.fixture
 async def ledger() -> RecordedLedger:
     ledger = RecordedLedger()
-    await ledger.beat("me", "m:1", 3600.0)
+    await ledger.heartbeat("me", "m:1", 3600.0)
     return ledger
 
 
@@ -227,7 +227,7 @@ async def test_a_worker_is_cut_off_from_a_router_by_its_whole_id(me: Place) -> N
 async def test_a_beginning_that_a_worker_and_a_router_have_is_refused(
     me: Place, ledger: RecordedLedger
 ) -> None:
-    await ledger.beat("worker-3", "w:3", 60.0)
+    await ledger.heartbeat("worker-3", "w:3", 60.0)
     me.sessions.links.pop()
     with pytest.raises(UnknownWorker, match="may mean"):
         await me.inject(KILL, "worker")
@@ -281,7 +281,7 @@ async def test_a_router_is_cut_off(
 
 async def test_a_ledger_without_a_server_cannot_be_struck() -> None:
     plain = MemoryLedger(Clock())
-    await plain.beat("me", "m:1", 60.0)
+    await plain.heartbeat("me", "m:1", 60.0)
     with pytest.raises(InvalidRequest, match="no server"):
         await Place(plain, "me").inject(KILL, "ledger")
 
@@ -298,7 +298,7 @@ async def other(ledger: RecordedLedger) -> AsyncIterator[Place]:
     internal = InternalServer(None, None, place.chaos, None)  # type: ignore[arg-type]
     session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
     await server.start()
-    await ledger.beat("other", f"127.0.0.1:{port}", 3600.0)
+    await ledger.heartbeat("other", f"127.0.0.1:{port}", 3600.0)
     yield place
     await server.stop(None)
 
@@ -327,7 +327,7 @@ async def test_the_ledger_is_cut_off_from_one_router(
 async def test_a_router_that_is_gone_needs_no_fault(
     me: Place, other: Place, ledger: RecordedLedger
 ) -> None:
-    await ledger.beat("dead", "127.0.0.1:1", 60.0)
+    await ledger.heartbeat("dead", "127.0.0.1:1", 60.0)
     await me.inject(SLOW, "ledger", seconds=3, delay_s=0.2)
     assert len(ledger.disturbed) == 1
     with pytest.raises(EverliftError):

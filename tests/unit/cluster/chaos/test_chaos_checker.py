@@ -10,8 +10,8 @@ from cluster.chaos.check import check
 from cluster.chaos.checker import Finding, Kind, Living, examine
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import Append, Entry, Event, State
+from router.ledger.listing import Audited, Claim, Item, Listed, Stray
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.ledger.ledgers import Clock, make_request
 
@@ -170,7 +170,7 @@ class Script:
 
     async def heir_comes(self, seconds: float) -> None:
         self.waits.append(seconds)
-        await self.ledger.beat("heir", "h:1", 60.0)
+        await self.ledger.heartbeat("heir", "h:1", 60.0)
         await self.ledger.take_over("r", "heir", "g")
 
     async def nobody_comes(self, seconds: float) -> None:
@@ -180,8 +180,8 @@ class Script:
 async def a_ledger() -> MemoryLedger:
     """One request runs, one has ended."""
     ledger = MemoryLedger(Clock())
-    await ledger.beat("g", "g:1", 60.0)
-    await ledger.beat("other", "o:1", 3600.0)
+    await ledger.heartbeat("g", "g:1", 60.0)
+    await ledger.heartbeat("other", "o:1", 3600.0)
     await ledger.lead("g", "g:1", TERM, 60.0)
     await ledger.put_worker(session_pb2.WorkerInfo(worker_id="w", address="w:1"))
     for name in ("r", "done"):
@@ -201,7 +201,7 @@ async def test_a_ledger_that_is_right_is_counted() -> None:
 
 async def test_what_is_put_right_meanwhile_is_no_finding() -> None:
     ledger = await a_ledger()
-    await ledger.leave("g")
+    await ledger.end_lease("g")
     script = Script(ledger)
     result = await check(ledger, 3.0, script.heir_comes)
     assert (result.findings, script.waits) == ((), [3.0])
@@ -209,6 +209,6 @@ async def test_what_is_put_right_meanwhile_is_no_finding() -> None:
 
 async def test_what_stays_wrong_is_a_finding() -> None:
     ledger = await a_ledger()
-    await ledger.leave("g")
+    await ledger.end_lease("g")
     result = await check(ledger, 3.0, Script(ledger).nobody_comes)
     assert result.findings == (Finding(Kind.LOST, "r", "its gateway g is gone"),)

@@ -18,10 +18,10 @@ from everlift.v1 import inference_pb2_grpc
 from tests.support.router.restored_logging import restored_logging
 
 SPANS = [
-    (pb.SPAN_KIND_DOOR, 0.0015, 0),
-    (pb.SPAN_KIND_BEHIND_CLASS, 0.5, 1),
+    (pb.SPAN_KIND_RECEIVE, 0.0015, 0),
+    (pb.SPAN_KIND_QUEUE, 0.5, 1),
     (pb.SPAN_KIND_DECODE, 0.25, 1),
-    (pb.SPAN_KIND_DETECTION, 0.2485, 1),
+    (pb.SPAN_KIND_MIGRATION, 0.2485, 1),
     (pb.SPAN_KIND_RECOMPUTE, 1.0, 2),
 ]
 EXPLANATION = pb.Explanation(
@@ -36,7 +36,7 @@ EXPLANATION = pb.Explanation(
             known_tokens=100,
             cached_tokens=64,
             end="worker [w1] was lost",
-            queue=pb.QueueStay(found=7, higher=3, before=["other"], order="fifo"),
+            queue=pb.QueueBypass(found=7, higher=3, before=["other"], order="fifo"),
             occupants=["o"],
         ),
         pb.ExplainedAttempt(
@@ -111,7 +111,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
 async def test_programs_read_json() -> None:
     told = json.loads((await run("--json")).stdout)
     assert told["spans"][1] == {
-        "kind": "behind_class",
+        "kind": "queue",
         "start_s": 0.0015,
         "seconds": 0.5,
         "attempt": 1,

@@ -9,14 +9,14 @@ import pytest
 
 from cluster.errors import ClusterFailed
 from cluster.local.launch import Launch, RankLaunch
-from cluster.local.starter import Child
+from cluster.local.launcher import Child
 from worker.config import WorkerConfig
 
 LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))
 
 
 class Said:
-    """A Started that has written ``line``, and a Starter of it."""
+    """A Started that has written ``line``, and a Launcher of it."""
 
     pid = 1
 

@@ -135,7 +135,7 @@ class Ready:
 
 
 class Noting:
-    """A Starter that notes what ranks are told."""
+    """A Launcher that notes what ranks are told."""
 
     def __init__(self) -> None:
         self.launches: list[RankLaunch] = []
@@ -147,12 +147,12 @@ class Noting:
 
 
 async def test_each_rank_of_each_worker_is_told_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, starter = ProcessCluster(config(2, 2)), Noting()
+    cluster, launcher = ProcessCluster(config(2, 2)), Noting()
     monkeypatch.setattr(cluster, "_gpus", ["0", "1", "2", "3"])
-    monkeypatch.setattr(cluster, "_ranks", lambda: starter)
+    monkeypatch.setattr(cluster, "_ranks", lambda: launcher)
     for index in range(2):
         await cluster._worker(index).start()
-    told = [(launch.name, launch.gpu) for launch in starter.launches]
+    told = [(launch.name, launch.gpu) for launch in launcher.launches]
     assert told == [("worker-0", "0"), ("worker-0.1", "1"), ("worker-1", "2"), ("worker-1.1", "3")]
 
 

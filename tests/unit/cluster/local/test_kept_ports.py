@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.local.kept_ports import KeptPorts
+from cluster.local.router_ports import KeptPorts
 from router.config import RouterConfig
 
 

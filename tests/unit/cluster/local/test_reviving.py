@@ -19,7 +19,7 @@ from worker.config import WorkerConfig
 LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))
 
 
-class FailingStarter:
+class FailingLauncher:
     def __init__(self, error: Exception) -> None:
         self._error = error
         self.tries = 0
@@ -30,20 +30,22 @@ class FailingStarter:
 
 
 async def test_the_cause_is_told_when_no_process_can_be_started(tmp_path: Path) -> None:
-    replica = WorkerReplica(LAUNCH, FailingStarter(ClusterFailed("no nursery")), tmp_path, [""])  # type: ignore[arg-type]
-    with pytest.raises(ClusterFailed, match="no nursery"):
+    replica = WorkerReplica(
+        LAUNCH, FailingLauncher(ClusterFailed("no fork server")), tmp_path, [""]
+    )  # type: ignore[arg-type]
+    with pytest.raises(ClusterFailed, match="no fork server"):
         await replica.start()
 
 
-@pytest.mark.parametrize("error", [ClusterFailed("no nursery"), BlockingIOError("no process")])
+@pytest.mark.parametrize("error", [ClusterFailed("no fork server"), BlockingIOError("no process")])
 async def test_a_replica_that_cannot_be_started_is_tried_again(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 0.001)
-    starter = FailingStarter(error)
-    replica = WorkerReplica(LAUNCH, starter, tmp_path, [""])  # type: ignore[arg-type]
+    launcher = FailingLauncher(error)
+    replica = WorkerReplica(LAUNCH, launcher, tmp_path, [""])  # type: ignore[arg-type]
     keeping = asyncio.create_task(processes._keep_alive(replica))
-    await _until(lambda: starter.tries >= 3)
+    await _until(lambda: launcher.tries >= 3)
     await _cancel(keeping)
 
 

@@ -7,7 +7,7 @@ import pytest
 from cluster.config import Config
 from cluster.local.processes import ProcessCluster
 from cluster.local.router_ports import consecutive
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from router.config import RouterConfig
 
 NAMES = ("port", "internal_port", "http_port", "metrics_port")
@@ -64,7 +64,7 @@ def test_config_compares_hosts_of_equal_ports(hosts: tuple[str, str], overlaps: 
 
 
 def test_consecutive_refuses_ports_above_the_largest() -> None:
-    with pytest.raises(SettingsError, match="http_port must be from 0 to 65535, not 65536"):
+    with pytest.raises(SettingsError, match="http_port must be at most 65535, not 65536"):
         consecutive(replace(FREE, http_port=65_535), 2)
 
 

@@ -27,11 +27,11 @@ def test_a_start_holds_for_as_long_as_it_was_said_last(
     starts, until, now = StartingWorkers(), dict[str, float](), 0.0
     for name, seconds, later in heard:
         now += later
-        assert starts.is_any(now) == any(each > now for each in until.values())
-        starts.hear([session_pb2.WorkerStart(name=name, seconds=seconds)], now)
+        assert starts.count(now) == sum(each > now for each in until.values())
+        starts.update([session_pb2.WorkerStart(name=name, seconds=seconds)], now)
         until[name] = now + seconds
-    assert starts.is_any(now) == any(each > now for each in until.values())
-    assert not starts.is_any(now + 5.0)
+    assert starts.count(now) == sum(each > now for each in until.values())
+    starts.update([], now + 5.0)
     assert not starts._until
 
 

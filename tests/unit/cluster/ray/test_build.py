@@ -18,7 +18,7 @@ from cluster.ray.build import application, check_shown, serve_yaml
 from cluster.ray.deployments import RUN_TIME_SETTINGS
 from cluster.ray.ray_cluster import _rank_resources, _strategy
 from everlift import settings
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from tests.support.chart import all_settings
 
 EVERLIFT = Path(sys.executable).with_name("everlift")

@@ -41,7 +41,7 @@ from tests.support.chart import (
     container,
     running_helm,
 )
-from worker.serving.ready_file import ReadyFile
+from worker.serving.startup import ReadyFile
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
@@ -1659,7 +1659,7 @@ def test_a_pod_without_a_router_goes_at_once(rendered: dict[str, Rendered], tmp_
         ({"router": {"drain": 9.5}}, 9.5),
         ({"router": {"drain": 600}}, 600),
         ({"router": {"drain": 0}}, 0),
-        ({"router": {"beat": 0.2}}, RouterConfig().drain),
+        ({"router": {"heartbeat": 0.2}}, RouterConfig().drain),
     ],
 )
 def test_a_pod_has_the_time_that_its_router_may_take(

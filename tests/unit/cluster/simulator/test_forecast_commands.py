@@ -80,7 +80,7 @@ async def test_settings_decide_what_becomes_of_a_workload(
 
 
 async def test_a_made_up_workload_on_gpus() -> None:
-    how = ("--workload", "chat", "--duration", "2", "--fluid", "--foresight", "0.5")
+    how = ("--workload", "chat", "--duration", "2", "--foresight", "0.5")
     said = await run("simulate", "--workers", "h200=1", *how)
     assert "class 1" not in said and "tenant t1" not in said
     said = await run("simulate", "--workers", "h200=1", *how, "--groups")
@@ -141,15 +141,6 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
 async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     output = await run(*arguments, status=1)
     assert said in output and output.startswith("error: ")
-
-
-@pytest.mark.parametrize("command", [("simulate",), ("plan", "--slo", "ttft_p99=1s"), ("replay",)])
-async def test_fluid_workers_with_another_policy_are_refused(
-    command: tuple[str, ...], trace: str
-) -> None:
-    how = ("--trace", trace, "--fluid", "--set", "worker.scheduling.policy=static")
-    said = await run(*command, *how, status=1)
-    assert said == "error: worker.scheduling.policy: fluid workers know continuous alone\n"
 
 
 async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, trace: str) -> None:

@@ -13,9 +13,9 @@ from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed, WorkloadFailed
 from cluster.simulator.command import faults, machines
 from cluster.simulator.command.load import Requests
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import saturation_rate
 from cluster.simulator.scenario import WorkerDrain, WorkerLoss, WorkerSpec, WorkerStart
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 
 H200 = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())
 

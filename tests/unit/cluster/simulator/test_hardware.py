@@ -11,10 +11,9 @@ import pytest
 from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed
 from cluster.simulator.hardware import kind_file
-from cluster.simulator.hardware.gpu import GPUS
-from cluster.simulator.hardware.kind import Kind, on_gpus, roofline
+from cluster.simulator.hardware.kind import GPUS, Kind, on_gpus, roofline
 from cluster.simulator.hardware.model_size import MODELS, ModelSize
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import Roofline, StepSize
 
 LLAMA_8B = MODELS["llama-3.1-8b"]

@@ -12,8 +12,8 @@ import pytest
 from cluster.config import Config, load
 from cluster.simulator.command import ledger_requests
 from cluster.simulator.command.load import Requests
-from cluster.simulator.record import Record
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.summary import Record
+from cluster.simulator.workloads.arrivals import Arrival
 from router.auth.document import Document
 from router.ledger.memory.memory import MemoryLedger
 

@@ -18,13 +18,12 @@ from rich.console import Console
 from cluster.errors import ForecastFailed
 from cluster.simulator import plan_views
 from cluster.simulator.command import machines
-from cluster.simulator.plan import Plan, Trial, fewest, is_kept
-from cluster.simulator.saturation import saturation_rate
+from cluster.simulator.plan import Plan, Trial, fewest, is_kept, saturation_rate
 from cluster.simulator.scenario import Scenario, WorkerSpec
 from cluster.simulator.simulate import simulate
 from cluster.simulator.summary import Slo
 from cluster.simulator.target import Target, slo, targets
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from cluster.simulator.workloads.known import WORKLOADS
 from everlift.step_time import Roofline
 from tests.support import forecasts

@@ -8,7 +8,7 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from cluster.simulator.timeline import Timeline
 from cluster.simulator.worker import SimulatedWorker
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from tests.support.small_clusters import spec
 from worker.engine.outcome import Stop
 

@@ -13,7 +13,7 @@ from statistics import fmean, pvariance, quantiles
 
 import pytest
 
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from cluster.simulator.workloads.known import WORKLOADS
 from cluster.simulator.workloads.workload import merged
 

@@ -24,7 +24,7 @@ def cluster(weight_of: Callable[[str], float] | None = None, **settings: object)
     pace = paced()
     pace.full_rate = 100.0
     made.add_worker("w", FULL, pace)
-    made.leader_state.look(0.0)
+    made.leader_state.update_estimates(0.0)
     return made
 
 
@@ -37,20 +37,22 @@ def learned(**settings: object) -> Cluster:
     for size in range(1, 20):
         worker.step_time.observe(StepSize(size, size, size, size), 0.025)
     worker.step_time.refit()
-    made.leader_state.look(0.0)
+    made.leader_state.update_estimates(0.0)
     return made
 
 
 def refusal(cluster: Cluster, **fields: object) -> Refusal:
     told = pb.Waiting(**{"request_id": "late", "prompt_tokens": 100, "choices": 1} | fields)
-    (refused,) = cluster.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0).refused
+    (refused,) = cluster.leader_state.on_message(
+        "g", pb.GatewayMessage(enqueue=[told]), 0.0
+    ).refused
     return refused
 
 
 def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
     """Who is refused for it, and why."""
     told = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
-    heard = cluster.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0)
+    heard = cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), 0.0)
     return {refusal.waiting.request_id: refusal.slug for refusal in heard.refused}
 
 
@@ -92,7 +94,9 @@ def test_how_long_one_may_wait_changes_for_those_that_come_from_then_on() -> Non
     some = cluster()
     come(some, "a", predicted_tokens=400)
     assert come(some, "late", ttft_deadline=3.9) == {}
-    for _ in some.leader_state.obey(replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True)):
+    for _ in some.leader_state.apply_rules(
+        replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True)
+    ):
         pass
     come(some, "b", arrived=2.0)
     assert come(some, "too late", ttft_deadline=3.9) == {"too late": "deadline_unmeetable"}
@@ -147,9 +151,9 @@ def test_where_nobody_waits_an_output_is_refused_that_takes_too_long_by_itself()
 
 def test_what_came_of_predictions_is_learned_from() -> None:
     some = learned()
-    before = some.leader_state.outlook().least_tpot_s
+    before = some.leader_state.queue_estimate().least_tpot_s
     some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
-    assert some.leader_state.outlook().least_tpot_s == pytest.approx(before / 2, rel=0.1)
+    assert some.leader_state.queue_estimate().least_tpot_s == pytest.approx(before / 2, rel=0.1)
 
 
 def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
@@ -194,13 +198,13 @@ def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
 
 def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
     some = cluster()
-    assert some.leader_state.outlook() == pb.Outlook(tokens_per_s=100.0)
+    assert some.leader_state.queue_estimate() == pb.QueueEstimate(tokens_per_s=100.0)
     come(some, "a", priority=1, predicted_tokens=100)
     come(some, "b", priority=-1, predicted_tokens=100)
-    some.leader_state.look(0.2)
-    outlook = some.leader_state.outlook()
-    assert outlook.lowest == -1
-    waits = [(it.priority, it.wait_s, it.work_tokens) for it in outlook.waits]
+    some.leader_state.update_estimates(0.2)
+    queue_estimate = some.leader_state.queue_estimate()
+    assert queue_estimate.lowest == -1
+    waits = [(it.priority, it.wait_s, it.work_tokens) for it in queue_estimate.waits]
     assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]
 
 

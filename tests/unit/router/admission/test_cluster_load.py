@@ -33,7 +33,7 @@ def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
     cluster = Cluster()
     cluster.connect()
     told = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
-    cluster.leader_state.hear("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
+    cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
     assert say(cluster, ledger_now=600.5).waited_s == 0.5
 
 

@@ -19,7 +19,7 @@ def drained(
     drain = drain or DrainRate()
     for tick in range(5 * seconds + 1):
         drain.measure(num_queued, workers, tick / 5)
-        drain.left(tokens)
+        drain.note_left(tokens)
     return drain
 
 
@@ -37,7 +37,7 @@ def test_nothing_is_known_of_a_queue_that_is_empty_or_was_in_between() -> None:
     drain = DrainRate()
     for tick in range(50):
         drain.measure(5, 2, tick / 5)
-        drain.left(40)
+        drain.note_left(40)
         drain.emptied()
     assert not drain.is_known
 
@@ -58,7 +58,7 @@ def test_of_a_slow_queue_the_rate_is_known_also_between_two_departures(every: in
         drain.measure(5, 1, second)
         rates.append(drain.requests_per_s(1))
         if second % every == 0:
-            drain.left(40)
+            drain.note_left(40)
     settled = rates[10 * every :]
     assert 0.8 / every < min(settled) <= max(settled) < 1.25 / every
 
@@ -70,6 +70,6 @@ def test_a_queue_that_stood_still_is_not_taken_to_stand_still_for_ever() -> None
         drain.measure(5, 2, tick / 5)
     assert 1 / 600 < drain.requests_per_s(2) < 10 / 600
     for tick in range(3150, 3150 + 5 * 40):
-        drain.left(40)
+        drain.note_left(40)
         drain.measure(5, 2, tick / 5)
     assert drain.requests_per_s(2) == pytest.approx(5, rel=0.05)

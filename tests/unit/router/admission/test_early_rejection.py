@@ -8,9 +8,8 @@ import pytest
 
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
 from everlift.request_id import unnamed
-from everlift.v1.session_pb2 import ClassWait, Outlook
-from router.admission.early_rejection import EarlyRejection, RetryLimiter
-from router.admission.request import Wanted
+from everlift.v1.session_pb2 import ClassWait, QueueEstimate
+from router.admission.load_shedding import EarlyRejection, RetryLimiter, Wanted
 from router.config import RouterConfig
 
 #: Whenever it comes.
@@ -18,13 +17,13 @@ AT_ANY_TIME = Wanted()
 
 
 #: Ten seconds of work are queued.
-BUSY = Outlook(tokens_per_s=100.0, waits=[ClassWait(work_tokens=1000)])
+BUSY = QueueEstimate(tokens_per_s=100.0, waits=[ClassWait(work_tokens=1000)])
 
 
-def entrance(outlook: Outlook = BUSY, **settings: object) -> EarlyRejection:
+def entrance(queue_estimate: QueueEstimate = BUSY, **settings: object) -> EarlyRejection:
     config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
     made = EarlyRejection(config, Random(1))
-    made.outlook = outlook
+    made.queue_estimate = queue_estimate
     return made
 
 
@@ -40,7 +39,7 @@ def admit(
     """Why it may not come in."""
     try:
         entrance.admit(name, priority, queued, now)
-        entrance.check_in_time(name, priority, wanted, least_tokens, now)
+        entrance.check_in_time(name, priority, *wanted, least_tokens, now)
     except EverliftError as error:
         return error
     return None
@@ -61,23 +60,23 @@ def test_a_full_queue_refuses_until_about_the_time_in_which_it_drains() -> None:
 
 
 @pytest.mark.parametrize(
-    "outlook, seconds",
+    "queue_estimate, seconds",
     [
-        (Outlook(), 1.0),
-        (Outlook(waits=[ClassWait(work_tokens=1000)]), 1.0),
-        (Outlook(tokens_per_s=1e9, waits=[ClassWait(work_tokens=1)]), 1.0),
-        (Outlook(tokens_per_s=0.1, waits=[ClassWait(work_tokens=1000)]), 60.0),
+        (QueueEstimate(), 1.0),
+        (QueueEstimate(waits=[ClassWait(work_tokens=1000)]), 1.0),
+        (QueueEstimate(tokens_per_s=1e9, waits=[ClassWait(work_tokens=1)]), 1.0),
+        (QueueEstimate(tokens_per_s=0.1, waits=[ClassWait(work_tokens=1000)]), 60.0),
     ],
 )
 def test_retry_after_is_bounded_and_a_second_where_the_rate_is_unknown(
-    outlook: Outlook, seconds: float
+    queue_estimate: QueueEstimate, seconds: float
 ) -> None:
-    error = admit(entrance(outlook), queued=10)
+    error = admit(entrance(queue_estimate), queued=10)
     assert 0.5 * seconds <= retry_after(error) <= 2.5 * seconds
 
 
 def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
-    door = entrance(Outlook(lowest=0))
+    door = entrance(QueueEstimate(lowest=0))
     assert admit(door, priority=1, queued=10) is None
     assert isinstance(admit(door, priority=0, queued=10), QueueFull)
     assert isinstance(admit(entrance(), priority=9, queued=10), QueueFull), "all have run"
@@ -89,14 +88,14 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(fie
         return Wanted(**{field: seconds})
 
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
-    door = entrance(Outlook(waits=waits), refuse_late=True)
+    door = entrance(QueueEstimate(waits=waits), refuse_late=True)
     assert admit(door, priority=5, wanted=wanted(1.5)) is None
     assert admit(door, priority=7, wanted=wanted(0.1)) is None, "nobody goes before it"
     error = admit(door, priority=3, wanted=wanted(0.4))
     assert isinstance(error, DeadlineUnmeetable) and "first token would come too late" in str(error)
     assert 0.6 <= retry_after(error) <= 2.5
     assert admit(door, "other", priority=-1, wanted=wanted(5.0)) is None
-    patient = entrance(Outlook(waits=waits))
+    patient = entrance(QueueEstimate(waits=waits))
     assert admit(patient, wanted=wanted(0.4)) is None
     patient.rules = door.rules
     assert isinstance(admit(patient, wanted=wanted(0.4)), DeadlineUnmeetable), "by other rules"
@@ -105,16 +104,16 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(fie
 def test_where_tenants_take_turns_the_door_counts_on_none_of_those_of_the_same_class() -> None:
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
     soon = Wanted(first_token_s=2.0)
-    door = entrance(Outlook(waits=waits), refuse_late=True)
+    door = entrance(QueueEstimate(waits=waits), refuse_late=True)
     assert admit(door, "a/r", wanted=soon) is None
     assert isinstance(admit(door, "a/late", wanted=Wanted(0.5)), DeadlineUnmeetable)
-    by_arrival = entrance(Outlook(waits=waits), refuse_late=True, fair_share=False)
+    by_arrival = entrance(QueueEstimate(waits=waits), refuse_late=True, fair_share=False)
     assert isinstance(admit(by_arrival, "a/r", wanted=soon), DeadlineUnmeetable)
 
 
 def test_whose_output_would_end_too_late_is_refused_and_told_how_long_it_is_at_the_least() -> None:
-    outlook = Outlook(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
-    door = entrance(outlook, refuse_late=True)
+    queue_estimate = QueueEstimate(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
+    door = entrance(queue_estimate, refuse_late=True)
     soon = Wanted(first_token_s=1.5, end_s=3.0)
     assert admit(door, priority=5, wanted=soon, least_tokens=101) is None
     error = admit(door, priority=5, wanted=soon, least_tokens=111)
@@ -123,7 +122,7 @@ def test_whose_output_would_end_too_late_is_refused_and_told_how_long_it_is_at_t
     error = admit(door, "b", priority=6, wanted=soon, least_tokens=152)
     assert isinstance(error, DeadlineUnmeetable), "although nobody goes before it"
     assert 0.5 <= retry_after(error) <= 2.5, "which no shorter queue helps"
-    assert admit(entrance(outlook), priority=5, wanted=soon, least_tokens=999) is None
+    assert admit(entrance(queue_estimate), priority=5, wanted=soon, least_tokens=999) is None
 
 
 def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
@@ -167,7 +166,7 @@ def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
 
 
 def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
+    monkeypatch.setattr("router.admission.load_shedding._MOST_REFUSALS", 10)
     retrying = RetryLimiter(rate=0.0, burst=0.0)
     for number in range(100):
         retrying.refused(f"t{number}/r", 0.0, 50.0)
@@ -180,7 +179,7 @@ def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a flood of them would let in requests that come too soon."""
-    monkeypatch.setattr("router.admission.early_rejection._MOST_REFUSALS", 10)
+    monkeypatch.setattr("router.admission.load_shedding._MOST_REFUSALS", 10)
     retrying = RetryLimiter(rate=0.0, burst=0.0)
     retrying.refused("r", 0.0, 50.0)
     for number in range(100):

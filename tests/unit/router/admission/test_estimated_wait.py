@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from everlift.v1.session_pb2 import ClassWait, Outlook
+from everlift.v1.session_pb2 import ClassWait, QueueEstimate
 from router.admission.wait_estimate import EstimatedWait
 
-OUTLOOK = Outlook(
+OUTLOOK = QueueEstimate(
     waits=[ClassWait(priority=5, work_tokens=100), ClassWait(priority=0, work_tokens=400)],
     tokens_per_s=100.0,
 )
@@ -13,31 +13,31 @@ OUTLOOK = Outlook(
 
 def test_a_cluster_that_has_shown_nothing_yet_is_taken_for_a_slow_one() -> None:
     wait = EstimatedWait()
-    assert [wait.come(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
-    wait.hear(Outlook(waits=OUTLOOK.waits))
-    assert wait.come(0, 500) == 0.4
+    assert [wait.estimate(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
+    wait.on_estimate(QueueEstimate(waits=OUTLOOK.waits))
+    assert wait.estimate(0, 500) == 0.4
 
 
 def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:
     for priority, wait_s in ((9, 0.0), (5, 1.0), (3, 1.0), (0, 4.0), (-1, 4.0)):
         wait = EstimatedWait()
-        wait.hear(OUTLOOK)
-        assert wait.come(priority, 7) == wait_s
+        wait.on_estimate(OUTLOOK)
+        assert wait.estimate(priority, 7) == wait_s
 
 
 def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_them() -> None:
     wait = EstimatedWait()
-    wait.hear(OUTLOOK)
-    assert [wait.come(0, 50) for _ in range(3)] == [4.0, 4.5, 5.0]
-    assert wait.come(5, 200) == 1.0
-    assert wait.come(0, 50) == 4.0 + 3.5
-    wait.hear(OUTLOOK)
-    assert wait.come(0, 50) == 4.0
+    wait.on_estimate(OUTLOOK)
+    assert [wait.estimate(0, 50) for _ in range(3)] == [4.0, 4.5, 5.0]
+    assert wait.estimate(5, 200) == 1.0
+    assert wait.estimate(0, 50) == 4.0 + 3.5
+    wait.on_estimate(OUTLOOK)
+    assert wait.estimate(0, 50) == 4.0
 
 
 def test_a_cluster_that_has_lost_its_workers_will_be_as_fast_as_it_was() -> None:
     """Who came meanwhile would give way to later ones for as long as a slow one takes."""
     wait = EstimatedWait()
-    wait.hear(Outlook(tokens_per_s=50_000.0))
-    wait.hear(Outlook(waits=[ClassWait(priority=0, work_tokens=100_000)]))
-    assert wait.come(0, 7) == 2.0
+    wait.on_estimate(QueueEstimate(tokens_per_s=50_000.0))
+    wait.on_estimate(QueueEstimate(waits=[ClassWait(priority=0, work_tokens=100_000)]))
+    assert wait.estimate(0, 7) == 2.0

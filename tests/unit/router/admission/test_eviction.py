@@ -148,9 +148,9 @@ def test_who_made_room_gets_on_before_it_has_to_again() -> None:
     cluster = full(pace=paced(tokens_per_s=100))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
-    cluster.leader_state.forget(now=11.0)
+    cluster.leader_state.prune(now=11.0)
     assert "d" in cluster.leader_state._spared
-    cluster.leader_state.forget(now=12.0)
+    cluster.leader_state.prune(now=12.0)
     assert not cluster.leader_state._spared
 
 
@@ -158,9 +158,9 @@ def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
-    cluster.leader_state.forget(now=4.9)
+    cluster.leader_state.prune(now=4.9)
     assert "d" in cluster.leader_state._spared
-    cluster.leader_state.forget(now=5.0)
+    cluster.leader_state.prune(now=5.0)
     assert not cluster.leader_state._spared
 
 

@@ -20,7 +20,7 @@ from router.admission.policy import (
     ShortestWork,
 )
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import QueueKey, Waiting
 
 PROMPT, OUTPUT = 1.0, 2.0
 SLOTS, LONGEST_PROMPT, LONGEST_OUTPUT = 6, 40, 30
@@ -37,7 +37,7 @@ def waiting(
     **fields: object,
 ) -> Waiting:
     name = qualified(tenant, str(number))
-    made = Waiting(name, "g", arrived, prompt, output, predicted_total=prompt + output)
+    made = Waiting(name, "g", arrived, prompt, output, queue_key=QueueKey(prompt + output))
     return made._replace(**fields)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def fair_share() -> FairShare:
 
 
 def queue_in_turns(policy: Policy, share: FairShare | None = None) -> AdmissionQueue:
-    return AdmissionQueue(policy, 0.0, share or fair_share(), in_turns=True)
+    return AdmissionQueue(policy, 0.0, share or fair_share(), is_fair=True)
 
 
 def served(tenant: str, tokens: int, priority: int = 0) -> list[pb.ServedTokens]:
@@ -100,7 +100,7 @@ class Engine:
         self.steps += 1
         if self.steps % self._telling == 0:
             for tenant, tokens in self._untold.items():
-                self.share.told(served(tenant, tokens))
+                self.share.on_handover(served(tenant, tokens))
             self._untold.clear()
 
     def counter(self, tenant: str) -> float:
@@ -167,8 +167,8 @@ def test_within_a_tenant_the_order_is_as_if_it_were_alone(
 
 def test_without_turns_who_asks_for_more_gets_more() -> None:
     """What turns are for: by arrival, who asks for ten times as much gets it."""
-    for in_turns, expected in ((False, 50), (True, 27)):
-        queue = AdmissionQueue(Fifo(), 0.0, fair_share(), in_turns=in_turns)
+    for is_fair, expected in ((False, 50), (True, 27)):
+        queue = AdmissionQueue(Fifo(), 0.0, fair_share(), is_fair=is_fair)
         for number in range(550):
             tenant = "much" if number % 11 else "little"
             queue.push(waiting(tenant, number, arrived=float(number)))
@@ -181,8 +181,8 @@ def test_turns_begin_and_end_while_requests_wait() -> None:
     for number in range(20):
         queue.push(waiting("much" if number < 15 else "little", number, arrived=float(number)))
     first = [tenant_of(queue.pop(0.0).request_id) for _ in range(5)]
-    for in_turns in (True, False):
-        for _ in queue.reorder(Fifo(), in_turns=in_turns):
+    for is_fair in (True, False):
+        for _ in queue.reorder(Fifo(), is_fair=is_fair):
             pass
         first.append(tenant_of(queue.pop(0.0).request_id))
     assert first == ["much"] * 5 + ["little", "much"]
@@ -204,7 +204,7 @@ def test_a_class_has_counters_of_its_own() -> None:
     queue.push(waiting("poor", 1))
     queue.push(waiting("rich", 2, priority=1))
     queue.push(waiting("rich", 3, priority=1, arrived=1.0))
-    share.told(served("rich", 500, priority=1))
+    share.on_handover(served("rich", 500, priority=1))
     queue.push(waiting("poor", 4, priority=1))
     assert share.counters(1).of("poor") == share.counters(1).of("rich") == 1000
     assert share.counters(0).of("rich") == share.counters(0).of("poor") == 0
@@ -218,7 +218,7 @@ def test_a_prompt_is_paid_for_once_whoever_leads() -> None:
         pb.Waiting(request_id="t/told", prompt_tokens=10, accepted=True),
         pb.Waiting(request_id="t/back", prompt_tokens=15, accepted=True, attempt=1),
     ):
-        queue.push(Waiting.told("g", told))
+        queue.push(Waiting.from_proto("g", told))
         queue.pop(0.0)
     queue.pass_by(waiting("t", 4))
     assert share.counters(0).of("t") == 30 * PROMPT
@@ -229,17 +229,17 @@ def test_a_prompt_is_paid_for_once_whoever_leads() -> None:
 
 def test_who_asked_for_nothing_has_nothing_saved_up() -> None:
     counters = TokenCounters()
-    counters.come("busy", lift=True)
+    counters.note_queued("busy", lift=True)
     counters.charge("busy", 1000)
-    counters.come("new", lift=True)
+    counters.note_queued("new", lift=True)
     assert counters.of("new") == 1000
     counters.go("new")
     counters.go("busy")
     counters.charge("busy", 500)
-    counters.come("later", lift=True)
+    counters.note_queued("later", lift=True)
     assert counters.of("later") == 1500
     counters.charge("later", 9)
-    counters.come("busy", lift=True)
+    counters.note_queued("busy", lift=True)
     assert (counters.of("busy"), counters.of("later")) == (1509, 1509)
     assert counters.gap == 0
 
@@ -249,16 +249,16 @@ def test_who_is_replaced_by_itself_is_not_lifted() -> None:
     queue = queue_in_turns(Fifo(), share)
     for tenant, tokens in (("least", 0), ("most", 500)):
         queue.push(waiting(tenant, 1))
-        share.told(served(tenant, tokens))
+        share.on_handover(served(tenant, tokens))
     queue.push(waiting("least", 1, output=3))
     assert share.counters(0).of("least") == 0
 
 
 def test_who_comes_and_goes_takes_no_more_memory() -> None:
     counters = TokenCounters()
-    counters.come("least", lift=True)
+    counters.note_queued("least", lift=True)
     for _ in range(1000):
-        counters.come("other", lift=True)
+        counters.note_queued("other", lift=True)
         counters.charge("other", 5)
         counters.go("other")
     assert len(counters._least) <= 2
@@ -274,7 +274,7 @@ def test_to_forget_who_was_served_no_more_than_others_changes_nothing(
     for number, cost, comes in steps:
         for counters in (forgetful, other):
             if comes or not here:
-                counters.come(f"t{number}", lift=True)
+                counters.note_queued(f"t{number}", lift=True)
                 counters.charge(f"t{number}", cost)
             else:
                 counters.go(here[number % len(here)])
@@ -289,7 +289,7 @@ def test_to_forget_who_was_served_no_more_than_others_changes_nothing(
 def test_tenants_that_are_done_are_forgotten() -> None:
     counters = TokenCounters()
     for number in range(2000):
-        counters.come(f"t{number}", lift=True)
+        counters.note_queued(f"t{number}", lift=True)
         counters.charge(f"t{number}", 5)
         counters.go(f"t{number}")
     assert len(counters) < 200
@@ -301,34 +301,34 @@ def test_tenants_that_are_done_are_forgotten() -> None:
 def test_the_next_leader_goes_on_with_the_counters_whoever_is_told_first() -> None:
     before = fair_share()
     for tenant, tokens in (("a", 50), ("b", 250), ("c", 150), ("d", 25)):
-        before.come(waiting(tenant, 1))
-        before.told(served(tenant, tokens))
+        before.note_queued(waiting(tenant, 1))
+        before.on_handover(served(tenant, tokens))
     before.go(waiting("b", 1))
     report = before.report()
     assert {(it.tenant, it.counter) for it in report} == {("b", 500), ("c", 300), ("d", 50)}
     for first, *others in ("acd", "dca"):
         after = FairShare(PROMPT, OUTPUT, lambda tenant: 1.0)
-        after.come(waiting(first, 1))
-        after.told(served(first, 1))
+        after.note_queued(waiting(first, 1))
+        after.on_handover(served(first, 1))
         after.recall(report)
         for tenant in others:
-            after.come(waiting(tenant, 1))
+            after.note_queued(waiting(tenant, 1))
         after.handover_ended()
         counters = {tenant: after.counters(0).of(tenant) for tenant in "acd"}
         assert counters.pop(first) == {"a": 0, "d": 50}[first] + OUTPUT
         assert counters.items() <= {("a", 0), ("c", 300), ("d", 50)}
         for tenant in ("new", "b"):
-            after.come(waiting(tenant, 1))
+            after.note_queued(waiting(tenant, 1))
         assert after.counters(0).of("new") == {"a": OUTPUT, "d": 0}[first]
         assert after.counters(0).of("b") == 500
 
 
 def test_of_many_tenants_the_next_leader_is_told_those_that_were_served_most() -> None:
     share = fair_share()
-    share.come(waiting("least", 1))
+    share.note_queued(waiting("least", 1))
     for number in range(3000):
-        share.come(waiting(f"t{number}", 1))
-        share.told(served(f"t{number}", number))
+        share.note_queued(waiting(f"t{number}", 1))
+        share.on_handover(served(f"t{number}", number))
     report = share.report()
     assert len(report) == 512
     assert {it.counter for it in report} == {OUTPUT * n for n in range(3000 - 512, 3000)}

@@ -6,7 +6,7 @@ from router.admission.handover import Generations
 
 
 def generations(*gateways: str, current: str = "one") -> Generations:
-    made = Generations(current, now=0.0, patience_s=1.0)
+    made = Generations(current, now=0.0, timeout_s=1.0)
     for gateway in gateways:
         made.connect(gateway, 0.0)
     return made

@@ -11,13 +11,13 @@ def key(arrived: float, priority: int = 0) -> Key:
 
 
 def handover(*living: str) -> QueueHandover:
-    call = QueueHandover(now=0.0, patience_s=1.0)
+    call = QueueHandover(now=0.0, timeout_s=1.0)
     call.living(living)
     return call
 
 
 def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
-    call = QueueHandover(now=0.0, patience_s=1.0)
+    call = QueueHandover(now=0.0, timeout_s=1.0)
     call.connect("a", 0.0)
     call.complete("a")
     assert not call.allows(key(1.0), 0.9)
@@ -30,7 +30,7 @@ def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
     for gateway, arrived in (("a", 3.0), ("b", 2.0)):
         call.connect(gateway, 0.0)
         assert not call.allows(key(1.0), 0.0)
-        call.told(gateway, key(arrived), 0.0)
+        call.on_waiting(gateway, key(arrived), 0.0)
     assert call.allows(key(2.0), 0.0)
     assert not call.allows(key(2.5), 0.0)
     call.complete("b")
@@ -41,7 +41,7 @@ def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
 def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
     call = handover("a")
     call.connect("a", 0.0)
-    call.told("a", key(9.0, priority=1), 0.0)
+    call.on_waiting("a", key(9.0, priority=1), 0.0)
     assert call.allows(key(5.0, priority=1), 0.0)
     assert not call.allows(key(5.0), 0.0)
 
@@ -49,8 +49,8 @@ def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
 def test_news_of_something_old_does_not_set_the_mark_back() -> None:
     call = handover("a")
     call.connect("a", 0.0)
-    call.told("a", key(5.0), 0.0)
-    call.told("a", key(1.0), 0.0)
+    call.on_waiting("a", key(5.0), 0.0)
+    call.on_waiting("a", key(1.0), 0.0)
     assert call.allows(key(4.0), 0.0)
 
 
@@ -74,10 +74,10 @@ def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
 def test_a_gateway_that_falls_silent_while_it_tells_holds_up_nobody_for_long() -> None:
     call = handover("a")
     call.connect("a", 0.0)
-    call.told("a", key(1.0), 0.5)
+    call.on_waiting("a", key(1.0), 0.5)
     assert not call.allows(key(2.0), 1.4)
     assert call.allows(key(2.0), 1.5)
-    call.told("a", key(1.5), 1.6)
+    call.on_waiting("a", key(1.5), 1.6)
     assert not call.allows(key(2.0), 1.6)
 
 

@@ -34,7 +34,7 @@ class Lined:
     def leave(self, index: int) -> None:
         queued = self._queued.pop(self.expected.pop(index)[-1])
         queued.is_queued = False
-        self.line.left(queued)
+        self.line.note_left(queued)
 
     def check(self) -> None:
         first = self.line.first()

@@ -63,19 +63,19 @@ def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
 def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> None:
     cluster = Cluster()
     cluster.connect()
-    cluster.leader_state.look_out(0.0, may_act=True)
+    cluster.leader_state.note_workers(0.0)
     for name in ("a", "b"):
         cluster.enqueue(name)
     cluster.add_worker("w", Load(1))
-    cluster.leader_state.look_out(3.0, may_act=True)
+    cluster.leader_state.note_workers(3.0)
     cluster.leader_state.place(3.0, 3.0, 1, lambda: 7)
     message = pb.GatewayMessage(withdraw=["a", "b", "stranger"])
-    assert not cluster.leader_state.hear("other", message, 4.0).withdrawn
-    (told,) = cluster.leader_state.hear("g", message, 5.0).withdrawn
-    queue = inference_pb2.QueueStay(found=1, earlier=1, order="fifo", before=["a"])
-    stay = pb.Stay(seconds=5.0, no_worker_s=3.0, queue=queue)
-    assert told == pb.Withdrawn(request_id="b", stay=stay)
-    assert not cluster.leader_state.hear("g", message, 6.0).withdrawn
+    assert not cluster.leader_state.on_message("other", message, 4.0).withdrawn
+    (told,) = cluster.leader_state.on_message("g", message, 5.0).withdrawn
+    queue = inference_pb2.QueueBypass(found=1, earlier=1, order="fifo", before=["a"])
+    queue_wait = pb.QueueWait(seconds=5.0, no_worker_s=3.0, queue=queue)
+    assert told == pb.Withdrawn(request_id="b", queue_wait=queue_wait)
+    assert not cluster.leader_state.on_message("g", message, 6.0).withdrawn
 
 
 def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:
@@ -118,7 +118,7 @@ def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> 
     assert [it is not None for it in reserved] == [True] * 4 + [False]
     assert reserved[0] is not None
     offered = cluster.leader_state.offered_tokens
-    cluster.leader_state.give_back(reserved[0])
+    cluster.leader_state.cancel_reservation(reserved[0])
     assert cluster.leader_state.offered_tokens == offered - reserved[0].waiting.work_tokens
     assert cluster.leader_state.reserve(waiting("again"), 0.0, lambda: 99) is not None
 
@@ -158,7 +158,7 @@ def test_nothing_leaves_before_its_turn_is_known() -> None:
 
 
 def key(order: Order, waiting: pb.Waiting) -> Key:
-    return key_of(policy_of(order, CONFIG), Waiting.told("g", waiting))
+    return key_of(policy_of(order, CONFIG), Waiting.from_proto("g", waiting))
 
 
 class Teller:
@@ -238,7 +238,7 @@ def _call_the_roll(
 
 
 def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
-    for _ in cluster.leader_state.obey(
+    for _ in cluster.leader_state.apply_rules(
         Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
     ):
         pass
@@ -254,7 +254,7 @@ def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
 
     def leave(rules: Rules) -> list[str]:
-        for _ in cluster.leader_state.obey(rules):
+        for _ in cluster.leader_state.apply_rules(rules):
             pass
         placed = cluster.leader_state.place(1.0, 20.0, 4, lambda: 7)
         return [it.waiting.request_id for it in placed]
@@ -271,8 +271,8 @@ def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
     cluster.add_worker("w", Load(1), capacity=HUGE)
     kept, given_back = reserve(cluster, "a/1"), reserve(cluster, "b/1")
     assert kept is not None and given_back is not None
-    cluster.leader_state.came(kept, "g")
-    cluster.leader_state.give_back(given_back)
+    cluster.leader_state.confirm_reservation(kept, "g")
+    cluster.leader_state.cancel_reservation(given_back)
     assert cluster.leader_state.running == 1
     for name in ("a/2", "b/2"):
         cluster.enqueue(name)

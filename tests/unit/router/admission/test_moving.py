@@ -149,7 +149,7 @@ def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
     assert cluster.place()
     cluster.placement.acknowledge("other", 1)
     cluster.runs("second", "home", preempted=True, arrived=1.0)
-    cluster.leader_state.forget(second_at)
+    cluster.leader_state.prune(second_at)
     return cluster.moves(second_at)
 
 
@@ -176,7 +176,7 @@ def test_a_promise_ends_with_the_stay() -> None:
             cluster.runs("r", "home")
         else:
             cluster.leader_state.disconnect("g")
-        cluster.leader_state.forget(now=2.2)
+        cluster.leader_state.prune(now=2.2)
         assert not len(cluster.leader_state._growth)
 
 
@@ -184,9 +184,9 @@ def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
     cluster = starved(paced(), TIGHT)
     assert cluster.moves()
     cluster.leader_state.disconnect("g")
-    cluster.leader_state.forget(now=1.9)
+    cluster.leader_state.prune(now=1.9)
     assert len(cluster.leader_state._growth)
-    cluster.leader_state.forget(now=2.0)
+    cluster.leader_state.prune(now=2.0)
     assert not len(cluster.leader_state._growth)
 
 
@@ -203,7 +203,7 @@ def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
     cluster = starved(paced())
     assert cluster.moves(now=0.0)
     assert not cluster.moves(now=1.0)
-    cluster.leader_state.forget(now=5.1)
+    cluster.leader_state.prune(now=5.1)
     cluster.placement.expire(now=5.1)
     assert cluster.moves(now=5.1)
 

@@ -18,13 +18,13 @@ def test_larger_tickets_that_left_are_counted(left: list[int], oldest: int) -> N
     with patch.multiple("router.admission.wait_stats", _BLOCK=4, _ROW=3):
         overtaking = BypassCounter()
         for number, ticket in enumerate(left):
-            overtaking.leave(ticket)
+            overtaking.note_left(ticket)
             for asked in range(0, 210, 7):
                 assert overtaking.count(asked) == sum(it > asked for it in left[: number + 1])
-        overtaking.forget(oldest)
+        overtaking.prune(oldest)
         for asked in range(oldest, 210):
             assert overtaking.count(asked) == sum(it > asked for it in left)
-        overtaking.leave(300)
+        overtaking.note_left(300)
         assert overtaking.count(oldest) == sum(it > oldest for it in left) + 1
 
 
@@ -34,4 +34,4 @@ def test_a_queue_looks_back_no_further_than_it_has_to() -> None:
         queue.push(Waiting(f"r{number}", "g", float(number), 1, 1))
         if number >= 10:
             queue.pop()
-    assert queue.stays.num_kept <= 3 * 32_768
+    assert queue.wait_stats.num_kept <= 3 * 32_768

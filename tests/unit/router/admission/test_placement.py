@@ -124,7 +124,7 @@ def test_an_older_state_does_not_overwrite_a_newer_one() -> None:
 
 def test_a_worker_that_left_is_forgotten() -> None:
     placement = placement_of(a=Load(1))
-    placement.leave("a")
+    placement.remove_worker("a")
     placement.acknowledge("a", 1)
     assert placement.choose(waiting()) is None
 
@@ -132,7 +132,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
 def test_a_worker_that_the_gateway_could_not_reach_is_the_last_choice() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=2, num_waiting=2))
     assert placement.choose(waiting(avoid="a")) is None
-    placement.leave("b")
+    placement.remove_worker("b")
     assert placement.choose(waiting(avoid="a")) == "a"
 
 
@@ -145,7 +145,7 @@ def test_a_slow_worker_gets_nothing_while_another_one_has_room() -> None:
     placement.expire(now=1.0)
     assert placement.workers["slow"].is_slow
     assert placement.choose(waiting()) == "busy"
-    placement.leave("busy")
+    placement.remove_worker("busy")
     assert placement.choose(waiting()) == "slow"
 
 
@@ -178,7 +178,7 @@ def test_a_request_with_room_somewhere_may_still_go_elsewhere() -> None:
 def test_who_kept_room_may_leave_and_come_back() -> None:
     placement = placement_of(a=Load(1, num_running=1))
     placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
-    placement.leave("a")
+    placement.remove_worker("a")
     assert placement.choose(waiting()._replace(request_id="coming")) is None
     placement.join("a", CAPACITY)
     placement.report("a", Load(1), now=0.0)
@@ -189,7 +189,7 @@ def test_who_kept_room_may_leave_and_come_back() -> None:
 def test_a_lost_worker_keeps_no_room() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=1))
     placement.hold("a", "r", tokens=30, choices=1, now=0.0)
-    placement.leave("a")
+    placement.remove_worker("a")
     assert not placement._holds
     assert placement.choose(waiting()) == "b"
 

@@ -23,8 +23,8 @@ from router.admission.policy import (
     policy_of,
 )
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
-from router.admission.wait_stats import overtaken
+from router.admission.request import QueueKey, Waiting
+from router.admission.wait_stats import bypassed
 from router.config import Order, RouterConfig
 from tests.support.router.admission_support import POLICIES
 
@@ -43,12 +43,13 @@ def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: o
         arrived,
         tokens,
         max_tokens=5,
-        predicted_total=tokens,
-        predicted_rank=min(tokens, 400) / 401,
-        predicted_work_rank=min(tokens, 400) / 401,
-        foreseen_wait_s=10.0,
+        queue_key=QueueKey(tokens, min(tokens, 400) / 401, min(tokens, 400) / 401, 10.0),
     )
     return made._replace(**fields)  # type: ignore[arg-type]
+
+
+def with_key(request: Waiting, **fields: float) -> Waiting:
+    return request._replace(queue_key=request.queue_key._replace(**fields))  # type: ignore[arg-type]
 
 
 def drain(queue: AdmissionQueue, moment: float | None = None) -> list[str]:
@@ -123,11 +124,11 @@ def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_eno
     """For two foreseen waits of 5 seconds, or a tenth of that."""
     queue = queue_of(
         policy,
-        waiting("long", 0.0, **{by: AVERAGE}, foreseen_wait_s=5.0),
-        waiting("short", 1.0, **{by: SHORT}, foreseen_wait_s=5.0),
-        waiting("in time", 8.9, **{by: SHORT}, foreseen_wait_s=5.0),
-        waiting("too late", 9.1, **{by: SHORT}, foreseen_wait_s=5.0),
-        waiting("nothing waited", 9.5, **{by: AVERAGE}, foreseen_wait_s=0.0),
+        with_key(waiting("long", 0.0), **{by: AVERAGE}, estimated_wait_s=5.0),
+        with_key(waiting("short", 1.0), **{by: SHORT}, estimated_wait_s=5.0),
+        with_key(waiting("in time", 8.9), **{by: SHORT}, estimated_wait_s=5.0),
+        with_key(waiting("too late", 9.1), **{by: SHORT}, estimated_wait_s=5.0),
+        with_key(waiting("nothing waited", 9.5), **{by: AVERAGE}, estimated_wait_s=0.0),
     )
     assert drain(queue) == ["short", "nothing waited", "in time", "long", "too late"]
 
@@ -139,7 +140,7 @@ def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
     moment, requests = 0.0, []
     for number, (pause, tokens, _, _) in enumerate(arrivals):
         moment += pause
-        requests.append(waiting(str(number), moment, tokens, predicted_rank=0.0))
+        requests.append(with_key(waiting(str(number), moment, tokens), predicted_rank=0.0))
     by_rank = sorted(requests, key=PredictedRank(20.0).place)
     assert by_rank == sorted(requests, key=Fifo().place)
 
@@ -163,15 +164,15 @@ def test_whom_nobody_may_pass_any_more_nobody_passes(
         while here and dice.random() < 0.4:
             head = queue.peek(moment)
             assert head is not None
-            stay = queue.stay(head, policy.name, moment, in_turns=False)
+            queue_wait = queue.queue_wait(head, policy.name, moment, is_fair=False)
             later = [it for it, *_ in left if int(it.request_id) > int(head.request_id)]
-            assert overtaken(stay) == len(later)
+            assert bypassed(queue_wait) == len(later)
             queue.dispatch(head)
             gone = here.pop(head.request_id)
             left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
     for gone, moment, passed in left:
         for older in passed:
-            window = _window(policy, older, moment, gone.predicted_total)
+            window = _window(policy, older, moment, gone.queue_key.predicted_total)
             assert gone.arrived - older.arrived <= window + 1e-9
 
 
@@ -181,14 +182,22 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
         case EarliestDeadline(undated_s):
             return older.deadline - older.arrived if older.deadline < inf else undated_s
         case ShortestWork(ageing_factor):
-            return ageing_factor * older.foreseen_wait_s * -log(1 - older.predicted_work_rank)
+            return (
+                ageing_factor
+                * older.queue_key.estimated_wait_s
+                * -log(1 - older.queue_key.predicted_work_rank)
+            )
         case PredictedRank(ageing_factor):
-            return ageing_factor * older.foreseen_wait_s * -log(1 - older.predicted_rank)
+            return (
+                ageing_factor
+                * older.queue_key.estimated_wait_s
+                * -log(1 - older.queue_key.predicted_rank)
+            )
         case HighestResponseRatio():
-            if tokens >= older.predicted_total:
+            if tokens >= older.queue_key.predicted_total:
                 return 0.0
             # It has waited for as long for each of its tokens, up to the rounding of sizes.
-            part = tokens / older.predicted_total / 2**0.5
+            part = tokens / older.queue_key.predicted_total / 2**0.5
             return (moment - older.arrived) * (1.0 - part)
         case NeverLonger(inner, limit_s):
             waited = moment - older.arrived
@@ -210,9 +219,11 @@ def test_who_has_waited_longest_for_what_it_takes_leaves_first(
     while here:
         gone = queue.pop(moment)
         here.remove(gone)
-        ratio = (moment - gone.arrived) / gone.predicted_total
+        ratio = (moment - gone.arrived) / gone.queue_key.predicted_total
         for other in here:
-            assert (moment - other.arrived) / other.predicted_total <= ratio * 2**0.5 + 1e-9
+            assert (
+                moment - other.arrived
+            ) / other.queue_key.predicted_total <= ratio * 2**0.5 + 1e-9
 
 
 @given(ARRIVALS, st.randoms(use_true_random=False))
@@ -223,12 +234,16 @@ def test_by_ratio_who_takes_nobody_knows_how_much_passes_nobody_and_is_passed_by
     for number, (between, tokens, _, _) in enumerate(arrivals):
         moment += between
         total = dice.choice([0, tokens])
-        here.append(waiting(f"{number:02}", moment, tokens, predicted_total=total))
+        here.append(with_key(waiting(f"{number:02}", moment, tokens), predicted_total=total))
         queue.push(here[-1])
         while here and dice.random() < 0.4:
             gone = queue.pop(moment)
             here.remove(gone)
-            unknown = [it for it in here if not (it.predicted_total and gone.predicted_total)]
+            unknown = [
+                it
+                for it in here
+                if not (it.queue_key.predicted_total and gone.queue_key.predicted_total)
+            ]
             assert all(gone.request_id < it.request_id for it in unknown)
 
 
@@ -345,6 +360,6 @@ def _leave(queue: AdmissionQueue) -> int:
     """How many left before who leaves now that came later."""
     head = queue.peek()
     assert head is not None
-    stay = queue.stay(head, "fifo", 0.0, in_turns=False)
+    queue_wait = queue.queue_wait(head, "fifo", 0.0, is_fair=False)
     queue.dispatch(head)
-    return overtaken(stay)
+    return bypassed(queue_wait)

@@ -18,7 +18,7 @@ def running(request_id: str, **fields: object) -> Running:
 def table_of(*entries: Running) -> RunningTable:
     table = RunningTable()
     for entry in entries:
-        table.put(entry)
+        table.add(entry)
     return table
 
 
@@ -43,7 +43,7 @@ def test_the_lowest_class_makes_room_first_and_there_who_knows_least() -> None:
 def test_what_is_told_again_replaces_what_was_known() -> None:
     table = table_of(running("r", choices=3), running("r", choices=2, is_preempted=True))
     assert table.preempted() == [running("r", choices=2, is_preempted=True)]
-    table.put(running("r", epoch=2, worker_id="other"))
+    table.add(running("r", epoch=2, worker_id="other"))
     assert table.get("r") == running("r", epoch=2, worker_id="other")
     assert not table.has_preempted and not list(table.below(1, "w"))
 
@@ -76,7 +76,7 @@ def test_all_that_a_gateway_tells_is_known() -> None:
         arrived=3.0,
         choices=2,
     )
-    assert Running.told("owner", message) == Running(
+    assert Running.from_proto("owner", message) == Running(
         "r", "owner", "w", 7, 1, 20, 3.0, 4, choices=2, is_preempted=True
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from everlift.v1 import session_pb2 as pb
 from router.admission.throughput import ThroughputEstimator, Work, slow, spared_tokens
 from router.admission.workers import Load
@@ -148,7 +148,7 @@ def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
         state.counters.prefix_hit_tokens = 200 * second
         state.counters.draft_tokens, state.counters.accepted_tokens = 9 * second, 3 * second
         state.counters.recomputed_tokens = 4 * second
-        pace.measure(Load.told(state).work, True, float(second))
+        pace.measure(Load.from_proto(state).work, True, float(second))
     assert pace.full_rate == pytest.approx(20 + 200 - 6 - 4)
 
 

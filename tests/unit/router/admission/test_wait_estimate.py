@@ -37,7 +37,7 @@ def worker(load: Load | None = None, fit: FittedStepTime | None = None) -> Worke
 
 def forecast_of(*workers: WorkerView) -> WaitEstimator:
     forecast = WaitEstimator({f"w{number}": it for number, it in enumerate(workers)})
-    forecast.look(0, now=0.0)
+    forecast.update(0, now=0.0)
     return forecast
 
 
@@ -62,8 +62,8 @@ def test_then_it_is_what_full_workers_compute_and_then_how_the_queue_empties() -
     forecast = forecast_of(one, other)
     assert forecast.wait_s(1000) == pytest.approx(5.0)
     for tick in range(20):
-        forecast.left(waiting("r", prefill_tokens=100), 0.0)
-        forecast.look(9, now=tick / 5)
+        forecast.note_left(waiting("r", prefill_tokens=100), 0.0)
+        forecast.update(9, now=tick / 5)
     assert forecast.wait_s(1000) == pytest.approx(2.0)
 
 
@@ -91,7 +91,7 @@ def test_of_waits_that_hardly_are_any_nothing_is_learned(
     predicted_s: float, is_learned: bool
 ) -> None:
     forecast = forecast_of(worker())
-    forecast.left(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
+    forecast.note_left(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
     assert (forecast.least.part < Least().part) is is_learned
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.request import Late, Wanted
+from router.admission.load_shedding import Late, Wanted
 
 SECONDS = st.floats(0, 100)
 

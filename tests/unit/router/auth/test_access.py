@@ -12,19 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from everlift.errors import Forbidden, LedgerUnavailable, OutOfRange, Unauthenticated
+from everlift.errors import Forbidden, LedgerUnavailable, OutOfRange, SettingsError, Unauthenticated
 from everlift.messages import Submission
-from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
 from router.auth import key as keys
-from router.auth.access import Access, store_of
+from router.auth.access import Access, Table, store_of
 from router.auth.caller import Caller, Scope
 from router.auth.document import Document, changes, from_plain, from_records
 from router.auth.file_store import FileStore
 from router.auth.key import Key
 from router.auth.limits import NO_LIMITS, Limits
 from router.auth.store import LedgerStore
-from router.auth.table import Table
 from router.config import RouterConfig
 from router.ledger.memory.memory import MemoryLedger
 
@@ -375,10 +373,10 @@ async def test_what_changes_in_a_file_holds_after_the_next_look(path: Path) -> N
     access = await opened(path)
     assert tenant(access) == "acme"
     await FileStore(path).change(lambda document: document.with_key(ID, make_key("other")))
-    await access.look()
+    await access.reload()
     assert tenant(access) == "other"
     await FileStore(path).change(lambda document: document.with_key(ID, None))
-    await access.look()
+    await access.reload()
     assert tenant(access) is None
 
 
@@ -394,7 +392,7 @@ async def test_a_secret_that_kubernetes_replaces_is_followed(tmp_path: Path) -> 
     assert tenant(access) == "acme"
     (tmp_path / "..data_tmp").symlink_to("new")
     (tmp_path / "..data_tmp").rename(tmp_path / "..data")
-    await access.look()
+    await access.reload()
     assert tenant(access) == "other"
 
 
@@ -408,12 +406,12 @@ async def test_a_file_that_is_broken_keeps_what_was_and_is_told_once(
     else:
         path.write_bytes(text.encode("latin-1"))
     for _ in range(3):
-        await access.look()
+        await access.reload()
         assert tenant(access) == "acme"
     assert [record.getMessage() for record in caplog.records] == ["access is not read again"]
     path.unlink(missing_ok=True)
     await FileStore(path).change(lambda _: Document({ID: make_key("other")}))
-    await access.look()
+    await access.reload()
     assert tenant(access) == "other"
 
 
@@ -435,5 +433,5 @@ async def test_while_the_ledger_is_away_all_stays_as_it_was() -> None:
     await LedgerStore(ledger).change(lambda _: DOCUMENT)
     access = await Access.open(LedgerStore(ledger))
     ledger.is_away = True
-    await access.look()
+    await access.reload()
     assert tenant(access) == "acme"

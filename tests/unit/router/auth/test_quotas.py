@@ -25,8 +25,7 @@ from router.ledger.base import Opened
 from router.ledger.entry import State
 from router.ledger.memory.memory import MemoryLedger
 from router.ledger.quota import Charge
-from router.requests.registry import Elsewhere
-from router.requests.request import LiveRequest
+from router.requests.request import Elsewhere, LiveRequest
 from tests.support.ledger.ledgers import Clock
 from tests.support.router.gateway_support import CONFIG, Gateway, gateway_ledger, until
 
@@ -49,9 +48,9 @@ class Counting(MemoryLedger):
         self._called("charge")
         return await super().charge(charge, lease_s)
 
-    async def settle(self, ends):  # type: ignore[no-untyped-def]
+    async def settle_charges(self, ends):  # type: ignore[no-untyped-def]
         self._called("settle")
-        await super().settle(ends)
+        await super().settle_charges(ends)
 
     async def hold(self, request_ids, lease_s):  # type: ignore[no-untyped-def]
         self._called("hold")
@@ -233,7 +232,7 @@ async def test_the_same_request_again_costs_nothing(
         for _ in range(3):
             with suppress(Elsewhere):
                 await (gateway if at == "here" else other).submit(request_id=R)
-        await other.requests.quotas.tell()
+        await other.requests.quotas.flush()
         await gateway.submit(request_id="acme/2")
         await refused(gateway)
 
@@ -242,7 +241,7 @@ async def test_a_request_that_is_known_is_not_refused_for_a_limit(ledger: Counti
     async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
         live = await gateway.submit(request_id=R)
         await finish(gateway, live)
-        gateway.requests._recent.begin(R)
+        gateway.requests._recent.discard(R)
         again = await gateway.submit(request_id=R)
         assert again.is_over and again.num_tokens == 3
         assert "requests_per_minute" in await refused(gateway)
@@ -253,7 +252,7 @@ async def test_another_body_under_a_known_id_costs_nothing(ledger: Counting) -> 
     async with limited(ledger, limits) as gateway:
         live = await gateway.submit(request_id=R)
         await finish(gateway, live)
-        gateway.requests._recent.begin(R)
+        gateway.requests._recent.discard(R)
         with pytest.raises(RequestConflict):
             await gateway.submit(request_id=R, text="other")
         await gateway.submit(request_id="acme/2")
@@ -264,7 +263,7 @@ async def test_another_body_under_a_known_id_costs_nothing(ledger: Counting) -> 
 
 
 async def adopt(ledger: Counting, dead: Gateway, heir: Gateway) -> LiveRequest:
-    await ledger.beat(dead.name, "there:1", 0.0)
+    await ledger.heartbeat(dead.name, "there:1", 0.0)
     return await heir.requests.attach(R)
 
 
@@ -280,7 +279,7 @@ async def test_an_heir_frees_what_it_took_over(ledger: Counting) -> None:
 async def test_who_cancels_what_nobody_has_frees_it(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway, limited(ledger, ONE, "other") as other:
         await gateway.submit(request_id=R)
-        await ledger.beat(gateway.name, "there:1", 0.0)
+        await ledger.heartbeat(gateway.name, "there:1", 0.0)
         entry = await other.requests.cancel(R)
         assert (entry.state, entry.error_slug) == (State.CANCELLED, Cancelled.slug)
         await other.submit(request_id="acme/next")

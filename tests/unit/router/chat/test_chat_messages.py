@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, UnsupportedContent
+from router.chat.checks import checked
 from router.chat.messages import MAX_BYTES, MAX_MESSAGES, shown_messages
-from router.chat.variables import checked
 
 USER = {"role": "user", "content": "hello"}
 

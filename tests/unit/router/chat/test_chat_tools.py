@@ -11,8 +11,8 @@ from router.chat.tools import MAX_TOOLS, Choice, ToolUse
 from router.config import RouterConfig
 from tests.support.router import chat_support
 from tests.support.router.chat_support import TOOLS, USE, read
-from worker.grammar.keeper import compile_grammar
-from worker.grammar.token_trie import token_trie
+from worker.grammar.grammar_process import compile_grammar
+from worker.grammar.vocabulary import token_trie
 
 BYTES = token_trie([bytes([byte]) for byte in range(256)])
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from everlift.v1 import session_pb2
-from router.api.openai.encoding import encode
+from router.api.openai.writer import encode
 from router.auth.caller import ANYONE, Caller, Scope
 from router.console.slot_grid import Lanes
 from router.console.snapshot import Snapshot
@@ -27,7 +27,7 @@ class Page:
         self._viewer.caller = caller
 
     def frame(self, now: float) -> Any:
-        sections = self._snapshot.look(now)
+        sections = self._snapshot.update(now)
         text = self._viewer.frame({name: encode(it) for name, it in sections.items()}, now)
         return json.loads(text)
 
@@ -97,8 +97,8 @@ def test_rights_that_are_taken_away_end_with_the_next_frame() -> None:
 
 def test_who_waits_is_told_by_class_and_each_tenant_sees_its_own() -> None:
     cluster = FakeCluster(queued=5)
-    cluster.outlook.waits.add(priority=1, wait_s=0.5)
-    cluster.outlook.waits.add(priority=0, wait_s=0.0)
+    cluster.queue_estimate.waits.add(priority=1, wait_s=0.5)
+    cluster.queue_estimate.waits.add(priority=0, wait_s=0.0)
     snapshot = cluster.snapshot()
     snapshot.load = report(
         queued=5,
@@ -205,7 +205,7 @@ def test_a_thousand_workers_and_ten_thousand_waiting_are_few_bytes() -> None:
         for each in cluster.links:
             each.state.output_tokens += 300
             each.state.blocks_used = second
-        sections = {name: encode(it) for name, it in snapshot.look(second).items()}
+        sections = {name: encode(it) for name, it in snapshot.update(second).items()}
         sizes.append(len(page.frame(sections, second)))
     assert sizes[0] < 250_000
     assert max(sizes[1:]) < 40_000

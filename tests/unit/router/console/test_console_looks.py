@@ -24,13 +24,13 @@ class Looked:
         self.num_looks = 0
         self.load = self.scaling = None
 
-    def look(self, now: float) -> Mapping[str, Any]:
+    def update(self, now: float) -> Mapping[str, Any]:
         self.num_looks += 1
         self.spent_s += self._cpu_s
         self._clock.now += self._wall_s
         return {}
 
-    def hear(self, counts: object, num_silent: int, now: float) -> None:
+    def add_counts(self, counts: object, num_silent: int, now: float) -> None:
         pass
 
 

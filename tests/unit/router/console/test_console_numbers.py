@@ -8,8 +8,7 @@ import pytest
 
 from everlift.v1.session_pb2 import Counts, LatencyCounts
 from router.console.counting import Aggregates
-from router.console.failures import Failed, Failures
-from router.console.history import History
+from router.console.failures import Failed, Failures, History
 from router.console.rates import Percentiles, Rates, RecentHistogram, percentiles, quantile
 from router.console.slot_grid import Lanes
 from router.console.workers import MOST_CELLS, cells, names, row, summary
@@ -90,18 +89,18 @@ def test_what_the_cache_saved_of_prompts_is_summed_over_those_that_are_there() -
 
 def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
     lanes = Lanes(None)
-    lanes.look(["a", "b"], 0.0)
-    lanes.look(["b", "c"], 1.0)
+    lanes.update(["a", "b"], 0.0)
+    lanes.update(["b", "c"], 1.0)
     assert lanes.worker_ids == ["a", "b", "c"]
-    lanes.look(["b", "c", "d", "e", "f", "g"], 60.9)
+    lanes.update(["b", "c", "d", "e", "f", "g"], 60.9)
     assert lanes.worker_ids == ["a", "b", "c", "d", "e", "f"]
-    lanes.look(["b", "c", "d", "e", "f", "g"], 61.0)
+    lanes.update(["b", "c", "d", "e", "f", "g"], 61.0)
     assert lanes.worker_ids == ["g", "b", "c", "d", "e", "f"]
 
 
 def test_chosen_lanes_are_those_that_were_asked_for_and_no_more() -> None:
     lanes = Lanes(["a", "a", *map(str, range(20))])
-    lanes.look(["z"], 0.0)
+    lanes.update(["z"], 0.0)
     assert lanes.worker_ids == ["a", *map(str, range(7))]
 
 
@@ -119,28 +118,28 @@ def counts(router_id: str, completed: int, ttft: tuple[int, int], **failures: in
 
 
 def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
-    census = Aggregates("a", {"ttft": (1.0, inf)})
-    census.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
-    census.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
-    assert census.totals()["completed"] == 105
-    assert census.latencies() == {"ttft": Percentiles(0)}
-    assert census.failures(1.0) == [Failed("queue_full", 1, 1.0)]
-    census.note(counts("a", 6, (13, 13), queue_full=1), 2.0)
-    census.note(counts("b", 101, (907, 907), queue_full=52, no_worker=1), 3.0)
-    assert census.latencies() == {"ttft": Percentiles(10, 0.5, 0.9, 0.99)}
-    assert census.failures(4.0) == [Failed("queue_full", 3, 1.0), Failed("no_worker", 1, 1.0)]
+    aggregates = Aggregates("a", {"ttft": (1.0, inf)})
+    aggregates.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
+    aggregates.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
+    assert aggregates.totals()["completed"] == 105
+    assert aggregates.latencies() == {"ttft": Percentiles(0)}
+    assert aggregates.failures(1.0) == [Failed("queue_full", 1, 1.0)]
+    aggregates.note(counts("a", 6, (13, 13), queue_full=1), 2.0)
+    aggregates.note(counts("b", 101, (907, 907), queue_full=52, no_worker=1), 3.0)
+    assert aggregates.latencies() == {"ttft": Percentiles(10, 0.5, 0.9, 0.99)}
+    assert aggregates.failures(4.0) == [Failed("queue_full", 3, 1.0), Failed("no_worker", 1, 1.0)]
     # One that is gone.
-    census.note(counts("a", 6, (13, 13)), 63.0)
-    census.forget(63.0)
-    assert census.totals()["completed"] == 6
+    aggregates.note(counts("a", 6, (13, 13)), 63.0)
+    aggregates.drop_routers(63.0)
+    assert aggregates.totals()["completed"] == 6
 
 
 def test_buckets_of_another_release_say_nothing() -> None:
-    census = Aggregates("a", {"ttft": (1.0, inf)})
+    aggregates = Aggregates("a", {"ttft": (1.0, inf)})
     for number in range(2):
         other = counts("b", number, (0, 0))
         other.latencies[0].cumulative.append(number)
         other.latencies.add(name="more", cumulative=[number])
-        census.note(other, float(number))
-    assert census.latencies() == {"ttft": Percentiles(0)}
-    assert census.totals()["completed"] == 1
+        aggregates.note(other, float(number))
+    assert aggregates.latencies() == {"ttft": Percentiles(0)}
+    assert aggregates.totals()["completed"] == 1

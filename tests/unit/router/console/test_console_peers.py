@@ -12,7 +12,7 @@ from grpc.aio import AioRpcError, Metadata
 from everlift.v1 import session_pb2
 from router.console import console
 from router.console.console import Console
-from router.console.peers import Peers
+from router.console.counts import Peers
 from tests.support.router.console_support import FakeCluster
 
 SILENT = "10.0.0.9:1"

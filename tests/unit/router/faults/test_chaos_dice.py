@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cluster.chaos.dice import DRAIN, NAMES, Dice, Happening
 from everlift.v1 import chaos_pb2 as pb
 from router.faults.faults import ANY_ROUTER, LEADER, LEDGER, Part, check_fault
+from tests.support.example_counts import examples
 
 WORKERS = ["a", "b", "c"]
 _PARTS = {LEDGER: Part.LEDGER, LEADER: Part.ROUTER, ANY_ROUTER: Part.ROUTER}
@@ -35,7 +36,7 @@ def test_every_fault_comes_and_every_cluster_takes_it() -> None:
     assert seen == {*NAMES}
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 1 << 32), st.floats(0.1, 10.0))
 def test_one_worker_is_always_spared(seed: int, every_s: float) -> None:
     """As nobody starts another worker: those that are killed or drained stay so."""

@@ -24,7 +24,7 @@ from tests.support.in_process import until
 from tests.support.ledger.ledgers import make_request
 from tests.support.router.admission_support import paced
 
-CONFIG = RouterConfig(model="fake", max_queued=2, lease=0.5, beat=0.05)
+CONFIG = RouterConfig(model="fake", max_queued=2, lease=0.5, heartbeat=0.05)
 INFO = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
 
 
@@ -186,8 +186,8 @@ async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
     waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
-    outlook = session_pb2.Outlook(lowest=3, waits=waits)
-    await until(lambda: outlook in [it for m in gateway.heard for it in m.outlooks])
+    queue_estimate = session_pb2.QueueEstimate(lowest=3, waits=waits)
+    await until(lambda: queue_estimate in [it for m in gateway.heard for it in m.queue_estimates])
 
 
 async def test_who_has_waited_for_too_long_leaves(ledger: FlakyLedger) -> None:
@@ -210,7 +210,7 @@ def arriving(arrived: float) -> session_pb2.Waiting:
 async def test_who_need_not_wait_is_opened_as_dispatched(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
-    leader.heard(Membership(now() + 500.0, "router", "here:1", 1, 0))
+    leader.on_heartbeat(Membership(now() + 500.0, "router", "here:1", 1, 0))
     gateway = Gateway(leader, "g")
     assert leader.reserve("g", arriving) is None
     give_it_a_worker(leader)
@@ -235,7 +235,7 @@ async def test_what_was_given_back_is_the_next_one_s(leader: Leader) -> None:
     while (reservation := leader.reserve("g", arriving)) is not None:
         reserved.append(reservation)
     assert reserved
-    reserved[0].give_back()
+    reserved[0].cancel()
     assert leader.reserve("g", arriving) is not None
 
 
@@ -251,7 +251,7 @@ async def test_a_new_tenure_knows_nothing_of_what_was_reserved(leader: Leader) -
 async def test_while_the_ledger_is_told_again_nobody_begins(leader: Leader) -> None:
     Gateway(leader, "g", generation="before")
     give_it_a_worker(leader)
-    leader.heard(Membership(now(), "router", "here:1", 1, 0, generation="after"))
+    leader.on_heartbeat(Membership(now(), "router", "here:1", 1, 0, generation="after"))
     assert leader.reserve("g", arriving) is None
 
 
@@ -340,10 +340,12 @@ async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
 ) -> None:
     await ledger.lead("old", "there:1", 1, lease_s=1000.0)
     async with running(ledger) as leader:
-        leader._lease._config = replace(CONFIG, lease=1000.0, beat=400.0)
+        leader._lease._config = replace(CONFIG, lease=1000.0, heartbeat=400.0)
         await until(lambda: len(ledger.terms) == 1)
         await ledger.resign(1)
-        leader.heard(Membership(now=0.0, leader="", leader_address="", term=0, workers_version=0))
+        leader.on_heartbeat(
+            Membership(now=0.0, leader="", leader_address="", term=0, workers_version=0)
+        )
         await until(lambda: leader.is_leading)
 
 
@@ -356,7 +358,7 @@ async def test_a_leader_that_stands_back_leads_again_only_where_nobody_else_does
         await old.stand_back()
         for _ in range(4):
             old._lease.hurry()
-            await asyncio.sleep(CONFIG.beat)
+            await asyncio.sleep(CONFIG.heartbeat)
             assert not old.is_leading
         async with running(ledger, "new") as new:
             # It is given back, and has not run out.
@@ -413,7 +415,7 @@ async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
 ) -> None:
     gateways = [Gateway(leader, "a"), Gateway(leader, "b")]
     give_it_a_worker(leader)
-    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    leader.on_heartbeat(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
     await opened(ledger, "r", "a")
     gateways[0].enqueue("r")
     gateways[0].say(generation="two")
@@ -431,7 +433,7 @@ async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_el
     await opened(ledger, "r", "g")
     term = leader._lease.term
     ledger._term = 1
-    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    leader.on_heartbeat(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
     gateway.enqueue("r")
     await until(lambda: gateway.told("dispatched") == ["r"])
     assert leader.is_leading and ledger._term == term
@@ -443,14 +445,14 @@ async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_el
 async def test_a_gateway_that_the_ledger_knows_is_waited_for_but_not_for_ever(
     ledger: FlakyLedger,
 ) -> None:
-    await ledger.beat("frozen", "there:2", lease_s=1000.0)
+    await ledger.heartbeat("frozen", "there:2", lease_s=1000.0)
     await opened(ledger, "r", "g")
     async with running(ledger) as leader:
         await until(lambda: leader.is_leading)
         gateway = Gateway(leader, "g")
         gateway.enqueue("r")
         give_it_a_worker(leader)
-        await asyncio.sleep(CONFIG.beat)
+        await asyncio.sleep(CONFIG.heartbeat)
         assert not gateway.told("dispatched")
         await until(lambda: gateway.told("dispatched") == ["r"])
 
@@ -485,7 +487,7 @@ async def test_only_so_many_dispatches_are_under_way_at_once(
     ledger.hangs = frozenset(names)
     give_it_a_worker(leader)
     await until(lambda: leader.queued == 2)
-    await asyncio.sleep(2 * CONFIG.beat)
+    await asyncio.sleep(2 * CONFIG.heartbeat)
     assert leader.queued == 2
     ledger.hangs = frozenset()
     await until(lambda: sorted(gateway.told("dispatched")) == names)
@@ -547,7 +549,7 @@ async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
     other.say(running=[low])
     await opened(ledger, "high", "g")
     gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
-    leader.heard(Membership(ledger._clock(), "router", "here:1", 1, 0))
+    leader.on_heartbeat(Membership(ledger._clock(), "router", "here:1", 1, 0))
     await until(lambda: other.told("evictions") == ["high"])
     assert (await ledger.get("high")).state is State.RUNNING
 
@@ -583,7 +585,7 @@ async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_awa
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway, sweep = Gateway(leader, "g"), leader._sweep
-    await ledger.beat("g", "there:1", lease_s=1000.0)
+    await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     await opened(ledger, "r", "dead")
     await until(lambda: gateway.told("adopt") == ["r"])
     sweep._adopting.clear()
@@ -599,8 +601,8 @@ async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_awa
 async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: FlakyLedger) -> None:
     await opened(ledger, "r", "dead")
     await until(lambda: now() > leader._sweep._after)
-    await asyncio.sleep(3 * CONFIG.beat)
-    await ledger.beat("g", "there:1", lease_s=1000.0)
+    await asyncio.sleep(3 * CONFIG.heartbeat)
+    await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     gateway = Gateway(leader, "g")
     await until(lambda: gateway.told("adopt") == ["r"])
 
@@ -610,7 +612,7 @@ async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
 ) -> None:
     """Its line is open, but its lease is over: what it has is given to others, not to itself."""
     living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
-    await ledger.beat("living", "there:1", lease_s=1000.0)
+    await ledger.heartbeat("living", "there:1", lease_s=1000.0)
     for request_id in ("a", "b"):
         await opened(ledger, request_id, "frozen")
         frozen.enqueue(request_id)
@@ -628,7 +630,7 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", arrived=1.0)
     gateway.enqueue("b", arrived=2.0, deadline=9.0)
-    leader.obey(rules("deadline", 3))
+    leader.apply_rules(rules("deadline", 3))
     leader_state = leader._leader_state
     assert leader_state is not None
     await until(lambda: leader_state._queue.peek().request_id == "b")
@@ -638,13 +640,13 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
 
 
 async def test_a_target_for_output_tokens_is_the_placement_s_at_once(leader: Leader) -> None:
-    leader.obey(replace(rules("fifo"), tpot_target=0.05))
+    leader.apply_rules(replace(rules("fifo"), tpot_target=0.05))
     assert leader._placement.tpot_target == 0.05
 
 
 async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:
     leader = Leader(CONFIG, "next", "here:1", ledger)
-    leader.obey(rules("deadline"))
+    leader.apply_rules(rules("deadline"))
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
     assert leader._leader_state is not None and leader._leader_state._order == policy_of(
@@ -659,16 +661,16 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
 ) -> None:
     monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
     gateway = Gateway(leader, "g")
-    leader.obey(rules("deadline", 1000))
+    leader.apply_rules(rules("deadline", 1000))
     await until(
         lambda: leader._leader_state and leader._leader_state._bounds.rules.max_queued == 1000
     )
-    leader.obey(rules("fifo", 1000))
+    leader.apply_rules(rules("fifo", 1000))
     for number in range(100):
         gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
-    leader.obey(rules("deadline", 1000))
+    leader.apply_rules(rules("deadline", 1000))
     await asyncio.sleep(0)
-    leader.obey(rules("fifo", 999))
+    leader.apply_rules(rules("fifo", 999))
     leader_state = leader._leader_state
     assert leader_state is not None
     await until(lambda: leader_state._bounds.rules.max_queued == 999)

@@ -19,7 +19,7 @@ from router.ledger.entry import Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from tests.support.in_process import until
 
-CONFIG = RouterConfig(model="fake", lease=0.5, beat=0.05)
+CONFIG = RouterConfig(model="fake", lease=0.5, heartbeat=0.05)
 INFO = pb.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
 
 
@@ -38,7 +38,7 @@ class Gateway:
         self.total = total
         self.made = 0
         self.heard: list[str] = []
-        self.outlooks: list[pb.Outlook] = []
+        self.queue_estimates: list[pb.QueueEstimate] = []
         self.line = LeaderClient(name, leader, GRPC)
         self.line.serve(self)
 
@@ -61,8 +61,8 @@ class Gateway:
     def withdrawn(self, message: pb.Withdrawn) -> None:
         self.heard.append(f"withdrawn {message.request_id}")
 
-    def foresee(self, outlook: pb.Outlook) -> None:
-        self.outlooks.append(outlook)
+    def on_queue_estimate(self, queue_estimate: pb.QueueEstimate) -> None:
+        self.queue_estimates.append(queue_estimate)
 
     def adopt_soon(self, request_id: str) -> None:
         self.heard.append(f"adopt {request_id}")
@@ -121,7 +121,7 @@ async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -
     gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
     gateway.line.withdraw("g-runs")
     await until(lambda: leader_state(leader) == (4, 0))
-    gateway.line.running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
+    gateway.line.report_running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
     await until(lambda: leader_state(leader) == (3, 1))
 
 
@@ -132,7 +132,7 @@ async def test_the_leader_hears_which_ledger_has_been_told(
     generations = leader._leader_state.generations
     await until(lambda: leader_state(leader) == (3, 1))
     generations.change("two", now() + 1000.0)
-    gateway.line.asserted("two")
+    gateway.line.report_generation("two")
     await until(lambda: generations.agree(now()))
     await gateway.line.close()
     await gateway.line.follow("g", "here:1")
@@ -151,8 +151,8 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
     both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
     send(pb.LeaderMessage(refusals=both))
     await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e shed"])
-    send(pb.LeaderMessage(outlooks=[pb.Outlook(tokens_per_s=2.0)]))
-    await until(lambda: pb.Outlook(tokens_per_s=2.0) in gateway.outlooks)
+    send(pb.LeaderMessage(queue_estimates=[pb.QueueEstimate(tokens_per_s=2.0)]))
+    await until(lambda: pb.QueueEstimate(tokens_per_s=2.0) in gateway.queue_estimates)
 
 
 async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:
@@ -168,14 +168,14 @@ async def test_a_line_on_which_nobody_speaks_is_opened_again(
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     assert not gateway.line.is_quiet
-    tell = leader._lines.tell
-    monkeypatch.setattr(leader._lines, "tell", lambda *_: None)
+    tell = leader._lines.send
+    monkeypatch.setattr(leader._lines, "send", lambda *_: None)
     monkeypatch.setattr("router.leader.client._QUIET_S", 0.3)
     monkeypatch.setattr("router.leader.client._DEAD_S", 0.5)
     await until(lambda: gateway.line.is_quiet)
     assert gateway.line.is_open
     await until(lambda: not gateway.line.is_open)
-    monkeypatch.setattr(leader._lines, "tell", tell)
+    monkeypatch.setattr(leader._lines, "send", tell)
     await gateway.line.follow("g", "here:1")
     assert gateway.line.is_open
     await until(lambda: gateway.made == 6)
@@ -225,7 +225,7 @@ async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
     monkeypatch.setattr(leader, "receive", heard)
     await until(lambda: leader_state(leader) == (3, 1))
     for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
-        gateway.line.finished(ratio)
+        gateway.line.report_finished(ratio)
         gateway.line.withdraw(name)
         await until(lambda: told[-1:] == [ratio])  # noqa: B023
     assert told == [0.5, 2.0]
@@ -268,18 +268,18 @@ async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
     leader.receive = heard  # type: ignore[method-assign]
     await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
-    line.served("acme/r", 0, 3)
-    line.served("acme/s", 0, 4)
-    line.served("acme/t", 1, 5)
-    line.served("nobodys", 0, 6)
-    line.tell_served()
+    line.report_served("acme/r", 0, 3)
+    line.report_served("acme/s", 0, 4)
+    line.report_served("acme/t", 1, 5)
+    line.report_served("nobodys", 0, 6)
+    line.flush_served()
     await until(lambda: sorted(told) == [("acme", 0, 7), ("acme", 1, 5)])
     await line.close()
-    line.served("other/r", 0, 8)
-    line.tell_served()
+    line.report_served("other/r", 0, 8)
+    line.flush_served()
     await line.follow("g", "here:1")
     await until(lambda: ("other", 0, 8) in told)
-    line.tell_served()
+    line.flush_served()
     line.withdraw("g-runs")
     await until(lambda: leader_state(leader) == (3, 0))
     assert len(told) == 3

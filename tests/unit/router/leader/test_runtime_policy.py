@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from everlift.engine_policy import EnginePolicy
-from everlift.settings import SettingsError
+from everlift.errors import SettingsError
 from everlift.v1 import session_pb2
 from router import console
 from router.admission.policy import ORDERS, Rules
@@ -31,7 +31,7 @@ class Subject:
     def __init__(self) -> None:
         self.obeyed: list[Rules] = []
 
-    def obey(self, rules: Rules) -> None:
+    def apply_rules(self, rules: Rules) -> None:
         self.obeyed.append(rules)
 
 
@@ -50,7 +50,7 @@ class Replica:
         self.runtime_policy = RuntimePolicy(CONFIG, ledger, [self.subject], [self.engines])
 
     async def beat(self) -> None:
-        membership = await self.ledger.beat("gateway", "here:1", 1.0)
+        membership = await self.ledger.heartbeat("gateway", "here:1", 1.0)
         await self.runtime_policy.keep_up(membership.policy_version)
 
 

@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from everlift.errors import LedgerUnavailable
+from everlift import settings
+from everlift.errors import LedgerUnavailable, SettingsError
 from router.ledger.config import PROMISES, DurabilityClass, LedgerConfig, LedgerSetupError
 from router.ledger.redis import scripts
 from router.ledger.redis.address import Address, Kind, parse
@@ -220,8 +221,8 @@ def test_an_address_shows_no_login() -> None:
 
 
 def test_the_embedded_server_has_no_replica() -> None:
-    with pytest.raises(ValueError, match=r"^durability_class must"):
-        LedgerConfig(durability_class="replicated")
+    with pytest.raises(SettingsError, match=r"^durability_class must"):
+        settings.load(LedgerConfig, {"durability_class": "replicated"})
 
 
 def test_files_are_found_from_wherever_a_process_runs(
@@ -241,7 +242,7 @@ def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("given", "key"),
     [
         ({"url": "http://user:secret@host"}, "url"),
         ({"url": ""}, "url"),
@@ -259,9 +260,9 @@ def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
         ({"tls_cert": "cert.pem"}, "tls_cert"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(settings: dict[str, object], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key} must") as error:
-        LedgerConfig(**settings)  # type: ignore[arg-type]
+def test_a_setting_that_cannot_be_is_named(given: dict[str, object], key: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{key} must") as error:
+        settings.load(LedgerConfig, given)
     assert "secret" not in str(error.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import WorkloadFailed
-from cluster.simulator.workloads.arrival import Arrival
+from cluster.simulator.workloads.arrivals import Arrival
 from cluster.simulator.workloads.traces.trace import Trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.prediction.asked import STATIC, WORDS, Asked, asked_of, narrowest
+from router.prediction.model import STATIC, WORDS
+from router.prediction.predictor import Asked, asked_of, narrowest
 from tests.support.router.prediction_support import served
 
 SYSTEM = (

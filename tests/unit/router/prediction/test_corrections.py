@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prediction.corrections import _MOST, RATE, Corrections
+from tests.support.example_counts import examples
 
 QUANTILES = (0.5, 0.9)
 #: Of lengths and of what is predicted, natural logarithms.
@@ -16,7 +17,7 @@ LOW, HIGH = 0.0, 8.0
 LOGS = st.floats(LOW, HIGH)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(LOGS, LOGS, LOGS), min_size=1, max_size=300))
 def test_whatever_is_predicted_and_comes_coverage_is_off_by_no_more_than_is_promised(
     outputs: list[tuple[float, float, float]],

@@ -7,8 +7,8 @@ from statistics import fmean, pvariance
 
 import pytest
 
-from router.prediction.asked import Asked
-from router.prediction.histories import _MOST, FEATURES, Histories, History
+from router.prediction.model import FEATURES, History
+from router.prediction.predictor import _MOST, Asked, Histories
 
 
 def asked(*groups: str) -> Asked:
@@ -54,7 +54,7 @@ def test_so_many_groups_are_remembered_and_no_more() -> None:
     histories = Histories()
     for number in range(_MOST + 5):
         histories.note((str(number),), 1.0)
-    groups = histories.told()
+    groups = histories.as_dict()
     assert len(groups) == _MOST + 1
     assert "4" not in groups and "5" in groups
 
@@ -63,12 +63,12 @@ def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
     histories = Histories()
     histories.note(("acme",), 2.0)
     histories.learn({"all": History(9, 4.0, 1.0), "acme": History(9, 8.0, 1.0), "new": History(3)})
-    assert histories.told()["acme"].mean == 2.0
-    assert histories.told()["all"].mean == 2.0
-    assert histories.told()["new"] == History(3)
+    assert histories.as_dict()["acme"].mean == 2.0
+    assert histories.as_dict()["all"].mean == 2.0
+    assert histories.as_dict()["new"] == History(3)
     fresh = Histories()
-    fresh.learn(histories.told())
-    assert fresh.told() == histories.told()
+    fresh.learn(histories.as_dict())
+    assert fresh.as_dict() == histories.as_dict()
 
 
 def test_of_what_was_learnt_from_a_file_that_is_forgotten_first_which_was_heard_of_first() -> None:
@@ -77,10 +77,10 @@ def test_of_what_was_learnt_from_a_file_that_is_forgotten_first_which_was_heard_
     trained, served = Histories(), Histories()
     for number in range(_MOST):
         trained.note(("acme", "", "", str(number)), 1.0)
-    served.learn(trained.told())
-    assert [*served.told()] == [*trained.told()]
+    served.learn(trained.as_dict())
+    assert [*served.as_dict()] == [*trained.as_dict()]
     served.note(("shop", "", "", "new"), 1.0)
-    known = served.told()
+    known = served.as_dict()
     assert "acme" in known and str(_MOST - 1) in known
     assert "1" not in known and "2" not in known and "3" in known
 
@@ -91,5 +91,5 @@ def test_where_not_all_of_a_file_has_room_what_was_heard_of_last_is_learnt() -> 
         trained.note((str(number),), 1.0)
         if number < 9:
             served.note((f"own {number}",), 1.0)
-    served.learn(trained.told())
-    assert "8" not in served.told() and "9" in served.told()
+    served.learn(trained.as_dict())
+    assert "8" not in served.as_dict() and "9" in served.as_dict()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prediction.length_distribution import LengthDistribution
+from router.prediction.predictor import LengthDistribution
 
 
 def test_a_length_without_a_spread_is_what_it_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.prediction.output_lengths import OutputLengths
+from router.prediction.predictor import OutputLengths
 
 
 def mean(*ended: int) -> float:

@@ -13,11 +13,11 @@ import pytest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.request import Waiting
+from router.admission.request import QueueKey, Waiting
 from router.config import Order, RouterConfig
 from router.prediction.model import Model
 from router.prediction.predictor import Prediction, Predictor
-from router.prediction.rank_correlation import kendall_tau
+from router.prediction.trust import kendall_tau
 from router.requests.messages import arriving
 from tests.support.router import mixes
 from tests.support.router.mixes import Drawn
@@ -29,7 +29,7 @@ def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> li
     tokens = []
     for it in requests:
         prediction = predictor.predict(request(it), it.arrived)
-        tokens.append(prediction.output_tokens(request(it)))
+        tokens.append(prediction.output_tokens)
         predictor.note(prediction, max(1, round(factor * it.output_tokens)))
     return tokens
 
@@ -49,8 +49,8 @@ def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
     for tokens in (10, 20, 60):
         bare.note(bare.predict(request(long), 0.0), tokens)
     predictions = [bare.predict(request(it), 0.0) for it in (long, short)]
-    assert [it.output_tokens(request(long)) for it in predictions] == [30, 30]
-    assert [it.rank for it in predictions] == [0.0, 0.0]
+    assert [it.output_tokens for it in predictions] == [30, 30]
+    assert [it.queue_key.predicted_rank for it in predictions] == [0.0, 0.0]
     assert bare.trust is None
 
 
@@ -58,17 +58,17 @@ def test_of_all_choices_and_the_prompt() -> None:
     bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
     three = request(it, n=3, max_tokens=7)
     prediction = bare.predict(three, 0.0)
-    assert prediction.output_tokens(three) == 21
-    assert prediction.total_tokens(three) == 21 + len(three.prompt_ids)
+    assert prediction.output_tokens == 21
+    assert prediction.queue_key.predicted_total == 21 + len(three.prompt_ids)
 
 
 def test_what_nothing_but_its_max_tokens_ends_is_certain_and_teaches_nothing() -> None:
     bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
     endless = request(it, stop_token_ids=(), max_tokens=5000)
     prediction = bare.predict(endless, 0.0)
-    assert prediction.output_tokens(endless) == 5000
+    assert prediction.output_tokens == 5000
     bare.note(prediction, 5000)
-    assert bare.predict(request(it), 0.0).output_tokens(request(it)) == 128
+    assert bare.predict(request(it), 0.0).output_tokens == 128
 
 
 def test_a_model_predicts_in_an_order_like_that_of_what_comes() -> None:
@@ -87,9 +87,9 @@ def test_a_rank_is_of_all_outputs_together() -> None:
     told(made, requests)
     proofs = next(it for it in requests if it.application == "proofs")
     sentiment = next(it for it in requests if it.application == "sentiment")
-    assert made.predict(request(sentiment), 0.0).rank < 0.3
-    assert made.predict(request(proofs), 0.0).rank > 0.8
-    assert made.predict(request(sentiment, n=128), 0.0).rank > 0.5
+    assert made.predict(request(sentiment), 0.0).queue_key.predicted_rank < 0.3
+    assert made.predict(request(proofs), 0.0).queue_key.predicted_rank > 0.8
+    assert made.predict(request(sentiment, n=128), 0.0).queue_key.predicted_rank > 0.5
 
 
 def test_when_all_outputs_get_longer_predictions_do() -> None:
@@ -142,7 +142,7 @@ def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> N
     assert abs(made.trust.tau) < 0.1
     predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
     assert len({it.length for it in predictions}) == 1
-    assert {it.rank for it in predictions} == {0.0}
+    assert {it.queue_key.predicted_rank for it in predictions} == {0.0}
     told(made, requests)
     assert made.trust.is_trusted and made.trust.tau > 0.5
 
@@ -153,8 +153,10 @@ def left(order: Order, predictor: Predictor, requests: list[Drawn]) -> list[int]
     queue = AdmissionQueue(policy_of(order, RouterConfig()), class_floor=0.0)
     for number, it in enumerate(requests):
         made = request(it, request_id=str(number))
-        prediction = replace(predictor.predict(made, it.arrived), foreseen_wait_s=50.0)
-        queue.push(Waiting.told("g", arriving(made, float(number), None, prediction, 0)))
+        prediction = predictor.predict(made, it.arrived)
+        key = prediction.queue_key._replace(estimated_wait_s=50.0)
+        prediction = replace(prediction, queue_key=key)
+        queue.push(Waiting.from_proto("g", arriving(made, float(number), None, prediction, 0)))
     return [int(queue.pop(1000.0).request_id) for _ in requests]
 
 
@@ -174,8 +176,8 @@ def test_what_is_certain_leaves_by_arrival_too_then_and_counts_as_what_it_is() -
     by_chance(made, requests)
     endless = request(requests[0], stop_token_ids=(), max_tokens=5000)
     prediction = made.predict(endless, 0.0)
-    assert (prediction.ordered_tokens(endless), prediction.work_rank, prediction.rank) == (0, 0, 0)
-    assert prediction.total_tokens(endless) == 5000 + len(endless.prompt_ids)
+    assert prediction.queue_key == QueueKey()
+    assert prediction.output_tokens == 5000
 
 
 def test_that_trust_changed_is_said_once() -> None:
@@ -193,7 +195,7 @@ def test_all_but_a_few_outputs_get_what_is_predicted_as_the_least() -> None:
     for number, it in enumerate(requests):
         asked = request(it, request_id=f"r{number}")
         prediction = made.predict(asked, it.arrived)
-        least.append(prediction.least_tokens(asked))
+        least.append(prediction.least_tokens)
         shorter += it.output_tokens < least[-1]
         made.note(prediction, it.output_tokens)
     assert shorter < 0.07 * len(requests)
@@ -204,9 +206,8 @@ def test_one_of_twenty_is_let_in_whatever_it_gets_at_the_least() -> None:
     made, requests = predictor(), mixed(6, 300)
     told(made, requests)
     proof = next(it for it in requests if it.application == "proofs")
-    prediction = made.predict(request(proof), 0.0)
     asked = (request(proof, request_id=f"r{number}") for number in range(2000))
-    least = [prediction.least_tokens(each) for each in asked]
+    least = [made.predict(each, 0.0).least_tokens for each in asked]
     assert len(set(least)) == 2 and min(least) == 1
     assert 50 < least.count(1) < 200
 
@@ -216,7 +217,7 @@ def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
 
     def least(**changes: Any) -> int:
         asked = request(it, **changes)
-        return made.predict(asked, 0.0).least_tokens(asked)
+        return made.predict(asked, 0.0).least_tokens
 
     assert least() == 1, "it may end with its first token"
     assert least(sampling=SamplingParams(min_tokens=9)) == 9
@@ -228,9 +229,9 @@ def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
 def test_while_a_model_is_not_trusted_nobody_is_refused_for_what_it_says() -> None:
     made, requests = predictor(), mixed(8, 700)
     asked = [request(it, request_id=str(number)) for number, it in enumerate(requests[:50])]
-    assert max(made.predict(each, 0.0).least_tokens(each) for each in asked) > 1
+    assert max(made.predict(each, 0.0).least_tokens for each in asked) > 1
     by_chance(made, requests)
-    assert {made.predict(each, 0.0).least_tokens(each) for each in asked} == {1}
+    assert {made.predict(each, 0.0).least_tokens for each in asked} == {1}
 
 
 def test_an_output_that_its_deadline_cut_off_is_known_to_be_longer() -> None:

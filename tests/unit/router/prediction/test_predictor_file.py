@@ -38,14 +38,14 @@ async def test_a_new_file_is_loaded_once(
 ) -> None:
     path, loaded = tmp_path / "lengths.json", list[Model]()
     file = PredictorFile(path, loaded.append)
-    await file.look()
+    await file.reload()
     assert [fields["cause"] for _, fields in told] == ["No such file or directory"]
     write(path, learnt()[0])
     for _ in range(3):
-        await file.look()
+        await file.reload()
     assert len(loaded) == 1
     write(path, learnt()[0])
-    await file.look()
+    await file.reload()
     assert len(loaded) == 2
     assert [line for line, _ in told[1:]] == ["info: predictor loaded"] * 2
 
@@ -74,7 +74,7 @@ async def test_a_broken_file_is_told_once_and_the_old_one_stays(
     for text in (learnt()[0], '{"kind": "else"}', learnt()[0][:-90]):
         write(path, text)
         for _ in range(3):
-            await file.look()
+            await file.reload()
     assert len(loaded) == 1
     assert [fields.get("cause") for _, fields in told] == [
         None,
@@ -82,7 +82,7 @@ async def test_a_broken_file_is_told_once_and_the_old_one_stays(
         "is not JSON",
     ]
     write(path, learnt()[0])
-    await file.look()
+    await file.reload()
     assert len(loaded) == 2
 
 
@@ -96,7 +96,7 @@ async def test_a_file_that_does_not_fit_is_told_once(
     file = PredictorFile(path, refuse)
     write(path, learnt()[0])
     for _ in range(3):
-        await file.look()
+        await file.reload()
     assert told == [
         (
             "error: predictor not loaded",
@@ -111,5 +111,5 @@ async def test_too_large_a_file_is_not_read(
     path = tmp_path / "lengths.json"
     path.touch()
     os.truncate(path, 1 << 34)
-    await PredictorFile(path, lambda _: None).look()
+    await PredictorFile(path, lambda _: None).reload()
     assert [fields["cause"] for _, fields in told] == [f"has more than {16 << 20} bytes"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prediction.asked import GROUPS, STATIC, Asked
-from router.prediction.histories import Histories
-from router.prediction.model import Model
+from router.prediction.model import GROUPS, STATIC, Model
+from router.prediction.predictor import Asked, Histories
+from tests.support.example_counts import examples
 from tests.support.router.prediction_support import learnt, mixed
 
 
@@ -66,7 +66,7 @@ _WRONG = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(["roots", "feature", "threshold", "left", "right", "value"]),
     st.integers(0, 1 << 16),
@@ -99,7 +99,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_whatever_stands_somewhere_in_it_it_predicts_or_is_refused(data: st.DataObject) -> None:
     made = plain()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prediction.rank_correlation import kendall_tau
+from router.prediction.trust import kendall_tau
 
 
 def by_definition(pairs: list[tuple[float, float]]) -> float:

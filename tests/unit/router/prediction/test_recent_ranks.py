@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prediction.recent_ranks import _WINDOW, RecentRanks
+from router.prediction.predictor import _WINDOW, RecentRanks
 
 
 def test_the_first_one_and_equal_ones_are_in_the_middle() -> None:

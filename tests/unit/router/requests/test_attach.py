@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from everlift.digest import token_digest
 from everlift.errors import Cancelled, DataLoss, OffsetOutOfRange
+from everlift.hashes import token_digest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.requests.request import LiveRequest

@@ -35,7 +35,7 @@ REFUSED = session_pb2.STOP_CAUSE_REFUSED
 async def ledger() -> MemoryLedger:
     ledger = MemoryLedger(time.monotonic)
     await ledger.lead("leader", "", TERM, 1000.0)
-    await ledger.beat("gateway", "here:1", 1000.0)
+    await ledger.heartbeat("gateway", "here:1", 1000.0)
     return ledger
 
 
@@ -319,7 +319,7 @@ async def test_an_end_under_a_forgotten_dispatch_is_stored_beside_a_choice_that_
 async def test_long_choices_start_in_parts_until_they_are_lost(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.requests.attempts._TOKENS_AT_ONCE", 12)
+    monkeypatch.setattr("router.requests.attempt_runner._TOKENS_AT_ONCE", 12)
     live = await gateway.submit(n=6, text="four")
     started = gateway.workers.started
     await gateway.dispatch()
@@ -492,7 +492,7 @@ async def test_another_gateway_goes_on_with_all_choices_and_what_was_said_of_the
     gateway.make(epoch, 0, "ab", choice=0, logprobs=wire(before), **told)
     gateway.make(epoch, 0, "d", EOS, choice=1, logprobs=wire(before[:1]))
     await until(lambda: live.choices[0].stored == 2 and live.choices[1].is_complete)
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     other = Gateway(ledger, "other")
     run = asyncio.create_task(other.requests.attempts.run())
     adopted = await other.requests.attach("r")

@@ -18,7 +18,6 @@ from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredCh
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.delivery_reports import Deliveries
 from router.requests.explanation import kept
-from router.requests.recovery import begun
 from router.requests.request import LiveRequest
 from router.requests.timing import FINISHED
 from router.requests.tokenizer import ServedModel
@@ -58,7 +57,7 @@ def finished(worker_s: float) -> LiveRequest:
     journal.accepted(CAME)
     journal.dispatch(CAME)
     journal.says(CAME + worker_s, 1, waited_s=0.0)
-    return begun(make_request(), OVER, TOKENIZER, journal)
+    return LiveRequest.opened(make_request(), OVER, TOKENIZER, now(), journal)
 
 
 def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
@@ -74,8 +73,8 @@ async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
     with_its_end = live.packed_explanation(live.journal.heard)
     settle(live, storing_s, delivery_s)
     deliveries = Deliveries(ledger)
-    deliveries.note(live)
-    await deliveries.tell()
+    deliveries.note_delivered(live)
+    await deliveries.flush()
     return ledger.told[0].explanation if ledger.told else with_its_end
 
 
@@ -102,8 +101,8 @@ async def test_all_that_were_noted_are_told_in_one_call_and_each_of_them_once() 
     settle(quick, 0.004, 0.005)
     for _ in range(2):
         for live in (slow, quick, going, slow):
-            deliveries.note(live)
-        await deliveries.tell()
+            deliveries.note_delivered(live)
+        await deliveries.flush()
     assert [it.request_id for it in ledger.told] == ["r"]
     assert ledger.num_calls == 1
 
@@ -125,7 +124,7 @@ async def test_how_long_a_client_read_is_kept_after_the_next_beat() -> None:
         gateway.requests.ledger_answered(MEMBERSHIP)
         await until(lambda: record.explanation != before)
         answer = kept(*await gateway.requests.get("r"))
-        assert answer.spans[-1].kind == pb.SPAN_KIND_DELIVERY
+        assert answer.spans[-1].kind == pb.SPAN_KIND_CLIENT
         assert answer.spans[-1].seconds >= 0.05
         assert answer == live.explanation(now())
 
@@ -136,13 +135,13 @@ async def test_a_router_that_stops_tells_what_it_has_to_tell() -> None:
         await asyncio.sleep(0.05)
         await gateway.read(live)
     answer = kept(*await gateway.requests.get("r"))
-    assert answer.spans[-1].kind == pb.SPAN_KIND_DELIVERY
+    assert answer.spans[-1].kind == pb.SPAN_KIND_CLIENT
 
 
 async def test_who_reads_what_ended_long_ago_changes_nothing() -> None:
     async with started_gateway() as gateway:
         await ended(gateway)
-        gateway.requests._recent.begin("r")
+        gateway.requests._recent.discard("r")
         before = gateway.ledger._records["r"].explanation
         await asyncio.sleep(0.05)
         await gateway.read(await gateway.requests.attach("r"))

@@ -120,7 +120,7 @@ async def test_behind_what_comes_within_some_milliseconds_is_one_append(
     ledger: SlowLedger, behind: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger.let.set()
-    behind.requests.attempts.keeping._appender._gather_s = 5.0
+    behind.requests.attempts.writer._appender._gather_s = 5.0
     live, epoch = await begin(behind, "a")
     for offset in range(1, 8):
         behind.make(epoch, offset, "b")

@@ -28,96 +28,69 @@ def kinds(journal: Journal) -> dict[str, float]:
 
 def accepted() -> WatchedJournal:
     journal = WatchedJournal(CAME)
-    journal.tokenised(CAME + 1)
-    journal.charged(CAME + 3)
+    journal.received(CAME + 1)
     journal.accepted(CAME + 6)
     return journal
 
 
 def test_a_request_that_nothing_happens_to() -> None:
     journal = accepted()
-    stay = session_pb2.Stay(
+    queue_wait = session_pb2.QueueWait(
         seconds=10.0,
-        no_worker_s=0.25,
-        starting_s=0.5,
-        unplaced_s=0.25,
-        leader_s=2.0,
-        first_s=3.0,
+        no_worker_s=1.0,
         dispatch_s=0.5,
-        queue=pb.QueueStay(earlier=2, higher=1, ordered=1),
+        queue=pb.QueueBypass(earlier=2, higher=1, ordered=1),
     )
-    journal.dispatch(CAME + 18, stay=stay)
+    journal.dispatch(CAME + 18, queue_wait=queue_wait)
     journal.says(CAME + 20, 1, waited_s=1.0, cached_tokens=8)
-    account = session_pb2.Account(waiting_s=1.0, prefill_s=2.0, stalled_s=0.5, decode_s=3.0)
-    journal.says(CAME + 25, 3, account=account)
+    breakdown = session_pb2.TimeBreakdown(
+        waiting_s=1.0, prefill_s=2.0, prefill_interference_s=0.5, decode_s=3.0
+    )
+    journal.says(CAME + 25, 3, breakdown=breakdown)
     journal.readable(CAME + 21)
     journal.left(FINISHED, CAME + 25)
     journal.ended(FINISHED, CAME + 26)
     journal.delivered(CAME + 28)
     journal.delivered(CAME + 30)
     assert kinds(journal) == {
-        "door": 1.0,
-        "limits": 2.0,
-        "opening": 3.0,
-        "line": 1.5,
-        "leader": 2.0,
-        "no_worker": 0.25,
-        "worker_unplaced": 0.25,
-        "worker_starts": 0.5,
-        "behind_earlier": 2.0,
-        "behind_class": 1.0,
-        "behind_order": 1.0,
-        "no_credit": 3.0,
-        "dispatch": 0.5,
-        "on_the_way": 0.5,
+        "receive": 1.0,
+        "ledger": 6.5,
+        "network": 2.0,
+        "no_worker": 1.0,
+        "queue": 9.0,
         "worker_wait": 1.0,
         "prefill": 2.0,
-        "stalled": 0.5,
         "decode": 3.0,
-        "storing": 1.0,
-        "delivery": 2.0,
+        "interference": 0.5,
+        "client": 2.0,
     }
     assert journal.total_s == sum(kinds(journal).values()) == 28.0
     assert (journal.accept_s, journal.ttft_s, journal.readable_s) == (6.0, 21.0, 15.0)
     assert journal.ledger_s == 1.0
 
 
-def test_what_a_chats_template_takes_is_told_apart_from_the_door() -> None:
-    journal = Journal(CAME)
-    journal.read(CAME + 1)
-    journal.rendered(CAME + 4)
-    journal.tokenised(CAME + 4.5)
-    journal.charged(CAME + 5)
-    journal.accepted(CAME + 6)
-    kinds_in_order = [span.kind for span in journal.spans]
-    assert kinds_in_order == [
-        pb.SPAN_KIND_DOOR,
-        pb.SPAN_KIND_RENDERING,
-        pb.SPAN_KIND_DOOR,
-        pb.SPAN_KIND_LIMITS,
-        pb.SPAN_KIND_OPENING,
-    ]
-    assert kinds(journal) == {"door": 1.5, "rendering": 3.0, "limits": 0.5, "opening": 1.0}
-    assert journal.accept_s == 6.0
-
-
-def test_each_rule_by_which_others_left_first_has_its_share() -> None:
+def test_spans_of_one_kind_and_attempt_are_joined() -> None:
     journal = accepted()
-    queue = pb.QueueStay(earlier=2, higher=1, turns=3, ordered=1, lower=1)
-    journal.dispatch(CAME + 14, stay=session_pb2.Stay(seconds=8.0, queue=queue))
-    assert list(kinds(journal).items())[3:] == [
-        ("behind_earlier", 2.0),
-        ("behind_class", 1.0),
-        ("behind_turn", 3.0),
-        ("behind_order", 1.0),
-        ("behind_floor", 1.0),
+    journal.dispatch(CAME + 8, queue_wait=session_pb2.QueueWait(seconds=1.5, dispatch_s=0.5))
+    journal.says(
+        CAME + 9,
+        1,
+        breakdown=session_pb2.TimeBreakdown(prefill_interference_s=0.5, not_scheduled_s=0.5),
+    )
+    journal.left(FINISHED, CAME + 9)
+    assert [(span.kind, span.seconds) for span in journal.spans] == [
+        (pb.SPAN_KIND_RECEIVE, 1.0),
+        (pb.SPAN_KIND_LEDGER, 5.0),
+        (pb.SPAN_KIND_QUEUE, 1.5),
+        (pb.SPAN_KIND_LEDGER, 0.5),
+        (pb.SPAN_KIND_INTERFERENCE, 1.0),
     ]
 
 
 def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    journal.says(CAME + 8, 1, account=session_pb2.Account(prefill_s=3, decode_s=1))
+    journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=3, decode_s=1))
     journal.left(FINISHED, CAME + 8)
     assert kinds(journal)["prefill"] == 1.5 and kinds(journal)["decode"] == 0.5
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
@@ -140,23 +113,23 @@ def test_of_a_first_token_the_ledger_has_what_came_after_the_gateway_had_it() ->
 def test_a_lost_worker_is_told_from_what_it_said_last() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    journal.says(CAME + 8, 1, account=session_pb2.Account(prefill_s=1.0))
+    journal.says(CAME + 8, 1, breakdown=session_pb2.TimeBreakdown(prefill_s=1.0))
     journal.says(CAME + 9, 1)
     journal.left("worker w was lost", CAME + 12, is_lost=True)
     journal.queued_again(CAME + 13)
     seen = kinds(journal)
-    parts = ("on_the_way", "prefill", "decode", "detection", "requeue")
-    assert [seen[name] for name in parts] == [1.0, 1.0, 1.0, 3.0, 1.0]
+    parts = ("network", "prefill", "decode", "migration")
+    assert [seen[name] for name in parts] == [1.0, 1.0, 1.0, 4.0]
     assert [attempt.end for attempt in journal] == ["worker w was lost"]
     journal.dispatch(CAME + 20, attempt=2)
-    assert journal.spans[-1] == (pb.SPAN_KIND_LINE, 7.0, 2)
+    assert journal.spans[-1] == (pb.SPAN_KIND_NETWORK, 7.0, 2)
 
 
 def test_a_worker_that_told_nothing_has_all_of_its_time() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.left("worker w was lost", CAME + 12, is_lost=True)
-    assert kinds(journal)["untold"] == 6.0
+    assert kinds(journal)["other"] == 6.0
 
 
 def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
@@ -166,7 +139,7 @@ def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
     journal.says(CAME + 8, 1, waited_s=0.5)
     journal.says(CAME + 11, 4)
     journal.left(FINISHED, CAME + 11)
-    at_worker = list(kinds(journal).items())[3:]
+    at_worker = list(kinds(journal).items())[2:]
     assert at_worker == [("worker_wait", 0.5), ("prefill", 1.5), ("decode", 3.0)]
 
 
@@ -178,33 +151,38 @@ def test_a_long_prefill_is_prefill_from_the_first_report_on() -> None:
     journal.says(CAME + 10, 0, prefilled_tokens=4)
     journal.says(CAME + 12, 0, prefilled_tokens=6)
     told = journal.until(CAME + 13)
-    assert list(kinds(told).items())[3:] == [("worker_wait", 1.0), ("prefill", 6.0)]
+    assert list(kinds(told).items())[2:] == [("worker_wait", 1.0), ("prefill", 6.0)]
     assert [attempt.prefilled_tokens for attempt in told] == [6]
     journal.left("worker w was lost", CAME + 14, is_lost=True)
-    at_worker = list(kinds(journal).items())[3:]
-    assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("detection", 2.0)]
+    at_worker = list(kinds(journal).items())[2:]
+    assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("migration", 2.0)]
 
 
 def test_since_its_account_its_time_went_as_that_of_all_that_decode_there() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    account = session_pb2.Account(prefill_s=1.0, decode_s=1.0, steps=2)
-    before = session_pb2.Account(decode_s=50.0, co_tenancy_s=40.0, stalled_s=30.0, steps=100)
-    journal.says(CAME + 8, 1, account, before)
-    after = session_pb2.Account(
-        decode_s=51.0, co_tenancy_s=40.5, stalled_s=32.0, between_steps_s=0.25, steps=103
+    breakdown = session_pb2.TimeBreakdown(prefill_s=1.0, decode_s=1.0, steps=2)
+    before = session_pb2.TimeBreakdown(
+        decode_s=50.0, decode_interference_s=40.0, prefill_interference_s=30.0, steps=100
+    )
+    journal.says(CAME + 8, 1, breakdown, before)
+    after = session_pb2.TimeBreakdown(
+        decode_s=51.0,
+        decode_interference_s=40.5,
+        prefill_interference_s=32.0,
+        between_steps_s=0.25,
+        steps=103,
     )
     journal.says(CAME + 12, 3, decoding=after)
     (attempt,) = journal.until(CAME + 12)
     assert (attempt.new_tokens, attempt.steps) == (4, 5)
     journal.left("worker w was lost", CAME + 15, is_lost=True)
-    assert list(kinds(journal).items())[3:] == [
+    assert list(kinds(journal).items())[2:] == [
         ("prefill", 1.0),
         ("decode", 1.0 + 0.25 + 1.0),
-        ("stalled", 2.0),
-        ("co_tenancy", 0.5),
-        ("between_steps", 0.25),
-        ("detection", 3.0),
+        ("interference", 2.5),
+        ("other", 0.25),
+        ("migration", 3.0),
     ]
 
 
@@ -214,32 +192,32 @@ def test_what_has_no_blocks_or_no_token_has_no_part_in_what_others_decode(reside
     is_preempted = residence == "PREEMPTED"
     journal = accepted()
     journal.dispatch(CAME + 6)
-    account, none = session_pb2.Account(prefill_s=1.0), session_pb2.Account()
-    journal.says(CAME + 7, int(is_preempted), account, none, **news)
-    journal.says(CAME + 9, 0, decoding=session_pb2.Account(decode_s=2.0, steps=9))
+    breakdown, none = session_pb2.TimeBreakdown(prefill_s=1.0), session_pb2.TimeBreakdown()
+    journal.says(CAME + 7, int(is_preempted), breakdown, none, **news)
+    journal.says(CAME + 9, 0, decoding=session_pb2.TimeBreakdown(decode_s=2.0, steps=9))
     journal.left("moved", CAME + 9)
-    kind = "preempted" if is_preempted else "untold"
-    assert list(kinds(journal).items())[3:] == [("prefill", 1.0), (kind, 2.0)]
+    kind = "preempted" if is_preempted else "other"
+    assert list(kinds(journal).items())[2:] == [("prefill", 1.0), (kind, 2.0)]
 
 
 def test_a_worker_that_was_heard_after_its_last_token_is_missed_from_then_on() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    journal.says(CAME + 7, 1, session_pb2.Account(prefill_s=1.0))
+    journal.says(CAME + 7, 1, session_pb2.TimeBreakdown(prefill_s=1.0))
     journal.worker.last_heard = CAME + 9
     journal.left("worker w was lost", CAME + 10, is_lost=True)
     journal.worker.last_heard = CAME + 20
     journal.queued_again(CAME + 21)
-    seen = list(kinds(journal).items())[3:]
-    assert seen == [("prefill", 1.0), ("decode", 2.0), ("detection", 1.0), ("requeue", 11.0)]
+    seen = list(kinds(journal).items())[2:]
+    assert seen == [("prefill", 1.0), ("decode", 2.0), ("migration", 12.0)]
 
 
 def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
-    account = session_pb2.Account(decode_s=1.0)
+    breakdown = session_pb2.TimeBreakdown(decode_s=1.0)
     preempted = session_pb2.RESIDENCE_PREEMPTED
-    journal.says(CAME + 7, 1, account=account, residence=preempted)
+    journal.says(CAME + 7, 1, breakdown=breakdown, residence=preempted)
     assert kinds(journal.until(CAME + 9))["preempted"] == 2.0
     journal.left("moved", CAME + 10)
     assert kinds(journal)["preempted"] == 3.0
@@ -253,7 +231,7 @@ def test_a_worker_that_has_not_begun_lets_it_wait() -> None:
 
 def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> None:
     journal = accepted()
-    assert kinds(journal.until(CAME + 8))["queued"] == 2.0
+    assert kinds(journal.until(CAME + 8))["queue"] == 2.0
     journal.dispatch(CAME + 9)
     journal.says(CAME + 10, 1, waited_s=0.5)
     told = journal.until(CAME + 12)
@@ -264,20 +242,26 @@ def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> 
 
 def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
     journal = accepted()
-    stay = session_pb2.Stay(seconds=4.0, no_worker_s=1.0, queue=pb.QueueStay(earlier=1))
-    journal.withdrawn(stay, CAME + 11)
-    journal.withdrawn(stay, CAME + 12)
+    queue_wait = session_pb2.QueueWait(
+        seconds=4.0, no_worker_s=1.0, queue=pb.QueueBypass(earlier=1)
+    )
+    journal.withdrawn(queue_wait, CAME + 11)
+    journal.withdrawn(queue_wait, CAME + 12)
     journal.ended("cancelled", CAME + 13)
-    seen = list(kinds(journal).items())[3:]
-    assert seen == [("line", 1.0), ("no_worker", 1.0), ("behind_earlier", 3.0), ("storing", 2.0)]
+    seen = [(span.kind, span.seconds) for span in journal.spans[2:]]
+    assert seen == [
+        (pb.SPAN_KIND_NETWORK, 1.0),
+        (pb.SPAN_KIND_NO_WORKER, 1.0),
+        (pb.SPAN_KIND_QUEUE, 3.0),
+        (pb.SPAN_KIND_LEDGER, 2.0),
+    ]
 
 
 def test_only_where_it_waited_for_room_others_workers_are_of_interest() -> None:
-    for first_s, told in ((0.0, ()), (0.001, ()), (2.0, ("a",))):
+    for no_worker_s, told in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
         journal = accepted()
-        queue = pb.QueueStay(earlier=1)
-        stay = session_pb2.Stay(seconds=4.0, first_s=first_s, queue=queue)
-        message = session_pb2.Dispatched(worker_id="w", attempt=1, stay=stay)
+        queue_wait = session_pb2.QueueWait(seconds=4.0, no_worker_s=no_worker_s)
+        message = session_pb2.Dispatched(worker_id="w", attempt=1, queue_wait=queue_wait)
         journal.dispatched(message, 10, (), journal.worker, CAME + 11, occupants=("a",))
         (attempt,) = journal
         assert attempt.occupants == told
@@ -297,9 +281,9 @@ def test_an_heir_begins_with_what_was_told_before_it() -> None:
     journal = Journal(CAME)
     earlier = accepted()
     journal.adopted(earlier.spans, 3, CAME + 16)
-    assert kinds(journal) == kinds(earlier) | {"elsewhere": 10.0}
+    assert kinds(journal) == kinds(earlier) | {"other": 10.0}
     journal.ended("cancelled", CAME + 17)
-    assert journal.spans[-1] == (pb.SPAN_KIND_QUEUED, 1.0, 4)
+    assert journal.spans[-1] == (pb.SPAN_KIND_QUEUE, 1.0, 4)
     assert journal.ttft_s is None
 
 
@@ -312,11 +296,11 @@ def test_of_many_attempts_the_last_ones_are_told_and_the_others_summed() -> None
             journal.says(now := now + 0.01, 1, residence=session_pb2.RESIDENCE_PREEMPTED)
         journal.left("moved", now)
         journal.queued_again(now := now + 1)
-    assert [attempt.number for attempt in journal.told] == list(range(101 - MAX_TOLD, 101))
+    assert [attempt.number for attempt in journal.kept_attempts] == list(range(101 - MAX_TOLD, 101))
     assert journal.num_dropped == 100 - MAX_TOLD
     assert len(journal.spans) < 60
     assert sum(span.seconds for span in journal.spans) == pytest.approx(journal.total_s)
-    assert kinds(journal)["requeue"] == pytest.approx(100.0)
+    assert kinds(journal)["migration"] == pytest.approx(100.0)
 
 
 def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
@@ -327,24 +311,23 @@ def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
     assert journal.total_s == 7.0
 
 
-def decoding(now: float) -> session_pb2.Account:
+def decoding(now: float) -> session_pb2.TimeBreakdown:
     """More than has passed."""
-    return session_pb2.Account(decode_s=now, co_tenancy_s=0.5 * now, steps=int(9 * now))
+    return session_pb2.TimeBreakdown(
+        decode_s=now, decode_interference_s=0.5 * now, steps=int(9 * now)
+    )
 
 
 STEPS: list[Callable[[WatchedJournal, float], None]] = [
-    lambda journal, now: journal.read(now),
-    lambda journal, now: journal.rendered(now),
-    lambda journal, now: journal.tokenised(now),
-    lambda journal, now: journal.charged(now),
+    lambda journal, now: journal.received(now),
     lambda journal, now: journal.accepted(now),
     lambda journal, now: journal.dispatch(now, len(list(journal)) + 1),
     lambda journal, now: journal.dispatch(
-        now, len(list(journal)) + 1, session_pb2.Stay(seconds=3.0, first_s=1.0)
+        now, len(list(journal)) + 1, session_pb2.QueueWait(seconds=3.0)
     ),
     lambda journal, now: journal.says(now, 1, waited_s=0.25),
     lambda journal, now: journal.says(
-        now, 2, session_pb2.Account(waiting_s=1.0, decode_s=2.0), decoding(now)
+        now, 2, session_pb2.TimeBreakdown(waiting_s=1.0, decode_s=2.0), decoding(now)
     ),
     lambda journal, now: journal.says(now, 1, decoding=decoding(now)),
     lambda journal, now: journal.says(now, 1, residence=session_pb2.RESIDENCE_PREEMPTED),
@@ -353,7 +336,9 @@ STEPS: list[Callable[[WatchedJournal, float], None]] = [
     lambda journal, now: journal.left(FINISHED, now),
     lambda journal, now: journal.left("lost", now, is_lost=True),
     lambda journal, now: journal.queued_again(now),
-    lambda journal, now: journal.withdrawn(session_pb2.Stay(seconds=2.0, leader_s=1.0), now),
+    lambda journal, now: journal.withdrawn(
+        session_pb2.QueueWait(seconds=2.0, no_worker_s=1.0), now
+    ),
     lambda journal, now: journal.ended("cancelled", now),
     lambda journal, now: journal.delivered(now),
 ]

@@ -29,19 +29,21 @@ async def test_the_leaders_answer_goes_into_the_ledger_with_the_end() -> None:
     cancelling = asyncio.create_task(gateway.requests.cancel("r"))
     while not gateway.line.withdrawn:
         await asyncio.sleep(0)
-    message = session_pb2.Withdrawn(request_id="r", stay=session_pb2.Stay(no_worker_s=1e-6))
+    message = session_pb2.Withdrawn(
+        request_id="r", queue_wait=session_pb2.QueueWait(no_worker_s=1e-6)
+    )
     gateway.requests.withdrawn(message)
     gateway.requests.withdrawn(message)
     await cancelling
     gateway.requests.withdrawn(message)
     assert pb.SPAN_KIND_NO_WORKER in await kinds(gateway)
-    assert pb.SPAN_KIND_QUEUED not in await kinds(gateway)
+    assert pb.SPAN_KIND_QUEUE not in await kinds(gateway)
 
 
 async def test_where_there_is_no_answer_its_time_is_told_as_one() -> None:
     gateway = await waiting()
     await gateway.requests.cancel("r")
-    assert pb.SPAN_KIND_QUEUED in await kinds(gateway)
+    assert pb.SPAN_KIND_QUEUE in await kinds(gateway)
 
 
 async def test_nobody_is_waited_for_where_nobody_leads_or_a_worker_has_it() -> None:
@@ -59,6 +61,6 @@ async def asked(gateway: Gateway) -> bool:
     cancelling = asyncio.create_task(gateway.requests.cancel("r"))
     while not gateway.line.withdrawn:
         await asyncio.sleep(0)
-    waits = bool(gateway.requests.attempts._leaving._asked)
+    waits = bool(gateway.requests.attempts._withdrawals)
     await cancelling
     return waits

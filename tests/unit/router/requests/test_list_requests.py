@@ -27,7 +27,7 @@ async def ledger() -> MemoryLedger:
     ledger = MemoryLedger(time.time)
     for request_id in ("acme/a", "acme/b", "acme.b/a", "ops/a"):
         await ledger.open(make_request(request_id), "gateway")
-    await ledger.end("acme/a", State.CANCELLED, "cancelled", "")
+    await ledger.end_request("acme/a", State.CANCELLED, "cancelled", "")
     return ledger
 
 

@@ -93,7 +93,7 @@ async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
     await until(lambda: len(gateway.line.enqueued) == 2)
     explanation = await gateway.requests.explain("acme/r")
     assert [attempt.end for attempt in explanation.attempts] == [told]
-    assert explanation.spans[-1].kind == pb.SPAN_KIND_QUEUED
+    assert explanation.spans[-1].kind == pb.SPAN_KIND_QUEUE
     assert not live.is_over
 
 
@@ -208,15 +208,15 @@ async def test_who_finished_needs_its_place_no_more(gateway: Gateway) -> None:
 
 async def test_what_a_request_went_through_is_counted_over_all_attempts(gateway: Gateway) -> None:
     live = await gateway.submit()
-    first = await gateway.dispatch(overtaken=4)
+    first = await gateway.dispatch(bypassed=4)
     gateway.make(first, 0, "a", preemptions=2, recomputed_tokens=5, num_computed=2)
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
     assert (await gateway.ledger.get("r")).tally == Tally(2, 0, 5)
-    second = await gateway.dispatch(overtaken=1)
+    second = await gateway.dispatch(bypassed=1)
     gateway.make(second, 1, "b", EOS, recomputed_tokens=3)
     timing = (await gateway.read(live))[-1].timing
-    assert timing.overtaken == 5
+    assert timing.bypassed == 5
     told = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
     assert told == (2, 1, 8)
     assert (await gateway.ledger.get("r")).tally == Tally(*told)
@@ -233,7 +233,7 @@ async def test_a_dispatch_that_is_declined_takes_back_nothing(gateway: Gateway) 
     gateway.make(await gateway.dispatch(), 0, "a", preemptions=2)
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
-    gateway.requests._registry.let_go(live)
+    gateway.requests._registry.release(live)
     before = await gateway.ledger.get("r")
     await gateway.dispatch()
     await until(lambda: len(gateway.line.enqueued) == 3)

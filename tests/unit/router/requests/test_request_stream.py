@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from everlift.digest import token_digest
 from everlift.errors import (
     DataLoss,
     EverliftError,
@@ -19,6 +18,7 @@ from everlift.errors import (
     UnknownRequest,
     Unreachable,
 )
+from everlift.hashes import token_digest
 from everlift.v1 import inference_pb2 as pb
 from router.api.service import Inference
 from router.auth.caller import ANYONE
@@ -62,7 +62,7 @@ class Scripted(Source):
     def is_over(self) -> bool:
         return not self._pieces and self._error is None
 
-    def take(self) -> pb.GenerateResponse | None:
+    def poll(self) -> pb.GenerateResponse | None:
         if self._pieces:
             return self._pieces.pop(0)
         if self._error is not None:
@@ -184,10 +184,10 @@ async def test_failed_stream_delivers_what_is_there_first() -> None:
     reading = stream(Scripted(head(), piece(0, 1)), Routers(Scripted()))
     reading._source._error = Moved()  # type: ignore[attr-defined]
     reading.fail(RouterStopping())
-    assert reading.take() == head()
-    assert reading.take() == piece(0, 1)
+    assert reading.poll() == head()
+    assert reading.poll() == piece(0, 1)
     with pytest.raises(RouterStopping):
-        reading.take()
+        reading.poll()
     await reading.aclose()
 
 
@@ -198,8 +198,8 @@ async def test_closed_stream_stops_its_search() -> None:
 
     first = Scripted(head(), error=Moved())
     reading = RequestStream("r", first, never, Delivered())
-    assert reading.take() == head()
-    assert reading.take() is None
+    assert reading.poll() == head()
+    assert reading.poll() is None
     assert reading._opening is not None
     await asyncio.sleep(0.1)
     await reading.aclose()
@@ -213,7 +213,7 @@ async def test_search_that_the_router_cancels_is_an_error() -> None:
         raise AssertionError
 
     reading = RequestStream("r", Scripted(error=Moved()), never, Delivered())
-    assert reading.take() is None
+    assert reading.poll() is None
     assert reading._opening is not None
     reading._opening.cancel()
     with pytest.raises(RouterStopping):
@@ -248,9 +248,9 @@ async def test_search_ends_though_sources_begin_again(monkeypatch: pytest.Monkey
 
 async def moved_away(gateway: Gateway, ledger: MemoryLedger) -> Gateway:
     """Another gateway that has taken request r over."""
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     other = Gateway(ledger, "other", config=replace(CONFIG, grace=30.0))
-    await other.requests._adoption.adopt("r")
+    await other.requests._takeover.take_over("r")
     return other
 
 
@@ -277,7 +277,7 @@ async def test_local_stream_is_read_on_where_the_request_went(
 
         monkeypatch.setattr(inference._relay, "attach", attached)
         await moved_away(gateway, ledger)
-        await ledger.beat("other", "there:1", 1000.0)
+        await ledger.heartbeat("other", "there:1", 1000.0)
         gateway.make(epoch, 2, "X")
         rest = [it async for it in opened.pieces]
         assert [[*it.token_ids] for it in rest] == [[*b"c"]]

@@ -42,8 +42,7 @@ from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests import registry
-from router.requests.registry import Elsewhere
-from router.requests.request import LiveRequest, Phase
+from router.requests.request import Elsewhere, LiveRequest, Phase
 from router.requests.timing import Journal
 from tests.support.router.gateway_support import CONFIG, TERM, Gateway, texts, until
 
@@ -55,14 +54,14 @@ def _told(slug: str, retry_after_s: float | None = None) -> session_pb2.Refusal:
 
 FULL = _told(QueueFull.slug)
 #: A minute of work or more is queued.
-BUSY = session_pb2.Outlook(tokens_per_s=10.0, waits=[session_pb2.ClassWait(work_tokens=1000)])
+BUSY = session_pb2.QueueEstimate(tokens_per_s=10.0, waits=[session_pb2.ClassWait(work_tokens=1000)])
 
 
 @pytest.fixture
 async def ledger() -> MemoryLedger:
     ledger = MemoryLedger(time.monotonic)
     await ledger.lead("leader", "", TERM, 1000.0)
-    await ledger.beat("gateway", "here:1", 1000.0)
+    await ledger.heartbeat("gateway", "here:1", 1000.0)
     return ledger
 
 
@@ -257,7 +256,7 @@ async def test_what_somebody_else_has_is_withdrawn_here(
 ) -> None:
     live = await gateway.submit()
     await gateway.dispatch()
-    await ledger.beat("other", "there:1", 1000.0)
+    await ledger.heartbeat("other", "there:1", 1000.0)
     await ledger.take_over("r", "other", "gateway")
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: live.is_over)
@@ -270,11 +269,11 @@ async def test_what_the_ledger_has_ended_or_given_away_is_withdrawn(
 ) -> None:
     live = await gateway.submit()
     if has_ended:
-        await ledger.end("r", State.CANCELLED, "cancelled", "elsewhere", "gateway")
+        await ledger.end_request("r", State.CANCELLED, "cancelled", "elsewhere", "gateway")
     else:
-        await ledger.beat("other", "there:1", 1000.0)
+        await ledger.heartbeat("other", "there:1", 1000.0)
         await ledger.take_over("r", "other", "gateway")
-    await gateway.requests.attempts.agree(live)
+    await gateway.requests.attempts.reconcile(live)
     assert live.is_over
     assert gateway.line.withdrawn == ["r"]
 
@@ -398,7 +397,7 @@ async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
     with pytest.raises(Elsewhere) as elsewhere:
         await other.requests.attach("r")
     assert elsewhere.value.address == "here:1"
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     adopted = await other.requests.attach("r")
     assert [w.prompt_tokens for w in other.line.enqueued] == [5]
     gateway.make(epoch, 3, "LATE")
@@ -445,7 +444,7 @@ async def test_what_was_forgotten_while_its_gateway_was_frozen_stays_so(
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
     await until(lambda: live.choices[0].stored == 2)
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     other = Gateway(ledger, "other")
     await other.requests.forget("r")
     gateway.make(epoch, 2, "cd")
@@ -464,7 +463,7 @@ async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
     gone = Gateway(ledger, "gone")
     await gone.submit()
     other = Gateway(ledger, "other")
-    live = await other.requests._adoption.adopt("r")
+    live = await other.requests._takeover.take_over("r")
     assert not live.is_over
     await until(lambda: live.is_over)
     assert isinstance(live.error, Cancelled)
@@ -558,7 +557,7 @@ async def test_who_would_come_in_behind_all_that_a_stopping_router_tells_does_no
         for _ in range(10):
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(gateway.requests.quotas, "tell", tell)
+    monkeypatch.setattr(gateway.requests.quotas, "flush", tell)
     coming = asyncio.create_task(gateway.submit())
     await until(lambda: "r" in ledger._records)
     await gateway.requests.stop(0.0)
@@ -613,7 +612,7 @@ async def test_what_was_accepted_once_is_not_refused_when_it_is_sent_again(
     """Here, long after its end, or to another gateway, though the queue is full."""
     other = Gateway(gateway.ledger, "other")
     other.line.queued = CONFIG.max_queued
-    other.requests.foresee(BUSY)
+    other.requests.on_queue_estimate(BUSY)
     await gateway.submit()
     with pytest.raises(Elsewhere):
         await other.submit()
@@ -640,7 +639,7 @@ async def test_what_was_accepted_once_is_not_refused_when_it_is_sent_again(
 async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
     gateway: Gateway, cause: session_pb2.Refusal, error: type[EverliftError]
 ) -> None:
-    gateway.requests.foresee(BUSY)
+    gateway.requests.on_queue_estimate(BUSY)
     live = await gateway.submit()
     gateway.requests.refused(cause)
     with pytest.raises(error) as refused:
@@ -654,7 +653,7 @@ async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
     ledger: MemoryLedger,
 ) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, retry_burst=0))
-    gateway.requests.foresee(BUSY)
+    gateway.requests.on_queue_estimate(BUSY)
     live = await gateway.submit()
     gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
@@ -667,7 +666,7 @@ async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
 
 async def test_a_higher_class_passes_the_door_of_a_full_queue(gateway: Gateway) -> None:
     gateway.line.queued = CONFIG.max_queued
-    gateway.requests.foresee(session_pb2.Outlook(lowest=0))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(lowest=0))
     with pytest.raises(QueueFull):
         await gateway.submit()
     assert await gateway.submit(request_id="high", priority=1)
@@ -730,10 +729,10 @@ async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
     await until(lambda: live.choices[0].stored == 2)
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     other = Gateway(ledger, "other")
     run = asyncio.create_task(other.requests.attempts.run())
-    await other.requests._adoption.adopt("r")
+    await other.requests._takeover.take_over("r")
     other.epochs = iter([7])
     await other.dispatch()
     other.make(7, 2, "cdefgh", session_pb2.STOP_CAUSE_EOS)
@@ -751,7 +750,7 @@ class SlowToEnd(MemoryLedger):
         super().__init__(time.monotonic)
         self.let = asyncio.Event()
 
-    async def end(
+    async def end_request(
         self,
         request_id: str,
         state: State,
@@ -761,7 +760,7 @@ class SlowToEnd(MemoryLedger):
         explanation: bytes = b"",
     ) -> Entry:
         await self.let.wait()
-        return await super().end(request_id, state, slug, message, owner, explanation)
+        return await super().end_request(request_id, state, slug, message, owner, explanation)
 
 
 async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
@@ -811,23 +810,14 @@ async def test_a_cancel_in_the_moment_of_a_refusal_brings_nothing_back(
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
-async def test_a_deadline_in_the_moment_of_a_refusal_brings_nothing_back(
-    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its end is on its way to the ledger when the request is discarded there."""
+async def test_a_rejection_after_the_deadline_changes_nothing(gateway: Gateway) -> None:
     live = await gateway.submit(timeout_s=100.0)
-    end = ledger.end
-
-    async def late_end(*args: Any) -> Entry:
-        await until(lambda: not ledger._records)
-        return await end(*args)
-
-    monkeypatch.setattr(ledger, "end", late_end)
-    gateway.requests._patience._expire(live)
+    gateway.requests._timeouts._expire(live)
     gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
     await asyncio.sleep(0.01)
-    assert not ledger._records
+    assert isinstance(live.error, DeadlineExceeded)
+    assert (await gateway.stored())[0] is State.EXPIRED
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
@@ -882,14 +872,14 @@ async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await Gateway(ledger, "gone").submit()
-    await ledger.beat("heir", "there:1", 1000.0)
-    end = ledger.end
+    await ledger.heartbeat("heir", "there:1", 1000.0)
+    end = ledger.end_request
 
     async def late_end(*args: Any) -> Entry:
         await ledger.take_over("r", "heir", "gone")
         return await end(*args)
 
-    monkeypatch.setattr(ledger, "end", late_end)
+    monkeypatch.setattr(ledger, "end_request", late_end)
     with pytest.raises(Elsewhere) as elsewhere:
         await gateway.requests.cancel("r")
     assert elsewhere.value.address == "there:1"
@@ -950,7 +940,7 @@ async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
     assert (await asked).state is State.CANCELLED
     assert live.is_over
     assert not gateway.workers.started
-    assert not gateway.requests.attempts._running
+    assert not gateway.requests.attempts.running()
 
 
 async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
@@ -970,9 +960,9 @@ async def test_only_the_gateway_that_has_a_request_ends_it_for_its_client(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     other = Gateway(ledger, "other")
-    adopted = await other.requests._adoption.adopt("r")
+    adopted = await other.requests._takeover.take_over("r")
     await _leave(gateway, live)
     await until(lambda: live.is_over)
     assert isinstance(live.error, Moved)
@@ -987,7 +977,7 @@ async def test_what_another_model_began_is_given_up(ledger: MemoryLedger) -> Non
     record = ledger._records["r"]
     record.request = replace(live.request, model="another")
     heir = Gateway(ledger, "heir")
-    ended = await heir.requests._adoption.adopt("r")
+    ended = await heir.requests._takeover.take_over("r")
     assert isinstance(ended.error, UnknownModel)
     assert (await heir.stored())[0] is State.FAILED
 
@@ -1023,7 +1013,7 @@ async def test_what_other_weights_began_is_given_up_and_what_they_did_not_begin_
         heir.epochs = iter(range(7, 9))
         if is_known_at_once:
             heir.requests._model.fingerprint = "new"
-        adopted = await heir.requests._adoption.adopt("r")
+        adopted = await heir.requests._takeover.take_over("r")
         heir.requests._model.fingerprint = "new"
         if not adopted.is_over:
             await heir.dispatch()
@@ -1076,7 +1066,7 @@ async def test_the_gateway_that_has_or_had_a_request_forgets_it(
         assert elsewhere.value.address == "here:1"
         await gateway.requests.forget("r")
     await gateway.submit()
-    await ledger.leave("gateway")
+    await ledger.end_lease("gateway")
     await other.requests.forget("r")
     assert not ledger._records
 

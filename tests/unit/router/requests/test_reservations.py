@@ -14,8 +14,7 @@ from everlift.v1 import session_pb2
 from router.ledger.base import Opened
 from router.ledger.entry import Dispatch, State
 from router.ledger.memory.memory import MemoryLedger
-from router.requests.registry import Elsewhere
-from router.requests.request import Phase
+from router.requests.request import Elsewhere, Phase
 from tests.support.router.gateway_support import (
     TERM,
     Gateway,

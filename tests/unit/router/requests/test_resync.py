@@ -21,7 +21,7 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.admission.dispatch_message import dispatched
+from router.leader.leader import dispatched
 from router.ledger.base import Membership, NotQueued
 from router.ledger.entry import Append, Appended, Entry, Reasserted, State, Stored
 from router.ledger.memory.memory import MemoryLedger
@@ -299,7 +299,7 @@ async def test_an_end_that_contradicts_ours_stays(
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS if phase == "over" else NUM_STEPS - 1))
     roll_back(ledger, history.saved[3])
-    await ledger.end("r", State.CANCELLED, Cancelled.slug, "gone")
+    await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "gone")
     if phase == "finishing":
         monkeypatch.setattr(ledger, "append", never)
         gateway.make(history.epoch, 4, "e", LENGTH)
@@ -455,8 +455,8 @@ async def test_the_same_of_what_was_forgotten_meanwhile(
 
     async def diverged(stored: Stored) -> tuple[Reasserted, Entry]:
         answer = await reassert(stored)
-        await ledger.end("r", State.CANCELLED, Cancelled.slug, "by its owner of that day")
-        await ledger.forget("r")
+        await ledger.end_request("r", State.CANCELLED, Cancelled.slug, "by its owner of that day")
+        await ledger.erase("r")
         return answer
 
     monkeypatch.setattr(ledger, "reassert", diverged)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import ContextLengthExceeded, PromptTooLong, UnknownModel
+from everlift.hashes import BLOCK_SIZE
 from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2

@@ -39,7 +39,7 @@ class Reader:
         self.live.mark_stored(choice, len(choice.output), self.now)
 
     def read(self, choice: Choice, count: int) -> None:
-        choice.take(min(choice.readable, choice.taken + count))
+        choice.mark_taken(min(choice.readable, choice.taken + count))
         if choice.is_late and choice.taken >= choice.readable:
             self.live.caught_up(choice, self.now)
 
@@ -103,16 +103,16 @@ async def test_it_is_told_while_a_request_runs_and_while_its_client_reads_on() -
             gateway.make(epoch, 3, "d", session_pb2.STOP_CAUSE_EOS)
             await until(lambda: live.is_over)
             # Nobody has it any more but who reads it.
-            gateway.requests._recent.begin("r")
+            gateway.requests._recent.discard("r")
             await asyncio.sleep(0.03)
             told = await gateway.requests.explain("r")
             assert told.state == pb.REQUEST_STATE_FINISHED and told.unread_tokens == 1
-            assert told.spans[-1].kind == pb.SPAN_KIND_DELIVERY
+            assert told.spans[-1].kind == pb.SPAN_KIND_CLIENT
             assert told.spans[-1].seconds >= 0.03
             assert sum(span.seconds for span in told.spans) == pytest.approx(told.total_s)
             async for _ in pieces:
                 pass
-        await gateway.requests._deliveries.tell()
+        await gateway.requests._deliveries.flush()
         told = await gateway.requests.explain("r")
         assert told == kept(*await gateway.requests.get("r"))
         assert told.unread_s >= 0.06 and told.unread_tokens == 0

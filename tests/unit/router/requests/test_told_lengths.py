@@ -74,13 +74,13 @@ async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_ord
     trust = gateway.requests.predictor.trust
     assert trust is not None
     trust.is_trusted = False
-    gateway.requests.foresee(session_pb2.Outlook(tokens_per_s=10.0))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(tokens_per_s=10.0))
     for name in "ab":
         live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
     told = gateway.line.enqueued[-1]
     assert (told.predicted_total, told.predicted_rank, told.predicted_work_rank) == (0, 0.0, 0.0)
     assert told.predicted_tokens == 128, "as long as outputs are by and large"
-    assert told.foreseen_wait_s == (told.prompt_tokens + 128) / 10.0, "another one came before it"
+    assert told.estimated_wait_s == (told.prompt_tokens + 128) / 10.0, "another one came before it"
     await gateway.dispatch("b")
     assert gateway.workers.started[-1].predicted_tokens == 128
     explanation = live.explanation(now())
@@ -89,7 +89,7 @@ async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_ord
 
 async def test_whose_output_cannot_end_in_time_is_refused_at_the_door(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
-    gateway.requests.foresee(session_pb2.Outlook(least_tpot_s=0.02))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(least_tpot_s=0.02))
     with pytest.raises(DeadlineUnmeetable, match="its output, 101 tokens at the least") as error:
         await gateway.submit(max_tokens=101, timeout_s=1.9)
     assert 0.5 <= (error.value.retry_after_s or 0.0) <= 2.5
@@ -123,13 +123,13 @@ async def test_how_long_tokens_took_is_told_the_leader_where_that_was_predicted(
 
 async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
     waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
-    gateway.requests.foresee(session_pb2.Outlook(waits=waits, tokens_per_s=10.0))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(waits=waits, tokens_per_s=10.0))
     for number in range(2):
         await gateway.submit(request_id=str(number))
     first, second = gateway.line.enqueued
-    assert first.foreseen_wait_s == 4.0
-    assert second.foreseen_wait_s == 4.0 + first.predicted_total / 10.0
-    assert gateway.line.arriving[1].foreseen_wait_s == second.foreseen_wait_s
+    assert first.estimated_wait_s == 4.0
+    assert second.estimated_wait_s == 4.0 + first.predicted_total / 10.0
+    assert gateway.line.arriving[1].estimated_wait_s == second.estimated_wait_s
 
 
 async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is_not(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from tests.support.worker.attention_support import (
     BLOCKS,
     CPU,

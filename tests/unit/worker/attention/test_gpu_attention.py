@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from tests.support.worker.attention_support import (
     FORMS,
     KERNELS_ON,
@@ -97,6 +97,7 @@ def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.Mo
     assert all(map(torch.equal, batch.attend(everyone), expected))
 
 
+@pytest.mark.long
 def test_a_cache_may_have_more_numbers_than_int32_counts() -> None:
     """As those of large GPUs have. It is a prompt's last block and what is decoded that lie behind
     the 2**31st; of nothing else memory is taken."""

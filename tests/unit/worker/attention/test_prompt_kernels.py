@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from tests.support.worker.attention_support import (
     FORMS,
     KV_HEADS,

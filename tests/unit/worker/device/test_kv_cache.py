@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from everlift.blockhash import BLOCK_SIZE
+from everlift.hashes import BLOCK_SIZE
 from worker.device.kv_cache import KVCache, block_bytes
 
 CPU = torch.device("cpu")

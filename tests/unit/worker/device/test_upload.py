@@ -24,7 +24,7 @@ from worker.runner import decode_graphs
 from worker.runner.build import build_runner
 from worker.runner.decode_graphs import DecodeGraphs, Work
 from worker.runner.draw_by_kernel import draw_by_kernel
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 from worker.runner.runner import TorchRunner
 
 CPU = torch.device("cpu")

@@ -25,11 +25,11 @@ STEPS = st.lists(
 
 def test_who_decodes_is_a_position_further_in_each_step() -> None:
     decodes = Decodes(2)
-    decodes.note(1, 10)
+    decodes.begin_decode(1, 10)
     decodes.add(1.0, 0.5)
     assert decodes.seconds(1) == 1.0 + 0.5 * 11
     assert decodes.seconds(0) == 0.0
-    decodes.note(0, 40)
+    decodes.begin_decode(0, 40)
     assert decodes.positions == 40 + 11
     decodes.add(1.0, 0.25)
     assert decodes.seconds(1) == 6.5 + 1.0 + 0.25 * 12
@@ -46,22 +46,22 @@ def test_it_is_as_if_every_row_was_looked_at(steps: list[tuple[str, int, int, in
         everybody = np.array(sorted(positions), np.int64)
         only, absent = np.array([slot]), what == "sit out" and slot in positions
         if what == "note" and slot not in positions:
-            decodes.note(slot, position)
+            decodes.begin_decode(slot, position)
             positions[slot] = position
         if what == "drop" and slot in positions:
             taken[slot] += decodes.seconds(slot)
             decodes.drop(slot)
             del positions[slot]
         if what == "anew":
-            for each, passed in zip(everybody, decodes.take(everybody), strict=True):
+            for each, passed in zip(everybody, decodes.drain(everybody), strict=True):
                 taken[each] += passed
             decodes.begin_anew()
         if what == "place" and slot in positions:
-            taken[slot] += decodes.take(only)[0]
+            taken[slot] += decodes.drain(only)[0]
             decodes.place(only, np.array([position]))
             positions[slot] = position
         if absent:
-            taken[slot] += decodes.take(only)[0]
+            taken[slot] += decodes.drain(only)[0]
         decodes.add(base, slope)
         if absent:
             decodes.sit_out(only)

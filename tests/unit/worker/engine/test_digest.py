@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everlift.sampling import SamplingParams
-from worker.engine.digest import plan_digest
-from worker.engine.plan import Admission, BlockCopy, Plan, Row, Rows
+from worker.engine.plan import Admission, BlockCopy, Plan, Row, Rows, plan_digest
 
 DECODE = Row(slot=0, tokens=(7,), start=70, block_table=(4, 5, 6), samples=True)
 ADMITTED = Row(slot=1, tokens=(8, 9), start=64, block_table=(4, 5, 9), samples=True)

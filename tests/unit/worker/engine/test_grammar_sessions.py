@@ -10,8 +10,7 @@ from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFu
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.worker.worker_support import limits, prompt, start
-from worker.engine.counters import Counters
-from worker.engine.load import Load
+from worker.engine.load import Counters, Load
 from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence
 from worker.grammar.absent import NoGrammars
@@ -125,7 +124,7 @@ def test_a_grammar_that_cannot_be_compiled_refuses_its_start() -> None:
     assert desk.sessions.is_idle and not desk.engine.started
 
 
-@pytest.mark.parametrize("error", [QueueFull("too many"), EngineFailed("no nursery")])
+@pytest.mark.parametrize("error", [QueueFull("too many"), EngineFailed("no fork server")])
 def test_a_grammar_that_this_worker_cannot_compile_now_may_go_better_elsewhere(
     error: EverliftError,
 ) -> None:
@@ -162,7 +161,7 @@ def test_an_abort_while_it_compiles_is_its_end() -> None:
 def test_a_router_that_leaves_while_it_compiles_gets_nothing_started() -> None:
     desk = Desk()
     desk.send(constrained(1))
-    desk.sessions.leave(desk.router)
+    desk.sessions.end_session(desk.router)
     desk.compiler.finish(Toy())
     assert not desk.engine.started and desk.sessions.is_idle
 

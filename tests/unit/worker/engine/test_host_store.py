@@ -149,7 +149,7 @@ def test_a_failed_step_has_saved_nothing() -> None:
 
 def test_all_is_forgotten_but_who_wants_what() -> None:
     this = kept(2, A, B)
-    this.forget_all()
+    this.invalidate_all()
     assert A not in this and B not in this
     this.check_integrity([A, B])
     for block, block_hash in enumerate((A, B)):
@@ -164,7 +164,7 @@ def test_a_step_that_is_planned_when_all_is_forgotten_comes_to_nothing() -> None
     this.evicted(5, B)
     this.pin(A)
     this.load(A, 6)
-    this.forget_all()
+    this.invalidate_all()
     assert A not in this and B not in this
     this.failed()
     this.check_integrity([A, B])

@@ -58,19 +58,19 @@ Damage = Callable[[SlotTable, Sequence], object]
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda columns, this: columns.clear(this.slot),
-        lambda columns, this: columns.cut(this.slot, 1),
-        lambda columns, this: columns.extend(this.slot, (3,)),
-        lambda columns, this: this.tokens.append(1),
-        lambda columns, this: setattr(this, "block_table", this.block_table[::-1]),
+        lambda slot_table, this: slot_table.clear(this.slot),
+        lambda slot_table, this: slot_table.cut(this.slot, 1),
+        lambda slot_table, this: slot_table.extend(this.slot, (3,)),
+        lambda slot_table, this: this.tokens.append(1),
+        lambda slot_table, this: setattr(this, "block_table", this.block_table[::-1]),
     ],
 )
 def test_columns_that_are_not_the_sequences_are_noticed(damage: Damage) -> None:
     this = bench()
     sequence = this.add(1, 40)
     this.step()
-    columns = this.scheduler._batch.columns
-    columns.check_integrity([sequence])
-    damage(columns, sequence)
+    slot_table = this.scheduler._batch.slot_table
+    slot_table.check_integrity([sequence])
+    damage(slot_table, sequence)
     with pytest.raises(AssertionError):
-        columns.check_integrity([sequence])
+        slot_table.check_integrity([sequence])

@@ -32,10 +32,10 @@ class Runner(FakeRunner):
 
     def execute(self, plan: Plan) -> list[RowResult]:
         self._clock.now += 2.0
-        self._stopwatch.end(Part.MODEL)
+        self._stopwatch.lap(Part.MODEL)
         results = super().execute(plan)
         self._clock.now += 1.0
-        self._stopwatch.end(Part.SAMPLE)
+        self._stopwatch.lap(Part.SAMPLE)
         return results
 
 

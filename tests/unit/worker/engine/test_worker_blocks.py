@@ -37,7 +37,7 @@ def test_blocks_are_handed_out_in_order_of_their_last_use() -> None:
     this = pool(4)
     assert this.allocate(3) == (0, 1, 2)
     for block, block_hash in ((0, A), (1, B), (2, C)):
-        this.register(block, block_hash)
+        this.publish(block, block_hash)
     this.free((1,))
     this.free((0, 2))
     assert this.allocate(4) == (3, 1, 2, 0), "never used, freed first, then a tail before its head"
@@ -46,8 +46,8 @@ def test_blocks_are_handed_out_in_order_of_their_last_use() -> None:
 def test_a_freed_block_is_found_until_somebody_needs_it() -> None:
     this = pool(2)
     this.allocate(2)
-    this.register(0, A)
-    this.register(1, B)
+    this.publish(0, A)
+    this.publish(1, B)
     this.free((0, 1))
     assert A in this and B in this
     this.allocate(1)
@@ -58,7 +58,7 @@ def test_a_freed_block_is_found_until_somebody_needs_it() -> None:
 def test_a_block_without_a_hash_is_taken_before_any_with_one() -> None:
     this = pool(3)
     this.allocate(3)
-    this.register(0, A)
+    this.publish(0, A)
     this.free((0,))
     this.free((1, 2))
     assert this.allocate(2) == (1, 2)
@@ -68,7 +68,7 @@ def test_a_block_without_a_hash_is_taken_before_any_with_one() -> None:
 def test_a_claim_takes_a_block_from_the_free_ones_and_counts_its_users() -> None:
     this = pool(2)
     this.allocate(1)
-    this.register(0, A)
+    this.publish(0, A)
     this.free((0,))
     assert not this.is_used(A)
     assert (this.claim([A]), this.claim([A])) == ((0,), (0,))
@@ -85,8 +85,8 @@ def test_a_claim_takes_a_block_from_the_free_ones_and_counts_its_users() -> None
 def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
     this = pool(2)
     this.allocate(2)
-    this.register(0, A)
-    this.register(1, A)
+    this.publish(0, A)
+    this.publish(1, A)
     assert this.claim([A]) == (0,)
     this.check_integrity([(0,), (1,), (0,)])
     this.free((0,))
@@ -99,18 +99,18 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
 def test_registering_a_block_again_changes_nothing() -> None:
     this = pool(1)
     this.allocate(1)
-    this.register(0, A)
-    this.register(0, A)
+    this.publish(0, A)
+    this.publish(0, A)
     this.check_integrity([(0,)])
 
 
 def test_what_is_forgotten_is_found_no_more() -> None:
     this = pool(3)
     this.allocate(3)
-    this.register(0, A)
-    this.register(1, B)
+    this.publish(0, A)
+    this.publish(1, B)
     for block in (0, 2):
-        this.forget(block)
+        this.unpublish(block)
     assert A not in this and B in this
     this.check_integrity([(0, 1, 2)])
     this.free((0, 1, 2))
@@ -121,7 +121,7 @@ def test_the_store_hears_of_what_is_about_to_be_overwritten() -> None:
     shelf = Shelf()
     this = pool(2, shelf)
     this.allocate(2)
-    this.register(1, A)
+    this.publish(1, A)
     this.free((0, 1))
     this.allocate(2)
     assert shelf.notes == [("evicted", 1, A)], "block 0 held nothing of a name"
@@ -131,7 +131,7 @@ def test_what_the_store_has_is_loaded_when_it_is_claimed() -> None:
     shelf = Shelf(B, C)
     this = pool(4, shelf)
     this.allocate(2)
-    this.register(1, A)
+    this.publish(1, A)
     this.free((1,))
     assert C in this and not this.is_used(C)
     assert this.claim([A, B, C]) == (1, 2, 3)
@@ -144,8 +144,8 @@ def test_what_the_store_has_is_loaded_when_it_is_claimed() -> None:
 def test_a_load_takes_no_block_that_the_same_claim_finds() -> None:
     this = pool(2, Shelf(A))
     this.allocate(2)
-    this.register(0, B)
-    this.register(1, C)
+    this.publish(0, B)
+    this.publish(1, C)
     this.free((0, 1))
     assert this.claim([A, C]) == (0, 1)
     assert this.claim([C]) == (1,)
@@ -162,7 +162,7 @@ def test_the_books_are_compared_with_the_tables(tables: list[tuple[int, ...]]) -
 def test_a_wrong_hash_map_is_noticed() -> None:
     this = pool(2)
     this.allocate(1)
-    this.register(0, A)
+    this.publish(0, A)
     this._by_hash[B] = 1
     with pytest.raises(AssertionError, match="hash map"):
         this.check_integrity([(0,)])

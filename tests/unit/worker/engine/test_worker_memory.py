@@ -12,8 +12,8 @@ from everlift.errors import EngineFailed
 from tests.support.worker.scheduler_bench import TOKEN, Bench
 from tests.support.worker.worker_support import Collected, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
-from worker.engine.budget import TokenBudget
 from worker.engine.engine import Engine, EngineBroken
+from worker.engine.limits import TokenBudget
 from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
 from worker.engine.plan import Launched, Plan, RowResult
 from worker.engine.sequence import NO_SLOT, Sequence
@@ -33,7 +33,7 @@ def decoding(count: int, **fields: int) -> tuple[Bench, list[Sequence]]:
 
 def shed(bench: Bench) -> list[Outcome]:
     """What the next step says if it is too much."""
-    outcomes = bench.scheduler.shed(bench.plan(), ERROR)
+    outcomes = bench.scheduler.retract(bench.plan(), ERROR)
     bench.scheduler.check_integrity()
     return outcomes
 
@@ -89,7 +89,7 @@ def test_who_came_with_the_step_may_have_found_what_was_never_computed() -> None
     first, second = bench.add(1, 70), bench.add(2, 70)
     plan = bench.plan()
     assert second.num_computed == 64
-    bench.scheduler.shed(plan, ERROR)
+    bench.scheduler.retract(plan, ERROR)
     bench.scheduler.check_integrity()
     assert bench.scheduler.load().blocks_used == 0
     assert (first.num_computed_before, second.num_computed_before) == (0, 0)
@@ -140,7 +140,7 @@ def test_who_is_left_of_a_step_that_was_too_much_with_others_goes_on() -> None:
     plan = bench.plan()
     bench.scheduler.remove(sequences[0])
     left = replace(plan, rows=plan.rows.only(np.array([False, True])))
-    assert bench.scheduler.shed(left, ERROR) == []
+    assert bench.scheduler.retract(left, ERROR) == []
     bench.scheduler.check_integrity()
     assert bench.step() == [(1, 9, 1)]
 
@@ -151,7 +151,7 @@ def test_a_step_of_which_nobody_is_left_makes_the_next_ones_half_as_large() -> N
     for each in sequences:
         bench.scheduler.remove(each)
     left = replace(plan, rows=plan.rows.only(np.zeros(4, np.bool_)))
-    assert bench.scheduler.shed(left, ERROR) == []
+    assert bench.scheduler.retract(left, ERROR) == []
     bench.add(9, 100, first=800)
     assert bench.step() == [(0, 0, 2)]
 

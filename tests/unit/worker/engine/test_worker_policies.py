@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everlift.engine_policy import EnginePolicy
+from tests.support.example_counts import examples
 from tests.support.worker.scheduler_bench import Bench, result
 from tests.support.worker.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
@@ -347,7 +348,7 @@ def _roomy(config: Scheduling) -> Limits:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(configs, steps)
 def test_no_decode_waits_beyond_its_deadline_by_more_than_the_step_in_progress(
     config: Scheduling, steps: list[tuple[list[Coming], float]]
@@ -362,7 +363,7 @@ def test_no_decode_waits_beyond_its_deadline_by_more_than_the_step_in_progress(
     assert all(late < 2 * longest for late in clocked.lateness)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(configs, steps, st.floats(0.1, 0.25))
 def test_where_steps_take_equally_long_and_two_fit_into_the_target_no_token_is_late(
     config: Scheduling, steps: list[tuple[list[Coming], float]], seconds: float
@@ -374,7 +375,7 @@ def test_where_steps_take_equally_long_and_two_fit_into_the_target_no_token_is_l
     assert all(late < 1e-6 for late in clocked.lateness)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 20), st.lists(st.lists(comings, max_size=4), min_size=1, max_size=20))
 def test_few_later_ones_overtake_a_prompt_and_all_are_served(
     ageing_tokens: int, arrivals: list[list[Coming]]

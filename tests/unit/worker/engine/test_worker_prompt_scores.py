@@ -54,7 +54,7 @@ def test_a_score_is_told_once_whatever_is_computed_again() -> None:
     this = bench.add(1, 100, sampling=SCORED)
     assert told(bench.commit(bench.plan())) == [(1, 45, ())]
     bench.scheduler.preempt(this)
-    bench.scheduler._batch._pool.forget(0)
+    bench.scheduler._batch._pool.unpublish(0)
     plan = bench.plan()
     assert (plan.rows[0].start, plan.rows[0].scores_prompt) == (0, False), "all of it was told"
     assert told(bench.commit(plan)) == [(0, 0, ())], "that it goes on"

@@ -10,8 +10,7 @@ from everlift.errors import EngineFailed
 from tests.support.worker.scheduler_bench import TOKEN, Bench, result
 from tests.support.worker.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
-from worker.engine.counters import Counters
-from worker.engine.load import Load, Occupant
+from worker.engine.load import Counters, Load, Occupant
 from worker.engine.outcome import News, Outcome, SequenceKey, Stop
 from worker.engine.plan import NO_ROWS, Plan, RowResult
 from worker.engine.sequence import NO_SLOT, Sequence

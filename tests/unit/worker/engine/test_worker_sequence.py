@@ -2,8 +2,8 @@
 
 import pytest
 
-from everlift.blockhash import block_hashes
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
+from everlift.hashes import block_hashes
 from everlift.sampling import SamplingParams
 from tests.support.worker.worker_support import limits, prompt, sequence, start
 from worker.engine.limits import blocks_for

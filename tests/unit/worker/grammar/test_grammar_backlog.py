@@ -1,4 +1,4 @@
-"""What the keepers still have to do, as rank 0 reckons it."""
+"""What the processes still have to do, as rank 0 reckons it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_what_nobody_waits_for_is_not_reckoned() -> None:
     backlog, this = account()
     this.asked(1)
     this.asked(2)
-    this.forget(1)
+    this.cancel(1)
     assert backlog.seconds == pytest.approx(0.1)
-    this.forget(2)
+    this.cancel(2)
     assert backlog.seconds == pytest.approx(0)
 
 
-def test_a_keeper_that_is_gone_owes_nothing_whichever_thread_finds_out() -> None:
+def test_a_grammar_process_that_is_gone_owes_nothing_whichever_thread_finds_out() -> None:
     backlog, this = account()
     other = Account(backlog, 0.1)
     for each in (this, this, other):

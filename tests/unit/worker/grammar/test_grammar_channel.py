@@ -1,4 +1,4 @@
-"""How long a step waits for a grammar's keeper, and what becomes of one that is late."""
+"""How long a step waits for a grammar process, and what becomes of one that is late."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from worker.grammar.channel import Channel
 from worker.grammar.messages import CHUNK, Reply, encode_reply
 
 
-class Keeper:
+class GrammarProcess:
     """In the test's hands, at the other end of ``channel``, on which nobody waits by default."""
 
-    def __init__(self, patience_s: float = 0.0) -> None:
+    def __init__(self, timeout_s: float = 0.0) -> None:
         ours, self.sock = socket.socketpair()
         self.backlog = Backlog()
-        self.channel = Channel(ours, 0.1, patience_s, self.backlog)
+        self.channel = Channel(ours, 0.1, timeout_s, self.backlog)
 
     def ask(self, matcher: int, do: str = "open") -> None:
         self.channel.expect(matcher)
-        self.channel.tell({"do": do, "matcher": matcher})
+        self.channel.send({"do": do, "matcher": matcher})
 
     def answer(self, matcher: int, body: bytes = b"mask") -> None:
         self.sock.sendall(encode_reply(Reply(False, matcher, body, 0.001)))
 
     def take(self, matcher: int) -> bytes:
-        return self.channel.take(matcher, time.monotonic())
+        return self.channel.take_reply(matcher, time.monotonic())
 
     def is_told_to_end(self) -> bool:
         """Behind what it was asked."""
@@ -40,52 +40,54 @@ class Keeper:
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    keeper = Keeper()
-    with closing(keeper.sock):
-        yield keeper
+def process() -> Iterator[GrammarProcess]:
+    made = GrammarProcess()
+    with closing(made.sock):
+        yield made
 
 
-def test_a_keeper_that_is_silent_for_too_long_is_ended(keeper: Keeper) -> None:
-    keeper.ask(1)
+def test_a_grammar_process_that_is_silent_for_too_long_is_ended(process: GrammarProcess) -> None:
+    process.ask(1)
     with pytest.raises(InvalidGrammar, match="takes too long"):
-        keeper.take(1)
-    assert keeper.is_told_to_end()
+        process.take(1)
+    assert process.is_told_to_end()
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-def test_what_a_keeper_said_before_it_was_gone_is_not_heard_any_more(
-    keeper: Keeper, is_waited_for: bool
+def test_what_a_grammar_process_said_before_it_was_gone_is_not_heard_any_more(
+    process: GrammarProcess, is_waited_for: bool
 ) -> None:
-    keeper.ask(1)
-    keeper.ask(2)
-    keeper.answer(1)
-    keeper.sock.recv(CHUNK)
-    keeper.sock.close()
+    process.ask(1)
+    process.ask(2)
+    process.answer(1)
+    process.sock.recv(CHUNK)
+    process.sock.close()
     with pytest.raises(InvalidGrammar):
-        keeper.ask(3)
+        process.ask(3)
     if not is_waited_for:
-        assert keeper.channel.has_reply(1), "there is no use in waiting"
+        assert process.channel.has_reply(1), "there is no use in waiting"
     for matcher in (1, 2):
         with pytest.raises(InvalidGrammar, match="takes too long"):
-            keeper.take(matcher)
-    assert keeper.backlog.seconds == pytest.approx(0)
+            process.take(matcher)
+    assert process.backlog.seconds == pytest.approx(0)
 
 
-def test_one_that_is_behind_with_its_work_costs_those_who_wait_and_goes_on(keeper: Keeper) -> None:
-    keeper.ask(1)
-    keeper.ask(2)
+def test_one_that_is_behind_with_its_work_costs_those_who_wait_and_goes_on(
+    process: GrammarProcess,
+) -> None:
+    process.ask(1)
+    process.ask(2)
     began = time.monotonic()
-    keeper.answer(1)
-    assert keeper.channel.take(1, began) == b"mask"
+    process.answer(1)
+    assert process.channel.take_reply(1, began) == b"mask"
     with pytest.raises(InvalidGrammar, match="takes too long"):
-        keeper.channel.take(2, began)
-    assert not keeper.channel.is_lost
-    keeper.answer(2)
-    assert keeper.take(2) == b"mask"
+        process.channel.take_reply(2, began)
+    assert not process.channel.is_lost
+    process.answer(2)
+    assert process.take(2) == b"mask"
 
 
-def test_what_one_keeper_was_waited_for_the_others_of_the_step_are_not(
+def test_what_one_grammar_process_was_waited_for_the_others_of_the_step_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deadlines: list[float] = []
@@ -96,16 +98,16 @@ def test_what_one_keeper_was_waited_for_the_others_of_the_step_are_not(
         return False
 
     monkeypatch.setattr(Channel, "_wait", wait)
-    keepers = [Keeper(patience_s=5.0) for _ in range(3)]
-    for each in keepers:
+    processes = [GrammarProcess(timeout_s=5.0) for _ in range(3)]
+    for each in processes:
         each.ask(1)
-    silent, slow, quick = keepers
+    silent, slow, quick = processes
     quick.answer(1)
     began = time.monotonic()
     for each in (silent, slow):
         with pytest.raises(InvalidGrammar):
-            each.channel.take(1, began)
-    assert quick.channel.take(1, began) == b"mask"
+            each.channel.take_reply(1, began)
+    assert quick.channel.take_reply(1, began) == b"mask"
     assert deadlines == [began + 5.0] * 2
-    for each in keepers:
+    for each in processes:
         each.sock.close()

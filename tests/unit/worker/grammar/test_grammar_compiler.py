@@ -1,4 +1,4 @@
-"""Who gets which compilation, with keepers that compile when they are told to."""
+"""Who gets which compilation, with processes that compile when they are told to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_reque
 MIB = 1 << 20
 
 
-class ToyKeepers:
+class ToyProcesses:
     """What real ones do, in the test's hands. Sockets in the order of their births."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ToyKeepers:
         self.is_stillborn = False
         self._taken = 0
 
-    async def keeper(self) -> socket.socket:
+    async def start_process(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
@@ -45,7 +45,7 @@ class ToyKeepers:
             sock.close()
 
     async def next(self) -> tuple[socket.socket, str]:
-        """The next keeper, and the text that it is to compile."""
+        """The next grammar process, and the text that it is to compile."""
         await self.born.acquire()
         sock = self.sockets[self._taken]
         self._taken += 1
@@ -55,10 +55,10 @@ class ToyKeepers:
 
 class Desk:
     def __init__(self, step_timeout: float = 5.0, **settings: float) -> None:
-        self.keepers = ToyKeepers()
+        self.processes = ToyProcesses()
         settings = {"cache_mib": 20, "max_compiling": 1} | settings
         grammars = Grammars(**settings)  # type: ignore[arg-type]
-        self._compiler = GrammarCompiler(grammars, self.keepers, step_timeout)
+        self._compiler = GrammarCompiler(grammars, self.processes, step_timeout)
 
     def order(self, text: str) -> asyncio.Future[CompiledGrammar | EverliftError]:
         future: asyncio.Future[CompiledGrammar | EverliftError] = asyncio.Future()
@@ -66,8 +66,8 @@ class Desk:
         return future
 
     async def compile(self, expected: str, num_bytes: int = MIB) -> None:
-        """The next keeper, which is to compile ``expected``, does."""
-        sock, text = await self.keepers.next()
+        """The next grammar process, which is to compile ``expected``, does."""
+        sock, text = await self.processes.next()
         assert text == expected
         sock.sendall(encode_reply(Reply(False, 0, Compiled(num_bytes, (7,)).encode())))
 
@@ -118,11 +118,11 @@ async def test_what_a_sequence_holds_is_not_compiled_again() -> None:
     await desk.close()
 
 
-async def test_a_grammar_whose_keeper_died_is_compiled_again(desk: Desk) -> None:
+async def test_a_grammar_whose_grammar_process_died_is_compiled_again(desk: Desk) -> None:
     future = desk.order("a")
     await desk.compile("a")
     lost = await future
-    desk.keepers.sockets[0].close()
+    desk.processes.sockets[0].close()
     again = desk.order("a")
     await desk.compile("a")
     assert isinstance(await again, CompiledGrammar) and again.result() is not lost
@@ -130,27 +130,27 @@ async def test_a_grammar_whose_keeper_died_is_compiled_again(desk: Desk) -> None
 
 async def test_a_refusal_is_remembered(desk: Desk) -> None:
     future = desk.order("(")
-    sock, _ = await desk.keepers.next()
+    sock, _ = await desk.processes.next()
     sock.sendall(encode_reply(Reply(True, 0, b"parenthesis")))
     assert isinstance(error := await future, InvalidGrammar) and str(error) == "parenthesis"
     assert desk.order("(").result() is error
 
 
-async def test_a_keeper_that_is_ended_while_it_compiles_says_that_it_was_too_much(
+async def test_a_grammar_process_that_is_ended_while_it_compiles_says_that_it_was_too_much(
     desk: Desk,
 ) -> None:
     future = desk.order("a")
-    sock, _ = await desk.keepers.next()
+    sock, _ = await desk.processes.next()
     sock.close()
     assert isinstance(error := await future, InvalidGrammar)
     assert str(error) == "the grammar takes more than 30 s to compile, or more than 256 MiB"
 
 
-async def test_a_grammar_whose_keeper_was_ended_while_it_compiled_is_tried_again(
+async def test_a_grammar_whose_grammar_process_was_ended_while_it_compiled_is_tried_again(
     desk: Desk,
 ) -> None:
     future = desk.order("a")
-    sock, _ = await desk.keepers.next()
+    sock, _ = await desk.processes.next()
     sock.close()
     assert isinstance(await future, InvalidGrammar)
     again = desk.order("a")
@@ -159,16 +159,16 @@ async def test_a_grammar_whose_keeper_was_ended_while_it_compiled_is_tried_again
     assert isinstance(await again, CompiledGrammar)
 
 
-async def test_a_keeper_that_never_answers_is_given_up() -> None:
+async def test_a_grammar_process_that_never_answers_is_given_up() -> None:
     desk = Desk(compile_timeout=1e-3)
     assert isinstance(await desk.order("a"), InvalidGrammar)
     await desk.close()
 
 
-async def test_without_a_nursery_nothing_is_refused_for_ever(desk: Desk) -> None:
-    desk.keepers.is_stillborn = True
+async def test_without_a_fork_server_nothing_is_refused_for_ever(desk: Desk) -> None:
+    desk.processes.is_stillborn = True
     assert isinstance(await desk.order("a"), EngineFailed)
-    desk.keepers.is_stillborn = False
+    desk.processes.is_stillborn = False
     future = desk.order("a")
     await desk.compile("a")
     assert isinstance(await future, CompiledGrammar)
@@ -185,23 +185,23 @@ async def test_they_come_in_the_order_of_arrival_and_too_many_are_refused() -> N
     await desk.close()
 
 
-@pytest.mark.parametrize(("step_timeout", "patience_s"), [(1.0, 0.5), (5.0, 2.5), (60.0, 5.0)])
-async def test_no_wait_for_a_keeper_makes_a_step_count_as_stuck(
-    step_timeout: float, patience_s: float
+@pytest.mark.parametrize(("step_timeout", "timeout_s"), [(1.0, 0.5), (5.0, 2.5), (60.0, 5.0)])
+async def test_no_wait_for_a_grammar_process_makes_a_step_count_as_stuck(
+    step_timeout: float, timeout_s: float
 ) -> None:
     desk = Desk(step_timeout, step_budget=0.1)
     future = desk.order("a")
     await desk.compile("a")
     assert isinstance(grammar := await future, CompiledGrammar)
-    assert grammar._channel._patience_s == patience_s
+    assert grammar._channel._timeout_s == timeout_s
     await desk.close()
 
 
 async def test_as_many_as_allowed_compile_at_the_same_time() -> None:
     desk = Desk(max_compiling=2)
     futures = [desk.order(text) for text in "abc"]
-    (first, _), _ = await desk.keepers.next(), await desk.keepers.next()
-    assert len(desk.keepers.sockets) == 2
+    (first, _), _ = await desk.processes.next(), await desk.processes.next()
+    assert len(desk.processes.sockets) == 2
     first.close()
     await desk.compile("c")
     await futures[2]

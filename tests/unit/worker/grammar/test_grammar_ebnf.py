@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.worker.json_schema_support import TRIE
 from worker.grammar.ebnf import EbnfError, lark_of_ebnf
-from worker.grammar.token_trie import token_matcher
+from worker.grammar.vocabulary import token_matcher
 
 
 def allows(grammar: str, text: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.worker.json_schema_support import TRIE
 from worker.grammar.numbers import Range, integer_terminal, number_terminal
-from worker.grammar.token_trie import token_matcher
+from worker.grammar.vocabulary import token_matcher
 
 
 def matches(terminal: str | None, text: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.worker.json_schema_support import TRIE
 from worker.grammar.patterns import PatternError, json_text, parse, rust, searched, whole
-from worker.grammar.token_trie import token_matcher
+from worker.grammar.vocabulary import token_matcher
 
 ATOMS = [
     *("a", "b", '"', r"\\", r"\n", ".", "[ab]", "[^a]", r'[^"\\]', r"\d", r"\D", r"\w", r"\W"),

@@ -11,7 +11,7 @@ import pytest
 from tests.support.worker.json_schema_support import TRIE
 from worker.grammar.json_grammar import json_grammar
 from worker.grammar.schema import MAX_DEPTH, REFUSED, NotEnforceable
-from worker.grammar.token_trie import token_matcher
+from worker.grammar.vocabulary import token_matcher
 
 
 def allows(schema: Any, text: str) -> bool:

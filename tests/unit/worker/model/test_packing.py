@@ -18,8 +18,8 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, agree
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
-from worker.model.packing import choose_packing
 from worker.model.panels import WIDTH, PanelPacking, Panels, panel_packing
+from worker.model.precompile import choose_packing
 from worker.model.spec import ModelSpec
 from worker.parallel.group import Group
 

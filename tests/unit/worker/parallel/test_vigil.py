@@ -38,7 +38,7 @@ class Bench:
         self.writer = writer
         self.entries = iter(reader)
         self.watchdog = Counting()
-        self.watchdog.begin(1, 1, time.monotonic())
+        self.watchdog.begin_step(1, 1, time.monotonic())
         self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.vigil = LivenessMonitor(self.watchdog, reader, self._end)
 
@@ -54,7 +54,7 @@ async def bench() -> AsyncIterator[Bench]:
     writer = listener.accept(2, 10.0)
     listener.close()
     this = Bench(reader, writer)
-    this.vigil.begin()
+    this.vigil.start()
     yield this
     this.vigil.close()
     reader.close()

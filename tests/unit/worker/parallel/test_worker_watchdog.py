@@ -59,14 +59,14 @@ def test_first_steps_have_more_time_and_large_ones_more_still() -> None:
 def watchdog() -> Watchdog:
     this = Watchdog(TIMEOUT_S)
     for step in range(8):
-        this.begin(step, 1, now=100.0)
-        this.end(now=100.0)
+        this.begin_step(step, 1, now=100.0)
+        this.end_step(now=100.0)
     return this
 
 
 def test_a_step_is_overdue_when_its_limit_is_over() -> None:
     this = watchdog()
-    this.begin(9, 3, now=200.0)
+    this.begin_step(9, 3, now=200.0)
     assert [this.overdue(now) for now in (1.0, 3.0, 6.0)] == [None] * 3
     assert this.overdue(6.1) == "step 9, of 3 tokens, takes longer than 5.0 s"
 
@@ -74,30 +74,30 @@ def test_a_step_is_overdue_when_its_limit_is_over() -> None:
 def test_each_step_has_a_limit_of_its_own() -> None:
     this = watchdog()
     for step in range(9, 30):
-        this.begin(step, 1, now=0.0)
+        this.begin_step(step, 1, now=0.0)
         assert this.overdue(float(step)) is None
-        this.end(now=1.0)
+        this.end_step(now=1.0)
         assert this.overdue(step + 0.5) is None
     assert this.overdue(1000.0) is None, "an idle engine is not late"
 
 
 def test_steps_that_take_long_make_later_ones_less_suspect() -> None:
     this = watchdog()
-    this.begin(9, 1, now=0.0)
-    this.end(now=2.0)
-    this.begin(10, 1, now=2.0)
+    this.begin_step(9, 1, now=0.0)
+    this.end_step(now=2.0)
+    this.begin_step(10, 1, now=2.0)
     assert [this.overdue(now) for now in (0.0, 20.0)] == [None, None]
     assert this.overdue(20.1) == "step 10, of 1 tokens, takes longer than 20.0 s"
 
 
 def test_time_counts_as_far_as_somebody_looked() -> None:
     time = WakingTime(most_s=0.5)
-    assert [time.look(now) for now in (70.0, 70.25, 70.75)] == [0.0, 0.25, 0.75]
-    assert time.look(370.75) == 1.25, "who was stopped for five minutes saw half a second pass"
+    assert [time.update(now) for now in (70.0, 70.25, 70.75)] == [0.0, 0.25, 0.75]
+    assert time.update(370.75) == 1.25, "who was stopped for five minutes saw half a second pass"
 
 
 def test_a_step_that_was_stopped_with_its_whole_process_is_not_overdue() -> None:
     this, time = watchdog(), WakingTime(most_s=0.5)
-    this.begin(9, 1, now=0.0)
-    assert this.overdue(time.look(0.0)) is None
-    assert this.overdue(time.look(3600.0)) is None
+    this.begin_step(9, 1, now=0.0)
+    assert this.overdue(time.update(0.0)) is None
+    assert this.overdue(time.update(3600.0)) is None

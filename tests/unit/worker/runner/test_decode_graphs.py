@@ -24,7 +24,7 @@ from worker.device.upload import Parcel
 from worker.engine.plan import UNKNOWN, Row, Rows
 from worker.runner import decode_graphs
 from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, Work
-from worker.runner.last_tokens import LastTokens
+from worker.runner.drawing import LastTokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 VOCAB = 50
@@ -175,7 +175,7 @@ def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
 @torch.inference_mode()
 def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench) -> None:
     slots, drawn = (torch.tensor(it, device=KERNELS_ON) for it in ([4, 2], [33, 11]))
-    bench.last_tokens.put(slots, drawn)
+    bench.last_tokens.write(slots, drawn)
     known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33]), nothing()).clone()
     told = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]), nothing())
     assert torch.equal(known, told)
@@ -184,7 +184,7 @@ def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench
 @torch.inference_mode()
 def test_a_mark_in_the_place_of_a_token_is_looked_up_as_some_token(bench: Bench) -> None:
     slots, marks = (torch.tensor(it, device=KERNELS_ON) for it in ([0, 1], [-1, -2]))
-    bench.last_tokens.put(slots, marks)
+    bench.last_tokens.write(slots, marks)
     rows = bench.decoding([0, 1], [UNKNOWN, UNKNOWN])
     assert bench.graphs.run(rows, nothing()).isfinite().all()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.limits import blocks_for
-from worker.runner.memory.largest_steps import largest_steps, num_blocks
+from worker.runner.kv_blocks import largest_steps, num_blocks
 
 
 def test_the_prompts_share_the_tokens_and_then_all_decode() -> None:

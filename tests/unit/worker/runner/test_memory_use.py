@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.config import WorkerConfig
-from worker.runner.memory.memory_use import MemoryUse, count_blocks
+from worker.runner.kv_blocks import MemoryUse, count_blocks
 
 MIB = 1 << 20
 #: 24 GiB, of which 22,118 MiB may be used.

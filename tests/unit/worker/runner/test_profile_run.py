@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from worker.config import Speculation, WorkerConfig
-from worker.device.device_memory import CudaMemory
+from worker.device.gpu import CudaMemory
 from worker.engine.plan import Plan, RowResult
 from worker.model.layers import Placement
 from worker.parallel.group import Group
 from worker.runner.assembly import Loaded
 from worker.runner.build import _load, _room_for
 from worker.runner.fake_runner import FakeRunner
-from worker.runner.memory.kv_blocks import kv_blocks, profile
-from worker.runner.memory.largest_steps import largest_steps
-from worker.runner.memory.memory_use import MemoryUse
-from worker.runner.memory.profile_run import profile_run, scarcest
+from worker.runner.kv_blocks import (
+    MemoryUse,
+    kv_blocks,
+    largest_steps,
+    profile,
+    profile_run,
+    scarcest,
+)
 
 DEMO_MODEL = Path(__file__).parents[4] / "cluster" / "demo_model"
 CPU = torch.device("cpu")
@@ -184,7 +188,7 @@ def test_on_a_gpu_blocks_are_what_was_left_less_what_swap_keeps_there(
     place = Placement(Group.single(), torch.float16, torch.device("cuda"))
     loaded = Loaded(None, 0, 4096, (32, 8, 128), 0)  # type: ignore[arg-type]
     use = MemoryUse(80 << 30, 1 << 30, 20 << 30, 1 << 30)
-    monkeypatch.setattr("worker.runner.memory.kv_blocks._profiled", lambda *_: use)
+    monkeypatch.setattr("worker.runner.kv_blocks._profiled", lambda *_: use)
     assert kv() == 50 * 256, "blocks of 4 MiB"
     assert kv(preemption="swap") == kv() - 8
     assert kv(gpu_memory_utilization=0.5) == 18 * 256

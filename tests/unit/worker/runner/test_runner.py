@@ -20,15 +20,15 @@ from everlift.errors import EngineFailed, InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.worker.sampling_oracle import is_close, own_logprobs
 from tests.support.worker.sampling_support import FakeGrammar, admission
-from worker.device.download import Arriving
 from worker.device.kv_cache import KVCache
+from worker.device.streams import Arriving
 from worker.engine.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
 from worker.model.layers import Placement
 from worker.parallel.agreement import FAILED, NO_TOKEN
 from worker.parallel.group import Group
 from worker.runner import prompt_scores
+from worker.runner.drawing import LastTokens
 from worker.runner.host_cache import HostCache
-from worker.runner.last_tokens import LastTokens
 from worker.runner.runner import TorchRunner
 
 VOCAB = 50

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everlift.errors import EngineFailed, InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
+from tests.support.example_counts import examples
 from tests.support.worker.llama_support import warped
 from tests.support.worker.sampling_oracle import is_close, own_logprobs, shaped
 from tests.support.worker.sampling_support import FakeGrammar, FakeMatcher, admission
-from worker.device.download import Arriving
+from worker.device.streams import Arriving
 from worker.device.upload import Parcel
 from worker.engine.plan import Admission, RowResult
 from worker.runner.history import Histories, PenalisedRow
@@ -348,7 +349,7 @@ def test_nobody_waits_for_the_device_before_the_results_are_asked_for(
     drawing._draw = draw_uncounted
     with counted:
         prepared = drawing.prepare(asks_of(batch), Parcel(torch.device("cpu")))
-        drawn = drawing.begin(rows_of(batch), prepared)
+        drawn = drawing.launch(rows_of(batch), prepared)
     assert not waited
     assert not WAITS & {*counted.calls}
     told = [this for this, _ in batch if this.sampling.logprobs is not None]
@@ -419,7 +420,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(samplings, st.randoms(use_true_random=False))
 def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
     plain = Generation(sampling).run(16)

@@ -15,7 +15,7 @@ def slow(factor: float, seconds: float) -> chaos_pb2.Fault:
 def test_a_slow_engine_sleeps_after_each_step_for_a_while() -> None:
     slowness = Slowness()
     assert slowness.extra_s(0.1, now=0.0) == 0
-    slowness.begin(slow(factor=10, seconds=5), now=100.0)
+    slowness.start(slow(factor=10, seconds=5), now=100.0)
     assert slowness.extra_s(0.25, now=101.0) == 9 * 0.25
     assert slowness.extra_s(0.25, now=104.5) == 0.5, "until the fault is over"
     assert slowness.extra_s(0.25, now=105.0) == 0
@@ -23,7 +23,7 @@ def test_a_slow_engine_sleeps_after_each_step_for_a_while() -> None:
 
 def test_a_factor_below_one_makes_nothing_quicker() -> None:
     slowness = Slowness()
-    slowness.begin(slow(factor=0, seconds=5), now=0.0)
+    slowness.start(slow(factor=0, seconds=5), now=0.0)
     assert slowness.extra_s(0.25, now=1.0) == 0
 
 

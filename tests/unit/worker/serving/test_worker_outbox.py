@@ -3,10 +3,10 @@
 from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import prompt
-from worker.engine.account import Account
-from worker.engine.accounts import Told
 from worker.engine.load import Occupant
 from worker.engine.outcome import News, Outcome, Residence, SequenceKey, Stop
+from worker.engine.time_breakdown import TimeBreakdown
+from worker.engine.time_breakdowns import SequenceBreakdown
 from worker.serving.outbox import _MAX_ACCEPTED, Outbox
 
 A, B = SequenceKey(1, 0), SequenceKey(1, 1)
@@ -72,15 +72,15 @@ def test_where_a_sequence_stands_merges_too() -> None:
 def test_the_last_account_goes_with_the_next_frame_and_is_no_reason_for_one() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
-    this.account(Told(A, Account(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
-    this.account(Told(A, Account(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
-    this.account(Told(B, Account(3.0, waiting_s=3.0)))
+    this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
+    this.breakdown(SequenceBreakdown(A, TimeBreakdown(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
+    this.breakdown(SequenceBreakdown(B, TimeBreakdown(3.0, waiting_s=3.0)))
     assert not calls and not this
-    assert list(cut(this).accounts) == [
-        session_pb2.Account(epoch=1, prefill_s=1.5, decode_s=1.5, steps=3),
-        session_pb2.Account(epoch=1, choice=1, waiting_s=3.0),
+    assert list(cut(this).breakdowns) == [
+        session_pb2.TimeBreakdown(epoch=1, prefill_s=1.5, decode_s=1.5, steps=3),
+        session_pb2.TimeBreakdown(epoch=1, choice=1, waiting_s=3.0),
     ]
-    assert not cut(this).accounts
+    assert not cut(this).breakdowns
 
 
 def test_every_frame_has_the_state() -> None:
@@ -91,12 +91,12 @@ def test_what_was_dropped_is_not_told() -> None:
     this = outbox()
     this.push(Outcome(A, 0, (1,)))
     this.push(Outcome(B, 0, (2,)))
-    this.account(Told(A, Account(2.0)))
-    this.account(Told(B, Account(2.0)))
+    this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0)))
+    this.breakdown(SequenceBreakdown(B, TimeBreakdown(2.0)))
     this.drop(A)
     this.drop(SequenceKey(9, 0))
     frame = cut(this)
-    assert [it.choice for it in frame.progress] == [it.choice for it in frame.accounts] == [1]
+    assert [it.choice for it in frame.progress] == [it.choice for it in frame.breakdowns] == [1]
 
 
 def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:

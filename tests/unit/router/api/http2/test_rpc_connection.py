@@ -20,7 +20,7 @@ def test_http2_keeps_a_bounded_number_of_closed_streams() -> None:
         client.send_headers(stream_id, HEAD, end_stream=True)
         server.receive_data(client.data_to_send())
         server.send_headers(stream_id, [(":status", "200")], end_stream=True)
-        server.forget(stream_id)
+        server.drop_stream(stream_id)
         client.receive_data(server.data_to_send())
     assert not server.streams
     assert len(server._closed_streams) == Http2.MAX_CLOSED_STREAMS <= 4096

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.digest import token_digest
 from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -28,6 +27,7 @@ from everlift.errors import (
     RouterStopping,
     Unreachable,
 )
+from everlift.hashes import token_digest
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
@@ -35,10 +35,10 @@ from everlift.v1 import inference_pb2 as pb
 from router.api.openai import answering, errors, event_stream, logprobs
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
-from router.api.openai.encoding import encode
 from router.api.openai.envelope import Envelope
 from router.api.openai.event_id import BEGIN, EventId, Position
 from router.api.openai.transcript import Collected, News, Transcript, Usage
+from router.api.openai.writer import encode
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
 from router.requests.request import Choice, Output
@@ -109,7 +109,7 @@ def stream(
     for piece in read:
         news = transcript.read(0, piece)
         if news is not None and (data := answer.data(news)) is not None:
-            transcript.tell(news.choice)
+            transcript.mark_read(news.choice)
             events.append((transcript.event_id, json.loads(data)))
     return events
 
@@ -378,7 +378,7 @@ class Large:
     def listen(self, on_more: Callable[[], None]) -> None:
         pass
 
-    def take(self) -> bytes:
+    def poll(self) -> bytes:
         return self._event
 
     def write(self, data: bytes) -> None:
@@ -424,7 +424,7 @@ def test_error_event_says_whether_and_how_to_go_on(
     piece = pb.GenerateResponse(token_ids=[97], text="a")
     assert transcript.resume_headers == {"idempotency-key": "mine-7"}, "nothing was sent yet"
     assert transcript.read(0, piece) is not None
-    transcript.tell(0)
+    transcript.mark_read(0)
     resume = transcript.resume_headers
     assert resume == {"idempotency-key": "mine-7", "last-event-id": transcript.event_id}
     body = errors.streamed(error, {}, resume)["error"]

@@ -236,7 +236,7 @@ def test_chat_tool_grammar_excludes_structured_outputs() -> None:
         ({"seed": 2**64}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"stop": [1]}, "stop"),
-        ({"on_disconnect": "stay"}, "on_disconnect"),
+        ({"on_disconnect": "queue_wait"}, "on_disconnect"),
     ],
 )
 def test_what_is_wrong_is_named(asked: dict[str, Any], field: str) -> None:

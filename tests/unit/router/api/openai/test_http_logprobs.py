@@ -73,7 +73,7 @@ def streamed(
     for piece in pieces(choice, ends):
         news = transcript.read(0, piece)
         if news is not None and (data := answer.data(news)) is not None:
-            transcript.tell(news.choice)
+            transcript.mark_read(news.choice)
             yield transcript.event_id, json.loads(data)["choices"][0]
 
 

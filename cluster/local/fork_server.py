@@ -1,0 +1,263 @@
+"""Ranks that are forked from a process that has imported what they need. Linux.
+
+    this process ── fork server ─┬─ worker-0
+                                 └─ worker-1 ...
+
+They end with the fork server, and it ends with this process. A rank runs its first statement 25 ms
+after it is asked for. The forkserver of multiprocessing runs the `__main__` of the parent again in
+every child: 780 ms where that is the command line (medians of 5, two cores).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from cluster.errors import ClusterFailed
+from cluster.local.launch import Launch
+from cluster.local.launcher import Started, python_module, told
+from everlift import logs
+from worker.child_process import full_environment
+from worker.config import WorkerConfig
+
+log = logs.get_logger(__name__)
+
+#: To import all that a rank needs takes no longer.
+_LOAD_S = 120.0
+#: Of a fork server's answer, at most: a process id, or why there is none.
+_ANSWER_BYTES = 256
+#: Fork servers that are asked for a rank.
+_TRIES = 2
+
+
+def is_possible() -> bool:
+    """Here are process descriptors, and sockets that keep messages apart."""
+    return sys.platform == "linux"
+
+
+class ForkServer:
+    """A Launcher of ranks. Its process starts with the first of them, and again when it has
+    ended."""
+
+    def __init__(
+        self, config: WorkerConfig, environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        self._modules = _modules(config)
+        self._environment = environment
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._readable = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+
+    async def load(self) -> None:
+        """Returns when it is ready to make ranks. Raises ClusterFailed."""
+        async with self._turn:
+            await self._load()
+
+    async def start(self, launch: Launch, log_path: Path) -> Started:
+        """Raises ClusterFailed when the fork server cannot start."""
+        starting = asyncio.ensure_future(self._start(launch, log_path))
+        try:
+            # Who stops waiting leaves no answer behind that the next one would take for its own.
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_kill)
+            raise
+
+    async def _start(self, launch: Launch, log_path: Path) -> Forked:
+        async with self._turn:
+            # It may be about to end, whatever is known of it: what it forks ends with it, so
+            # that another one may be asked.
+            for _ in range(_TRIES):
+                await self._load()
+                if (forked := await self._fork(launch, log_path)) is not None:
+                    return forked
+                self._end()
+        raise ClusterFailed(f"the fork server of workers has ended (log: {self._log_path})")
+
+    def close(self) -> None:
+        """The process is gone when it returns, and with it every rank that is left. There will be
+        no other."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            # Who waits for an answer gets none.
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._readable.set()
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def _load(self) -> None:
+        if self._is_closed:
+            raise ClusterFailed("the fork server of workers is closed")
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        self._spawn()
+        word, _ = await self._answer()
+        if word != b"ready":
+            self._end()
+            cause = f": {word.decode()}" if word else ""
+            raise ClusterFailed(
+                f"the fork server of workers does not start{cause} (log: {self._log_path})"
+            )
+        assert self._process is not None
+        log.info("fork server ready", child_pid=self._process.pid)
+
+    def _spawn(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        command = python_module("cluster.local.fork_server_process")
+        with theirs, self._log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid()), str(theirs.fileno()), *self._modules],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[theirs.fileno()],
+                env=full_environment(self._environment),
+                # Ctrl-C is for the parent.
+                start_new_session=True,
+            )
+
+    async def _answer(self) -> tuple[bytes, list[int]]:
+        loop, control = asyncio.get_running_loop(), self._control
+        assert control is not None
+        self._readable.clear()
+        loop.add_reader(control, self._readable.set)
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                await self._readable.wait()
+            message, descriptors, _, _ = socket.recv_fds(control, _ANSWER_BYTES, 1)
+            return message, list(descriptors)
+        except (OSError, TimeoutError):
+            return b"", []
+        finally:
+            if control is self._control:
+                loop.remove_reader(control)
+
+    async def _fork(self, launch: Launch, log_path: Path) -> Forked | None:
+        assert self._process is not None and self._control is not None
+        pipes = _Pipes.opened(told(self._process.pid, launch), log_path)
+        try:
+            # One that has ended cannot be asked, and gives no answer below.
+            with suppress(OSError):
+                socket.send_fds(self._control, [launch.role.encode()], pipes.theirs)
+        finally:
+            _close(pipes.theirs)
+        answer, descriptors = await self._answer()
+        if descriptors:
+            return await Forked.of(int(answer), descriptors[0], pipes)
+        _close([pipes.reports, pipes.status])
+        if answer:
+            raise ClusterFailed(f"{launch.name} cannot be forked: {answer.decode()}")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipes:
+    """``theirs`` are a process's standard input, with what it is told in it, output and error, and
+    where the fork server writes its exit status. ``reports`` and ``status`` are our ends."""
+
+    theirs: list[int]
+    reports: int
+    status: int
+
+    @classmethod
+    def opened(cls, told: bytes, log_path: Path) -> Self:
+        stdin, telling = os.pipe()
+        # A launch is far smaller than what a pipe holds.
+        os.write(telling, told)
+        os.close(telling)
+        reports, stdout = os.pipe()
+        status, ended = os.pipe()
+        stderr = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return cls([stdin, stdout, stderr, ended], reports, status)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class Forked:
+    """A Started that is the fork server's child."""
+
+    def __init__(self, pid: int, descriptor: int, status: int) -> None:
+        """``descriptor`` is the process's own, ``status`` brings how it ended."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout = asyncio.StreamReader()
+        self._descriptor = descriptor
+        self._status = status
+        self._ended = asyncio.Event()
+
+    @classmethod
+    async def of(cls, pid: int, descriptor: int, pipes: _Pipes) -> Self:
+        forked, loop = cls(pid, descriptor, pipes.status), asyncio.get_running_loop()
+        reports = os.fdopen(pipes.reports, "rb", buffering=0)
+        # Its transport closes itself when the process closes its end.
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(forked.stdout), reports)
+        loop.add_reader(pipes.status, forked._end)
+        return forked
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._descriptor, number)
+
+    def _end(self) -> None:
+        loop = asyncio.get_running_loop()
+        status = os.read(self._status, _ANSWER_BYTES)
+        loop.remove_reader(self._status)
+        os.close(self._status)
+        if status:
+            self._gone(int(status))
+        else:
+            # Without a word the fork server itself is being killed, and then this process.
+            loop.add_reader(self._descriptor, self._gone, -signal.SIGKILL)
+
+    def _gone(self, returncode: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.returncode = returncode
+        self._ended.set()
+
+
+def _kill(starting: asyncio.Future[Forked]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        with suppress(ProcessLookupError):
+            starting.result().send_signal(signal.SIGKILL)
+
+
+def _modules(config: WorkerConfig) -> Sequence[str]:
+    if config.is_fake:
+        return ["worker.serving.rank"]
+    return [
+        "worker.serving.rank",
+        "worker.runner.build",
+        "worker.parallel.group",
+        "worker.grammar.compiler",
+    ]

@@ -1,0 +1,131 @@
+"""``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``: the process that forks
+ranks.
+
+It has imported the modules, once. A message on its control socket is a process's role and brings
+four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
+the process id and the process's descriptor, or with why it cannot fork. When the socket ends, it
+ends, and all that it forked. Its first word is "ready", or why it will never be.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+
+from cluster.local import process
+from everlift import heap
+from worker.child_process import die_with_parent
+
+#: What an order brings, at most.
+_NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64
+
+
+def main() -> None:
+    parent, descriptor, *modules = sys.argv[1:]
+    die_with_parent(int(parent))
+    with heap.growing():
+        for module in modules:
+            importlib.import_module(module)
+    # What is shared stays shared: a collection would write to all of it.
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as control:
+        if company := _company():
+            control.send(company.encode())
+            sys.exit(company)
+        role = ForkServer(control).run()
+    if role:
+        sys.argv[1:] = [role]
+        process.main()
+
+
+def _company() -> str:
+    """Why nothing can be forked: of several threads a fork would keep one, and the locks of all."""
+    threads = os.listdir("/proc/self/task")
+    return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
+
+
+class ForkServer:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._fork_server = os.getpid()
+        #: where the status of each process goes that has not ended
+        self._statuses: dict[int, int] = {}
+
+    def run(self) -> str:
+        """Comes back once in each process that is forked, with its role; and in the end, with
+        none."""
+        self._woken, waking = os.pipe()
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._own = [self._woken, waking]
+        self._control.send(b"ready")
+        while True:
+            control = self._control.fileno()
+            readable, _, _ = select.select([control, self._woken], [], [])
+            if self._woken in readable:
+                os.read(self._woken, _ROLE_BYTES)
+                self._reap()
+            if control in readable:
+                role, descriptors, _, _ = socket.recv_fds(
+                    self._control, _ROLE_BYTES, _NUM_DESCRIPTORS
+                )
+                if not role:
+                    return ""
+                if self._fork(list(descriptors)) == 0:
+                    return role.decode()
+
+    def _fork(self, descriptors: list[int]) -> int:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # The others go on.
+            _close(descriptors)
+            self._control.send(str(error).encode())
+            return -1
+        if pid == 0:
+            self._become(descriptors)
+            return 0
+        *others, status = descriptors
+        self._statuses[pid] = status
+        _close(others)
+        handle = os.pidfd_open(pid)
+        socket.send_fds(self._control, [b"%d" % pid], [handle])
+        os.close(handle)
+        return pid
+
+    def _become(self, descriptors: list[int]) -> None:
+        die_with_parent(self._fork_server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for place, descriptor in enumerate(descriptors[:3]):
+            os.dup2(descriptor, place)
+        _close((*descriptors, *self._own, *self._statuses.values()))
+
+    def _reap(self) -> None:
+        while self._statuses:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            end = self._statuses.pop(pid)
+            # Who started it may have ended.
+            with suppress(BrokenPipeError):
+                os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
+            os.close(end)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Start of the processes of a cluster without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from cluster.errors import ClusterFailed
+from cluster.local.launch import Launch, Report, encode
+from everlift import logs
+from worker.child_process import full_environment
+
+
+class Started(Protocol):
+    """A process as in asyncio.
+
+    ``stdout`` brings its reports; ``returncode`` is negative for a signal.
+    """
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None:
+        """Raises ProcessLookupError when it is gone."""
+        ...
+
+
+class Launcher(Protocol):
+    async def start(self, launch: Launch, log_path: Path) -> Started:
+        """A process that has been told its launch, its log at the end of ``log_path``. The event
+        loop's thread must live as long as it: the kernel ends it with that."""
+        ...
+
+
+class SubprocessLauncher:
+    """A fresh interpreter each time. ``environment`` is added to this process's own."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    async def start(self, launch: Launch, log_path: Path) -> Started:
+        with log_path.open("ab") as log_file:
+            process = await asyncio.create_subprocess_exec(
+                *python_module("cluster.local.process"),
+                launch.role,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log_file,
+                env=full_environment(self._environment),
+                # Ctrl-C is for the parent, which ends its children in good order.
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        await tell(process.stdin, told(os.getpid(), launch))
+        return process
+
+
+async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
+    """Writes ``words``, and closes ``stdin``. A process that has ended already is told nothing: its
+    status says what there is to say."""
+    # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
+    if stdin.is_closing():
+        return
+    with suppress(ConnectionError):
+        stdin.write(words)
+        await stdin.drain()
+        stdin.close()
+
+
+def told(parent: int, launch: Launch) -> bytes:
+    """Return the input of a process; ``parent`` is the process that started it."""
+    return b"%d\n%s\n" % (parent, encode(launch))
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs it. What lies in the working directory is not in its place ("-P")."""
+    return [sys.executable, "-P", "-m", name]
+
+
+log = logs.get_logger(__name__)
+
+#: Of what is no report, so much is shown.
+_SHOWN_BYTES = 80
+
+
+class Child:
+    """A child process. Its log is appended to ``log_path``."""
+
+    def __init__(self, launch: Launch, launcher: Launcher, log_path: Path) -> None:
+        self.name = launch.name
+        self._launch = launch
+        self._launcher = launcher
+        self._log_path = log_path
+        self._process: Started | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._running.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Returns at once; what it makes of its launch it reports. Raises ClusterFailed."""
+        self._process = await self._launcher.start(self._launch, self._log_path)
+        log.info("process started", child=self.name, child_pid=self.pid)
+
+    async def report(self) -> Report:
+        """Return its next report. Raises ClusterFailed if it reports a failure or has ended."""
+        assert self._running.stdout is not None
+        line = await self._running.stdout.readline()
+        report = _read(line) if line else {"error": await self._how_it_ended()}
+        if "error" in report:
+            raise ClusterFailed(f"{self.name}: {report['error']} (its log: {self._log_path})")
+        return report
+
+    async def _how_it_ended(self) -> str:
+        return f"ended with status {await self._running.wait()}"
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        await self._running.wait()
+
+    async def stop(self, bound_s: float) -> None:
+        """Ends it in good order, or after ``bound_s`` without asking."""
+        if not self.is_running:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.wait()
+        except TimeoutError:
+            log.warning("process killed", child=self.name, child_pid=self.pid)
+            await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone. May not have been started."""
+        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            await self.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._running.send_signal(number)
+
+    @property
+    def _running(self) -> Started:
+        assert self._process is not None, "start it first"
+        return self._process
+
+
+def _read(line: bytes) -> Report:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {"error": f"it said {line[:_SHOWN_BYTES]!r} in the place of a report"}

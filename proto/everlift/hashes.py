@@ -1,0 +1,59 @@
+"""Hashes of tokens: of KV blocks, and of what a client has received. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+#: Tokens in one block of the paged KV cache.
+BLOCK_SIZE = 32
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of one full block. ``parent`` is the previous block's hash, or the salt for the first
+    block."""
+    return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
+
+
+def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
+    """Hashes of the full blocks of ``tokens``, first block first; an unfinished last block has
+    none."""
+    parent = salt
+    for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        parent = block_hash(parent, tokens[start : start + BLOCK_SIZE])
+        yield parent
+
+
+def little_endian(tokens: Sequence[int]) -> bytes:
+    """Four bytes each. Raises OverflowError for what is no uint32."""
+    if len(tokens) == 1:
+        return tokens[0].to_bytes(4, "little")
+    data = array("I", tokens)
+    if sys.byteorder == "big":
+        data.byteswap()
+    return data.tobytes()
+
+
+class TokenDigest:
+    """Grows with the tokens; ``value`` is that of all that were added."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Raises OverflowError for what is no uint32."""
+        self._hash.update(little_endian(tokens))
+
+    @property
+    def value(self) -> int:
+        """64 bits; the same at either end for the same tokens, however they came."""
+        return int.from_bytes(self._hash.digest(), "little")
+
+
+def token_digest(tokens: Sequence[int]) -> int:
+    """Return a digest of all tokens."""
+    digest = TokenDigest()
+    digest.add(tokens)
+    return digest.value

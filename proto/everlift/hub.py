@@ -1,0 +1,76 @@
+"""Models on the Hugging Face Hub: their names, and what its errors mean."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[a-z0-9_][a-z0-9_.-]*/[a-z0-9_][a-z0-9_.-]*", re.ASCII | re.IGNORECASE)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_hub_id(model: str, revision: str = "") -> bool:
+    return bool(_HUB_ID.fullmatch(model)) and (bool(revision) or not Path(model).is_dir())
+
+
+def is_commit(revision: str) -> bool:
+    """Return whether a revision is a commit, whose content never changes."""
+    return bool(_COMMIT.fullmatch(revision))
+
+
+def name_for_clients(model: str, revision: str = "") -> str:
+    return model if is_hub_id(model, revision) else Path(model).resolve().name
+
+
+_DENIED = (401, 403)
+
+
+def explain(error: BaseException, revision: str) -> str:
+    """Why asking a hub for ``revision`` of a model has come to ``error``."""
+    from httpx2 import TransportError
+    from huggingface_hub import constants, errors
+
+    for cause in _causes(error):
+        match cause:
+            case errors.GatedRepoError():
+                return "it is gated, and HF_TOKEN names nobody whom its owner has let in"
+            case errors.RepositoryNotFoundError():
+                return (
+                    "the hub has no such model, or none that HF_TOKEN gives access to; and here is "
+                    "no such directory"
+                )
+            case errors.RevisionNotFoundError():
+                return f"the hub has no revision {revision or constants.DEFAULT_REVISION!r} of it"
+            case errors.HfHubHTTPError() if cause.response.status_code in _DENIED:
+                return f"the hub refuses HF_TOKEN, or misses it ({_answer(cause)})"
+            case errors.HfHubHTTPError():
+                return f"the hub fails: {_answer(cause)}"
+            case errors.OfflineModeIsEnabled():
+                return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has not all of it"
+            case TransportError():
+                return f"the connection to {constants.ENDPOINT} failed: {_line(cause)}"
+            case OSError(errno=errno.ENOSPC):
+                return f"no space is left in {constants.HF_HUB_CACHE}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{constants.HF_HUB_CACHE} has not all of it"
+    return f"{type(error).__name__}: {_line(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _answer(error: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    assert isinstance(error, HfHubHTTPError)
+    status = error.response.status_code
+    return f"{status}, {_line(error.server_message)}" if error.server_message else f"{status}"
+
+
+def _line(words: object) -> str:
+    return " ".join(str(words).split())

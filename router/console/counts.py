@@ -1,0 +1,97 @@
+"""Counts of requests, of this router and of the others in the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
+from typing import Protocol
+
+import grpc
+from prometheus_client.samples import Sample
+
+from everlift import logs
+from everlift.transport import Transport
+from everlift.v1 import session_pb2, session_pb2_grpc
+from router.ledger.base import Ledger
+from router.observability.metrics.catalogue import CATALOGUE, OK
+
+_REQUESTS = "everlift_requests_total"
+
+
+class Instruments(Protocol):
+    def samples(self, name: str) -> Iterable[Sample]: ...
+
+
+class MeasuredRequests:
+    def __init__(self, instruments: Instruments) -> None:
+        self._instruments = instruments
+
+    def bounds(self, name: str) -> Sequence[float]:
+        return (*CATALOGUE[name].buckets, inf)
+
+    def cumulative(self, name: str) -> Sequence[int]:
+        counts: Counter[float] = Counter()
+        for sample in self._instruments.samples(name):
+            if sample.name.endswith("_bucket"):
+                counts[float(sample.labels["le"])] += int(sample.value)
+        return [counts[bound] for bound in self.bounds(name)]
+
+    def failures(self) -> Mapping[str, int]:
+        return {
+            outcome: int(sample.value)
+            for sample in self._instruments.samples(_REQUESTS)
+            if sample.name == _REQUESTS and (outcome := sample.labels["outcome"]) != OK
+        }
+
+
+log = logs.get_logger(__name__)
+
+#: That are asked at once.
+_MOST = 64
+_TIMEOUT_S = 1.0
+
+
+class Peers:
+    """A channel to each of them is kept for as long as it answers."""
+
+    def __init__(self, router_id: str, ledger: Ledger, transport: Transport) -> None:
+        self._router_id = router_id
+        self._ledger = ledger
+        self._transport = transport
+        #: by address
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def counts(self) -> tuple[list[session_pb2.Counts], int]:
+        """Of those that answer in time, and how many others there are. One that came back to its
+        address has two leases for a while. Raises LedgerUnavailable."""
+        gateways = await self._ledger.gateways()
+        others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
+        asked = others[:_MOST]
+        await self._keep(asked)
+        answers = await asyncio.gather(*map(self._ask, asked))
+        heard = [counts for counts in answers if counts is not None]
+        return heard, len(others) - len(heard)
+
+    async def close(self) -> None:
+        await self._keep(())
+
+    async def _keep(self, addresses: Collection[str]) -> None:
+        for address in self._channels.keys() - set(addresses):
+            await self._channels.pop(address).close()
+
+    async def _ask(self, address: str) -> session_pb2.Counts | None:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._transport.channel(address)
+        stub: session_pb2_grpc.RouterInternalAsyncStub
+        stub = session_pb2_grpc.RouterInternalStub(channel)
+        try:
+            return await stub.Count(session_pb2.CountRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.debug("router not counted", address=address, code=error.code().name)
+            # The next one shows the certificate that holds then.
+            self._channels.pop(address, None)
+            await channel.close()
+            return None

@@ -1,0 +1,57 @@
+// What happened, newest first.
+
+import { $, ago, count, el, short } from "./dom.js";
+
+const workers = (it) =>
+  `${it.count === 1 ? "worker" : `${count(it.count)} workers`} ${it.workers.map(short).join(", ")}${it.count > it.workers.length ? ", ..." : ""}`;
+
+const CAUSES = {
+  worker_lost: "its worker was lost",
+  worker_drained: "its worker drains",
+  moved: "there was room sooner",
+};
+
+const TEXTS = {
+  worker_joined: (it) => `${workers(it)} joined`,
+  worker_left: (it) => `${workers(it)} left`,
+  worker_lost: (it) => `${workers(it)} lost`,
+  worker_draining: (it) => `${workers(it)} drains`,
+  worker_slow: (it) => `${workers(it)} is slow`,
+  leader: (it) => (it.router_id ? `router ${short(it.router_id)} leads` : "nobody leads"),
+  ledger_away: () => "the ledger does not answer",
+  ledger_back: () => "the ledger answers again",
+  ledger_rollback: () => "the ledger came back with less than it had",
+  policy: (it) => `policy: ${Object.entries(it.changed).map(([name, value]) => `${name} ${value}`).join(", ")}`,
+  preempted: (it) => `${count(it.count)} preemptions`,
+  migrated: (it) =>
+    `${it.request ?? "a request"} went from worker ${short(it.from.worker)}, slot ${it.from.slot}, to worker ${short(it.to.worker)}, slot ${it.to.slot}: ${CAUSES[it.cause]}`,
+  resumed: (it) => `${it.request ?? "a request"} is back at worker ${short(it.to.worker)}, slot ${it.to.slot}, after a preemption`,
+};
+
+// What is read out when it happens: not what happens all the time.
+const FRESH_S = 5;
+const MOST_NEWS = 8;
+const isNews = ({ kind, at }, now) => kind !== "preempted" && at > now - FRESH_S;
+
+export class Events {
+  announce({ happened, transfers }, now) {
+    const news = happened.filter((it) => isNews(it, now)).map((it) => TEXTS[it.kind]?.(it) ?? it.kind);
+    const moved = transfers.filter((it) => it.cause !== "preempted").length;
+    if (moved) news.push(`${moved === 1 ? "a request" : `${count(moved)} requests`} went on at another worker`);
+    $("news").append(...news.map((it) => el("p", {}, it)));
+    while ($("news").children.length > MOST_NEWS) $("news").firstChild.remove();
+  }
+
+  show(cluster) {
+    const { happened, at } = cluster;
+    if (!happened.length) {
+      $("happened").replaceChildren(el("li", { class: "quiet" }, "nothing yet"));
+      return;
+    }
+    $("happened").replaceChildren(
+      ...happened.toReversed().map((it) =>
+        el("li", { "data-kind": it.kind }, el("span", { class: "when" }, ago(at - it.at)), " ", TEXTS[it.kind]?.(it) ?? it.kind),
+      ),
+    );
+  }
+}

@@ -1,0 +1,24 @@
+"""Ids as people type them: whole, or a prefix that only one of them has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everlift.errors import UnknownWorker
+
+#: Characters of an id that are shown, and that are enough where there are a few ids.
+SHOWN = 8
+
+
+def find_id(prefix: str, ids: Iterable[str]) -> str | None:
+    """Return the id with this prefix; None if there is none.
+
+    Raises UnknownWorker if several ids have it.
+    """
+    found = sorted({each for each in ids if prefix and each.startswith(prefix)})
+    if prefix in found:
+        return prefix
+    if len(found) > 1:
+        shown = ", ".join(each[: max(SHOWN, len(prefix) + 2)] for each in found)
+        raise UnknownWorker(f"{prefix!r} may mean {shown}")
+    return found[0] if found else None

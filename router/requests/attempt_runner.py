@@ -1,0 +1,364 @@
+"""Carries out what the state machine of the attempts decides: at workers, leader and ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from everlift import logs
+from everlift.errors import EverliftError, NoWorker
+from everlift.messages import Request
+from everlift.v1 import session_pb2
+from router.config import RouterConfig
+from router.event_loop import now
+from router.leader.client import LeaderClient
+from router.leader.leader import Reservation
+from router.ledger.entry import Entry, State
+from router.prediction.predictor import Prediction
+from router.requests import messages
+from router.requests.attempts import (
+    Abort,
+    Attempts,
+    ConfirmStep,
+    Decline,
+    Effect,
+    End,
+    Enqueue,
+    Finalize,
+    Reconcile,
+    Release,
+    ReportFinished,
+    ReportRunning,
+    ReportServed,
+    Start,
+    Withdraw,
+    Write,
+    WriteRest,
+)
+from router.requests.ledger_client import LedgerClient
+from router.requests.registry import RequestRegistry
+from router.requests.request import Choice, LiveRequest, Phase
+from router.requests.tasks import TaskGroup
+from router.requests.timeouts import WorkerWait
+from router.requests.timing import Speaker
+from router.requests.token_writer import TokenWriter
+
+log = logs.get_logger(__name__)
+
+#: Tokens in the Start messages of one turn of the event loop: more would delay other requests.
+_TOKENS_AT_ONCE = 1 << 16
+#: Most seconds that an end waits for the leader's answer to the withdrawal. A living leader answers
+#: within a few milliseconds.
+_WITHDRAWAL_S = 0.1
+
+
+class Workers(Protocol):
+    """Streams to the workers."""
+
+    @property
+    def is_any_up(self) -> bool: ...
+
+    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
+        """Return False if there is no stream to this worker."""
+        ...
+
+    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
+        """Stop these choices of an epoch; without choices, all."""
+        ...
+
+    def confirm(self, worker_id: str, epoch: int) -> None:
+        """Tell the worker that the first step of a sequence is known here."""
+        ...
+
+    def speaker(self, worker_id: str) -> Speaker | None:
+        """Return the worker's stream; None if there is none."""
+        ...
+
+
+class AttemptRunner:
+    """``adopt`` takes over a request that the ledger gives to this router and that is not here."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: RequestRegistry,
+        ledger: LedgerClient,
+        tasks: TaskGroup,
+        workers: Workers,
+        line: LeaderClient,
+        adopt: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._ledger = ledger
+        self._tasks = tasks
+        self._workers = workers
+        self._line = line
+        self._adopt = adopt
+        self._attempts = Attempts(config, registry.router_id, registry.counters)
+        self.writer = TokenWriter(config, registry, ledger.ledger, self._reconcile_soon, self._fail)
+        self._worker_wait = WorkerWait(config.worker_wait, self._no_worker)
+        #: answers of the leader that ends wait for, by request id
+        self._withdrawals: dict[str, asyncio.Future[session_pb2.QueueWait]] = {}
+        self._run_effect: dict[type[Any], Callable[[Any], object]] = {
+            Start: self._start,
+            Abort: lambda it: workers.abort(*it),
+            ConfirmStep: lambda it: workers.confirm(*it),
+            Enqueue: lambda it: self.enqueue(it.live),
+            Withdraw: lambda it: line.withdraw(it.request_id),
+            ReportRunning: lambda it: self._report_running(it.live),
+            ReportServed: self._report_served,
+            ReportFinished: lambda it: line.report_finished(it.tpot_ratio),
+            Write: lambda it: self.writer.write(*it),
+            WriteRest: lambda it: self.writer.write_rest(it.live),
+            Release: lambda it: tasks.spawn_for(it.live, self._release(it)),
+            Decline: lambda it: tasks.spawn(self._decline(it.message)),
+            End: lambda it: self.end(*it),
+            Finalize: lambda it: registry.finalize(it.live, it.entry),
+            Reconcile: lambda it: tasks.spawn_for(
+                it.live, self.reconcile(it.live, is_queued=it.is_queued)
+            ),
+        }
+
+    async def run(self) -> None:
+        """Write tokens to the ledger until cancelled."""
+        await self.writer.run()
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._run_effect[type(effect)](effect)
+
+    # into the queue
+
+    def reserve(
+        self, request: Request, timeout_s: float | None, prediction: Prediction
+    ) -> Reservation | None:
+        """Reserve a worker for a request that the ledger does not have yet."""
+        moves_left = self._config.max_moves
+        return self._line.reserve(
+            lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
+        )
+
+    def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
+        """Start a request at its reserved worker, if the ledger accepted the dispatch."""
+        if entry.epoch != reservation.dispatch.epoch:
+            return False
+        leader_knows = reservation.begun()
+        self.dispatched(reservation.dispatched(entry))
+        if not leader_knows and live.runs_under(entry.epoch):
+            self._line.report_running(messages.running(live, self._moves_left(live)))
+        return True
+
+    def enqueue(self, live: LiveRequest) -> None:
+        self._worker_wait.start_timer(live)
+        self._line.enqueue(self.waiting(live))
+
+    def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
+        is_suspect = live.losses.make_suspect(live.num_tokens, self._config)
+        return messages.waiting(live, self._moves_left(live), is_suspect)
+
+    def running(self) -> list[session_pb2.Running]:
+        """Return the messages of all requests that workers have."""
+        return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
+
+    def _report_running(self, live: LiveRequest) -> None:
+        self._line.report_running(messages.running(live, self._moves_left(live)))
+
+    def _moves_left(self, live: LiveRequest) -> int:
+        return max(0, self._config.max_moves - live.num_moved)
+
+    def _report_served(self, effect: ReportServed) -> None:
+        live = effect.live
+        self._line.report_served(live.request_id, live.priority, effect.tokens)
+
+    # the leader's events
+
+    def dispatched(self, message: session_pb2.Dispatched) -> None:
+        live = self._registry.get(message.request_id)
+        worker = self._workers.speaker(message.worker_id)
+        self._apply(self._attempts.on_dispatched(live, message, worker, now()))
+
+    def move(self, epoch: int) -> None:
+        self._apply(self._attempts.on_move(epoch, now()))
+
+    def evict(self, eviction: session_pb2.Eviction) -> None:
+        self._apply(self._attempts.on_evict(eviction, now()))
+
+    def stale(self, request_id: str) -> None:
+        self._apply(self._attempts.on_stale(self._registry.get(request_id)))
+
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None:
+        answer = self._withdrawals.get(message.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message.queue_wait)
+
+    def _start(self, effect: Start) -> None:
+        if not self._send_starts(effect.live, effect.choices):
+            self._apply(self._attempts.on_unreachable(effect.live, now()))
+
+    def _send_starts(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
+        """Send Start messages, of long choices some now and the others a turn later.
+
+        Return False if there is no stream to the worker.
+        """
+        longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
+        count = max(1, _TOKENS_AT_ONCE // longest)
+        if later := choices[count:]:
+            asyncio.get_running_loop().call_soon(self._send_later, live, live.epoch, later)
+        starts = [messages.start(live, choice) for choice in choices[:count]]
+        return self._workers.start(live.worker_id, starts)
+
+    def _send_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
+        if self._attempts.running.get(epoch) is live:
+            self._send_starts(live, choices)
+
+    async def _decline(self, message: session_pb2.Dispatched) -> None:
+        """Return a dispatch: another leader was faster, or the ledger lost an earlier dispatch."""
+        entry = await self._ledger.retry(lambda: self._undo(message))
+        live = self._registry.get(message.request_id)
+        is_ours = entry.state is State.QUEUED and entry.gateway == self._registry.router_id
+        if live is None and is_ours:
+            self._adopt(message.request_id)
+        elif live is None or live.is_ending:
+            # The leader takes the request for running, after its withdrawal.
+            self._line.withdraw(message.request_id)
+        elif is_ours:
+            await self.reconcile(live)
+
+    async def _undo(self, message: session_pb2.Dispatched) -> Entry:
+        ledger = self._ledger.ledger
+        tally = (await ledger.get(message.request_id)).tally
+        return await ledger.release(
+            message.request_id,
+            message.epoch,
+            loss=None,
+            max_losses=self._config.max_losses,
+            tally=tally,
+        )
+
+    # the workers' events
+
+    def breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
+        self._attempts.on_breakdown(breakdown)
+
+    def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
+        self._apply(self._attempts.on_progress(worker_id, progress, now()))
+
+    def worker_up(self) -> None:
+        self._worker_wait.worker_up(self._registry)
+
+    def worker_lost(self, worker_id: str) -> None:
+        if not self._workers.is_any_up:
+            self._worker_wait.last_worker_lost(self._registry)
+        self._apply(self._attempts.on_worker_lost(worker_id, now()))
+
+    def note_newcomers(self, live: LiveRequest) -> None:
+        self._attempts.note_newcomers(live)
+
+    async def _release(self, release: Release) -> None:
+        live, epoch = release.live, release.epoch
+        await asyncio.sleep(release.delay_s)
+        await self.writer.write_all(live)
+        if live.runs_under(epoch):
+            max_losses = self._attempts.max_losses(release)
+            entry = await self._ledger.release(live, epoch, release.loss, max_losses)
+            if live.runs_under(epoch):
+                self._apply(self._attempts.on_released(live, entry, now()))
+        if live.is_over:
+            self._line.withdraw(live.request_id)
+
+    # the ledger's events
+
+    def _reconcile_soon(self, live: LiveRequest) -> None:
+        self._apply([Reconcile(live, is_queued=True)])
+
+    async def reconcile(self, live: LiveRequest, *, is_queued: bool = True) -> None:
+        """Bring a request and its ledger entry into the same state; the one with more moves wins.
+
+        The ledger has fewer if its server lost its last second, and more if another router moved
+        the request, or if an operation succeeded and its answer was lost. ``is_queued``: a waiting
+        request is in the leader's queue.
+        """
+        async with self._registry.locks.hold(live.request_id):
+            if live.is_ending:
+                return
+            entry = await self._ledger.get(live)
+            if not live.is_ending and (entry.state.is_final or entry.moves >= live.entry.moves):
+                await self._follow(live, entry, is_queued)
+            if live.is_over:
+                self.drop(live)
+
+    async def _follow(self, live: LiveRequest, entry: Entry, is_queued: bool) -> None:
+        if entry.state.is_final or not self._registry.is_current(live, entry):
+            self._registry.finalize(live, entry)
+        elif entry.epoch == live.epoch:
+            self.writer.mark_stored(live, entry)
+            if live.phase is not Phase.WAITING:
+                self.writer.write_rest(live)
+            elif not is_queued:
+                self.enqueue(live)
+        elif live.phase is not Phase.WAITING or not is_queued:
+            await self._queue_anew(live)
+        # Else the message of its dispatch is on the way here.
+
+    async def _queue_anew(self, live: LiveRequest) -> None:
+        self.drop(live)
+        entry = await self._ledger.requeue(live)
+        if not live.is_ending:
+            # A late leader can have dispatched it again meanwhile.
+            self.drop(live)
+            self._apply(self._attempts.on_released(live, entry, now()))
+
+    # the end
+
+    def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
+        """End a request before its last token.
+
+        The task runs to its end whoever awaits it: callers shield it from their cancellation.
+        """
+        answer: asyncio.Future[session_pb2.QueueWait] | None = None
+        if live.phase is Phase.WAITING and not self._line.is_quiet:
+            answer = asyncio.get_running_loop().create_future()
+            self._withdrawals[live.request_id] = answer
+        self._apply(self._attempts.on_end(live, error.slug, now()))
+        return self._tasks.spawn_for(live, self._end(live, state, error, answer))
+
+    async def _end(
+        self,
+        live: LiveRequest,
+        state: State,
+        error: EverliftError,
+        answer: asyncio.Future[session_pb2.QueueWait] | None,
+    ) -> Entry:
+        if answer is not None:
+            await self._await_withdrawal(live, answer)
+        entry = await self._ledger.end(live, state, error)
+        self._registry.finalize(live, entry)
+        return entry
+
+    async def _await_withdrawal(
+        self, live: LiveRequest, answer: asyncio.Future[session_pb2.QueueWait]
+    ) -> None:
+        """Add the leader's account of the queue wait to the request's time breakdown.
+
+        The leader does not answer if it has dispatched the request, or never received it.
+        """
+        try:
+            async with asyncio.timeout(_WITHDRAWAL_S):
+                live.journal.withdrawn(await answer, now())
+        except TimeoutError:
+            pass
+        finally:
+            if self._withdrawals.get(live.request_id) is answer:
+                del self._withdrawals[live.request_id]
+
+    def drop(self, live: LiveRequest) -> None:
+        """Release a request's worker and its place in the queue."""
+        self._apply(self._attempts.on_dropped(live, now()))
+
+    def _fail(self, live: LiveRequest, error: EverliftError) -> None:
+        self.end(live, State.FAILED, error)
+
+    def _no_worker(self, live: LiveRequest, error: NoWorker) -> None:
+        self.end(live, State.FAILED, error)

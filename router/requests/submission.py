@@ -1,0 +1,230 @@
+"""Submission: a new request is checked, charged, written to the ledger, and started or queued."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from everlift import logs
+from everlift.errors import (
+    DeadlineUnmeetable,
+    EverliftError,
+    LedgerFull,
+    LedgerUnavailable,
+    Moved,
+    QueueFull,
+    RateLimited,
+    RequestConflict,
+    RouterStopping,
+    UnknownRequest,
+)
+from everlift.messages import Request
+from everlift.request_id import bare, is_named
+from router.admission.load_shedding import EarlyRejection
+from router.admission.wait_estimate import EstimatedWait
+from router.event_loop import now
+from router.leader.client import LeaderClient
+from router.ledger.base import Opened
+from router.ledger.entry import Dispatch
+from router.prediction.predictor import Prediction
+from router.requests.attempt_runner import AttemptRunner
+from router.requests.ledger_client import LedgerClient, LedgerHealth
+from router.requests.registry import RequestRegistry
+from router.requests.request import LiveRequest
+from router.requests.timeouts import Timeouts
+from router.requests.timing import Journal
+from router.requests.tokenizer import ServedModel
+
+log = logs.get_logger(__name__)
+
+
+class Submissions:
+    """Requests on their way into the ledger.
+
+    ``attach`` returns a request that the ledger has already; ``adopt`` takes over one that it may
+    have, if it has no owner.
+    """
+
+    def __init__(
+        self,
+        registry: RequestRegistry,
+        ledger: LedgerClient,
+        health: LedgerHealth,
+        model: ServedModel,
+        line: LeaderClient,
+        attempts: AttemptRunner,
+        timeouts: Timeouts,
+        early_rejection: EarlyRejection,
+        estimated_wait: EstimatedWait,
+        attach: Callable[[str], Awaitable[LiveRequest]],
+        adopt: Callable[[str], None],
+    ) -> None:
+        self._registry = registry
+        self._ledger = ledger.ledger
+        self._health = health
+        self._model = model
+        self._line = line
+        self._attempts = attempts
+        self._timeouts = timeouts
+        self._early_rejection = early_rejection
+        self._estimated_wait = estimated_wait
+        self._attach = attach
+        self._adopt = adopt
+        self._quotas = registry.quotas
+
+    async def open_request(
+        self, request: Request, timeout_s: float | None, journal: Journal
+    ) -> LiveRequest:
+        """Open a request, or return the one that its id already names."""
+        async with self._registry.locks.hold(request.request_id):
+            if (known := self._registry.known(request.request_id)) is not None:
+                check_same_body(known.request, request.body_hash)
+                return known
+            prediction = await self._admit(request, timeout_s)
+            live = await self._open_new(request, timeout_s, journal, prediction)
+            if live is not None:
+                return live
+        try:
+            return await self._attach(request.request_id)
+        except UnknownRequest:
+            raise given_up() from None
+
+    async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
+        """Return what is predicted of the request, unless it is rejected.
+
+        A request that the ledger has was accepted before: neither a full queue nor a deadline
+        rejects it.
+        """
+        request_id = request.request_id
+        if self._registry.is_closing:
+            raise RouterStopping("this router is stopping: send the request to another one")
+        try:
+            self._health.check_room()
+            self._early_rejection.admit(request_id, request.priority, self._line.queued, now())
+            prediction = self._predict(request)
+            self._early_rejection.check_in_time(
+                request_id,
+                request.priority,
+                request.ttft_target_s,
+                timeout_s,
+                prediction.least_tokens,
+                now(),
+            )
+        except (QueueFull, DeadlineUnmeetable, LedgerFull):
+            if not await self._is_known(request_id):
+                raise
+            self._early_rejection.withdraw_rejection(request_id)
+            return self._predict(request)
+        return prediction
+
+    def _predict(self, request: Request) -> Prediction:
+        return self._registry.predictor.predict(request, now() + self._health.clock_offset_s)
+
+    async def _is_known(self, request_id: str) -> bool:
+        """Return whether the ledger has the request. Raises LedgerUnavailable."""
+        if not is_named(request_id):
+            return False
+        with suppress(UnknownRequest):
+            await self._ledger.get(request_id)
+            return True
+        return False
+
+    async def _open_new(
+        self,
+        request: Request,
+        timeout_s: float | None,
+        journal: Journal,
+        prediction: Prediction,
+    ) -> LiveRequest | None:
+        """Return the opened request; None if the ledger has it already."""
+        is_charged = await self._charge(request)
+        prediction = self._with_wait(request, prediction)
+        reservation, has_begun = None, False
+        # A worker can announce a shorter context after the request was resolved: the dispatch
+        # rejects the request then.
+        if self._model.fits(request):
+            reservation = self._attempts.reserve(request, timeout_s, prediction)
+        try:
+            dispatch = None if reservation is None else reservation.dispatch
+            opened = await self._write(request, timeout_s, is_charged, dispatch)
+            if not opened.created:
+                return None
+            live = self._register(request, opened, timeout_s, journal, prediction)
+            if reservation is not None:
+                has_begun = self._attempts.start_reserved(live, opened.entry, reservation)
+        finally:
+            if reservation is not None and not has_begun:
+                reservation.cancel()
+        if not has_begun:
+            self._attempts.enqueue(live)
+        self._timeouts.set_deadline(live, timeout_s)
+        return live
+
+    async def _charge(self, request: Request) -> bool:
+        """Charge the tenant's quota; return whether there is a charge to settle.
+
+        A request that the ledger has is not rejected for the limits of its tenant.
+        """
+        try:
+            return await self._quotas.charge(request)
+        except RateLimited:
+            if await self._is_known(request.request_id):
+                return False
+            raise
+
+    def _with_wait(self, request: Request, prediction: Prediction) -> Prediction:
+        work = len(request.prompt_ids) + prediction.output_tokens
+        wait_s = self._estimated_wait.estimate(request.priority, work)
+        key = prediction.queue_key._replace(estimated_wait_s=wait_s)
+        return replace(prediction, queue_key=key)
+
+    async def _write(
+        self,
+        request: Request,
+        timeout_s: float | None,
+        is_charged: bool,
+        dispatch: Dispatch | None,
+    ) -> Opened:
+        try:
+            opened = await self._ledger.open(request, self._registry.router_id, timeout_s, dispatch)
+        except LedgerUnavailable:
+            # The ledger may have opened and charged it.
+            self._adopt(request.request_id)
+            raise
+        except EverliftError:
+            if is_charged:
+                self._quotas.settle(request.request_id, None)
+            raise
+        if is_charged and opened.entry.state.is_final:
+            # The request was submitted before, and its quota is settled.
+            self._quotas.settle(request.request_id, None)
+        return opened
+
+    def _register(
+        self,
+        request: Request,
+        opened: Opened,
+        timeout_s: float | None,
+        journal: Journal,
+        prediction: Prediction,
+    ) -> LiveRequest:
+        if timeout_s is not None:
+            request = replace(request, deadline=opened.entry.arrived + timeout_s)
+        journal.accepted(now())
+        live = LiveRequest.opened(request, opened.entry, self._model.tokenizer, now(), journal)
+        self._registry.add(live, prediction)
+        self._registry.observer.of_class(live.priority).accepted(len(request.prompt_ids))
+        log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
+        return live
+
+
+def given_up() -> Moved:
+    """Return the error of a submission whose request was rejected or erased on another router."""
+    return Moved("another router gave this request up meanwhile: send it again")
+
+
+def check_same_body(request: Request, body_hash: bytes) -> None:
+    """Raise RequestConflict if the request of this id was submitted with another body."""
+    if request.body_hash != body_hash:
+        raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")

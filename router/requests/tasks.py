@@ -1,0 +1,83 @@
+"""Background work of a router's requests, which outlives the call that started it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from everlift import logs
+from everlift.errors import EverliftError
+from router.requests.request import Elsewhere, LiveRequest
+
+log = logs.get_logger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds that a stopping router waits for the traces of ended requests.
+_TRACING_S = 1.0
+
+
+class TaskGroup:
+    """Tasks that are cancelled together when the router stops.
+
+    ``fail`` ends a request whose work raised an unexpected exception.
+    """
+
+    def __init__(
+        self, fail: Callable[[LiveRequest, EverliftError], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._fail = fail
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tracing: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` whatever becomes of the caller; log an exception that nobody awaits."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def spawn_tracing(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, which ``cancel_all`` gives a moment to finish."""
+        task = self.spawn(work)
+        self._tracing.add(task)
+        task.add_done_callback(self._tracing.discard)
+
+    def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work of one request; an unexpected exception ends the request."""
+        task = self.spawn(self._guarded(live, work))
+        # A task that is cancelled before its first step has not started ``work`` either.
+        task.add_done_callback(lambda _: work.close())
+        return task
+
+    async def _guarded(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except (EverliftError, Elsewhere):
+            raise
+        except Exception:
+            await self._fail(live, EverliftError("internal error; the router's log says more"))
+            raise
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        try:
+            task.result()
+        except Elsewhere:
+            # The caller is redirected; without a caller, the owner continues the request.
+            pass
+        except EverliftError as error:
+            log.info("request work not done", cause=str(error))
+        except Exception:
+            log.exception("request work failed")
+
+    async def cancel_all(self) -> None:
+        """Cancel all tasks and wait for their ends."""
+        if self._tracing:
+            await asyncio.wait(self._tracing, timeout=_TRACING_S)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,240 @@
+"""Ranks out of a fork server: they start, end and are told about like others, and end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEMO_MODEL
+from cluster.errors import ClusterFailed
+from cluster.local import fork_server_process
+from cluster.local.fork_server import ForkServer
+from cluster.local.launch import RankLaunch
+from cluster.local.launcher import Child, SubprocessLauncher
+from cluster.threads import rank_environment
+from worker.config import WorkerConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+
+FAKE = WorkerConfig(model="fake")
+#: Its rank 0 reports its rendezvous, and then waits for the other one.
+HALF = RankLaunch("worker-0", "info", WorkerConfig(model="fake", tensor_parallel=2))
+
+
+@pytest.fixture
+async def fork_server(tmp_path: Path) -> AsyncIterator[ForkServer]:
+    fork_server = ForkServer(FAKE, rank_environment(2), tmp_path / "fork-server.log")
+    yield fork_server
+    fork_server.close()
+
+
+async def rank(fork_server: ForkServer, tmp_path: Path) -> Child:
+    """One that runs."""
+    child = Child(HALF, fork_server, tmp_path / "rank.log")
+    await child.start()
+    assert "rendezvous" in await child.report()
+    return child
+
+
+async def test_what_lies_in_the_working_directory_is_not_run(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cluster", "everlift", "router", "uvloop", "worker"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    for launcher in (fork_server, SubprocessLauncher(rank_environment(2))):
+        child = Child(HALF, launcher, tmp_path / "rank.log")
+        await child.start()
+        assert "rendezvous" in await child.report()
+        await child.kill()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def open_files(pid: int) -> set[str]:
+    """Some may be closed while they are looked at."""
+    files = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            files.add(os.readlink(descriptor))
+    return files
+
+
+async def test_numpys_threads_keep_no_rank_from_its_start(tmp_path: Path) -> None:
+    """A single worker has all cores, and numpy comes with the model's runner."""
+    launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))
+    fork_server = ForkServer(launch.worker, rank_environment(2), tmp_path / "fork-server.log")
+    child = Child(launch, fork_server, tmp_path / "rank.log")
+    try:
+        await child.start()
+        assert "rendezvous" in await child.report()
+        await child.kill()
+    finally:
+        fork_server.close()
+
+
+async def test_ranks_are_told_apart_and_have_one_fork_server(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    first, second = await rank(fork_server, tmp_path), await rank(fork_server, tmp_path)
+    assert first.pid != second.pid
+    assert parent(first.pid) == parent(second.pid)
+    await first.kill()
+    assert (first.is_running, second.is_running) == (False, True)
+    await second.kill()
+
+
+async def test_a_rank_has_its_own_log_and_session(fork_server: ForkServer, tmp_path: Path) -> None:
+    child = await rank(fork_server, tmp_path)
+    assert os.getsid(child.pid) == child.pid
+    assert os.readlink(f"/proc/{child.pid}/fd/2") == str(tmp_path / "rank.log")
+    descriptors = open_files(child.pid)
+    assert not any("fork-server.log" in each for each in descriptors)
+    await child.kill()
+
+
+async def test_the_cause_of_an_end_is_told(fork_server: ForkServer, tmp_path: Path) -> None:
+    launch = RankLaunch("worker-0", "info", WorkerConfig(model="/nowhere"))
+    child = Child(launch, fork_server, tmp_path / "rank.log")
+    await child.start()
+    with pytest.raises(ClusterFailed, match="worker-0: no model at '/nowhere'"):
+        await child.report()
+    await child.wait()
+
+
+async def test_a_rank_is_on_the_gpu_that_it_is_given(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    child = Child(replace(HALF, gpu="GPU-5a"), fork_server, tmp_path / "rank.log")
+    await child.start()
+    assert "rendezvous" in await child.report()
+    await child.kill()
+    [said] = [line for line in (tmp_path / "rank.log").read_text().splitlines() if "GPU-5a" in line]
+    assert "GPU assigned" in said
+
+
+async def test_a_killed_rank_is_known_to_be(fork_server: ForkServer, tmp_path: Path) -> None:
+    child = await rank(fork_server, tmp_path)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ClusterFailed, match="ended with status -9"):
+        await child.report()
+    await child.stop(1.0)
+
+
+async def test_a_rank_ends_in_good_order_when_it_is_asked_to(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    child = await rank(fork_server, tmp_path)
+    await child.stop(10.0)
+    with pytest.raises(ClusterFailed, match="ended with status 0"):
+        await child.report()
+
+
+async def test_ranks_end_with_the_fork_server_and_the_next_one_has_another(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    child = await rank(fork_server, tmp_path)
+    first = parent(child.pid)
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        await child.wait()
+    other = await rank(fork_server, tmp_path)
+    assert parent(other.pid) != first
+    await other.kill()
+
+
+async def test_who_stops_waiting_for_a_rank_leaves_none(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    await fork_server.load()
+    abandoned = asyncio.create_task(fork_server.start(HALF, tmp_path / "rank.log"))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    with suppress(asyncio.CancelledError):
+        await abandoned
+    child = await rank(fork_server, tmp_path)
+    await child.kill()
+
+
+async def test_a_fork_server_that_is_closed_starts_no_more(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    before = asyncio.all_tasks()
+    starting = [
+        asyncio.create_task(fork_server.start(HALF, tmp_path / "rank.log")) for _ in range(3)
+    ]
+    await asyncio.sleep(0.1)
+    for each in starting:
+        each.cancel()
+    fork_server.close()
+    async with asyncio.timeout(5):
+        # Whoever still waits for it there would start another one.
+        while asyncio.all_tasks() - before:
+            await asyncio.sleep(0.01)
+    assert fork_server._process is None
+
+
+async def test_a_rank_that_cannot_be_forked_takes_no_other_along() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fork", no_fork)
+        read, write = os.pipe()
+        assert fork_server_process.ForkServer(theirs)._fork([write]) == -1
+        assert b"unavailable" in ours.recv(256)
+        assert os.read(read, 1) == b""  # nobody holds what it was sent
+        os.close(read)
+
+
+def no_fork() -> int:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+async def test_a_rank_is_gone_when_the_end_of_its_fork_server_is_noticed(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    children = [await rank(fork_server, tmp_path) for _ in range(3)]
+    os.kill(parent(children[0].pid), signal.SIGKILL)
+    for child in children:
+        await child.wait()
+        assert not is_alive(child.pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def test_a_fork_server_that_is_not_alone_in_its_process_says_so(tmp_path: Path) -> None:
+    """Of its threads a fork would keep one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = rank_environment(2) | {"PYTHONPATH": path}
+    fork_server = ForkServer(FAKE, environment, tmp_path / "fork-server.log")
+    with pytest.raises(ClusterFailed, match="2 threads are there before the first rank"):
+        await fork_server.load()
+    assert fork_server._process is None
+
+
+async def test_a_fork_server_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text("raise RuntimeError('broken')")
+    fork_server = ForkServer(FAKE, {"PYTHONPATH": str(tmp_path)}, tmp_path / "fork-server.log")
+    child = Child(HALF, fork_server, tmp_path / "rank.log")
+    with pytest.raises(ClusterFailed, match=r"fork-server\.log"):
+        await child.start()
+    assert "broken" in (tmp_path / "fork-server.log").read_text()

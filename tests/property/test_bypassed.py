@@ -1,0 +1,253 @@
+"""How often a request is overtaken, over all its stays in the queue: no more than router/README.md
+says under "How often a request is overtaken". Counted in random lives of a queue, in which requests
+are heard of late, come back from workers and are withdrawn."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from math import inf, log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.policy import (
+    EarliestDeadline,
+    HighestResponseRatio,
+    NeverLonger,
+    Policy,
+    PredictedRank,
+    ShortestWork,
+)
+from router.admission.queue import AdmissionQueue
+from router.admission.request import QueueKey, Waiting
+from router.admission.wait_stats import bypassed
+from tests.support.router.admission_support import POLICIES
+
+LONGEST, CLASSES = 60, (-1, 0, 1)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """``pause`` is since the one before it came; the leader hears of it ``late``. In seconds, as
+    are ``foreseen`` (its wait), ``due`` and ``first_due`` (its end and its first token)."""
+
+    pause: float
+    late: float
+    priority: int
+    tokens: int
+    rank: float
+    foreseen: float
+    due: float
+    first_due: float
+
+    def waiting(self, name: str, arrived: float) -> Waiting:
+        return Waiting(
+            name,
+            "g",
+            arrived,
+            self.tokens,
+            max_tokens=5,
+            priority=self.priority,
+            deadline=arrived + self.due,
+            ttft_deadline=arrived + self.first_due,
+            queue_key=QueueKey(self.tokens, self.rank, self.rank, self.foreseen),
+        )
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        pause=st.floats(0, 2),
+        late=st.sampled_from([0.0, 0.0, 0.0, 0.9, -0.3]),
+        priority=st.sampled_from([-1, 0, 0, 0, 1]),
+        tokens=st.integers(1, LONGEST),
+        rank=st.floats(0, 0.999),
+        foreseen=st.floats(0, 6),
+        due=st.just(inf) | st.floats(0, 15),
+        first_due=st.just(inf) | st.floats(0, 15),
+    ),
+    min_size=1,
+    max_size=40,
+)
+FLOORS = st.sampled_from([0.0, 0.1, 0.5])
+DICE = st.builds(random.Random, st.integers(0, 2**32))
+
+
+@dataclass(frozen=True)
+class QueueWait:
+    """Of one that left at this moment. ``owed`` were lower classes when it came, and ``before`` are
+    those that left since then; of those that it was overtaken by so many were of its class, of
+    higher and of lower ones."""
+
+    waiting: Waiting
+    moment: float
+    owed: dict[int, float]
+    before: list[Waiting]
+    ordered: int
+    higher: int
+    lower: int
+
+
+class Life:
+    """``dice`` say who leaves, comes back and is withdrawn."""
+
+    def __init__(self, policy: Policy, floor: float, dice: random.Random) -> None:
+        self._queue = AdmissionQueue(policy, floor)
+        self._floor = floor
+        self._dice = dice
+        self._running: list[Waiting] = []
+        self._left: list[Waiting] = []
+        #: by class, tokens
+        self._owed: dict[int, float] = {}
+        #: by request that waits, how many had left when it came, and what was owed then
+        self._here: dict[str, tuple[int, dict[int, float]]] = {}
+        #: in the order in which they were heard of first
+        self.heard: list[Waiting] = []
+        self.wait_stats: dict[str, list[QueueWait]] = defaultdict(list)
+
+    def live(self, arrivals: list[Arrival]) -> None:
+        moment, coming = 0.0, []
+        for number, arrival in enumerate(arrivals):
+            moment += arrival.pause
+            coming.append((moment + arrival.late, arrival.waiting(str(number), moment)))
+        for moment, waiting in sorted(coming):
+            self.heard.append(waiting)
+            self._come(waiting)
+            self._go_on(moment)
+        while self._here:
+            self._leave(moment + 3.0)
+
+    def _come(self, waiting: Waiting) -> None:
+        self._queue.push(waiting)
+        self._here[waiting.request_id] = len(self._left), dict(self._owed)
+
+    def _go_on(self, moment: float) -> None:
+        while self._here and self._dice.random() < 0.45:
+            self._leave(moment)
+        if self._running and self._dice.random() < 0.3:
+            self._come(self._running.pop(self._dice.randrange(len(self._running))))
+        if self._here and self._dice.random() < 0.05:
+            name = self._dice.choice(list(self._here))
+            assert self._queue.withdraw(name, "g")
+            del self._here[name]
+            self._forget()
+
+    def _leave(self, moment: float) -> None:
+        head = self._queue.peek(moment)
+        assert head is not None
+        told = self._queue.queue_wait(head, "", moment, is_fair=False)
+        counts = (told.queue.ordered, told.queue.higher, told.queue.lower)
+        assert bypassed(told) == sum(counts)
+        self._owe(head)
+        self._queue.dispatch(head)
+        came, owed = self._here.pop(head.request_id)
+        self.wait_stats[head.request_id].append(
+            QueueWait(head, moment, owed, self._left[came:], *counts)
+        )
+        self._left.append(head)
+        self._running.append(self._after(head))
+        self._forget()
+
+    def _owe(self, head: Waiting) -> None:
+        """It leaves: others are owed their part of its work, and who is below others has had it."""
+        highest, *_ = numbers = self._queue.numbers
+        if head.priority < highest:
+            self._owed[head.priority] -= head.work_tokens
+        for priority in numbers:
+            if priority < head.priority:
+                part = self._floor * head.work_tokens
+                self._owed[priority] = self._owed.get(priority, 0.0) + part
+
+    def _forget(self) -> None:
+        """What a class is owed of which nobody waits."""
+        self._owed = {it: owed for it, owed in self._owed.items() if it in self._queue.numbers}
+
+    def _after(self, waiting: Waiting) -> Waiting:
+        """As it comes back: with tokens, it waits for its first one no more."""
+        tokens = min(LONGEST, waiting.prefill_tokens + self._dice.randrange(9))
+        after = waiting._replace(accepted=True, has_run=True, prefill_tokens=tokens)
+        return after if tokens == waiting.prefill_tokens else after._replace(ttft_deadline=inf)
+
+
+def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.Random) -> Life:
+    life = Life(policy, floor, dice)
+    life.live(arrivals)
+    return life
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@given(arrivals=ARRIVALS, dice=DICE)
+def test_a_request_is_overtaken_by_those_of_its_class_that_may_pass_it(
+    arrivals: list[Arrival], dice: random.Random, policy: Policy
+) -> None:
+    """Each of them once, however often either of the two comes back."""
+    life = life_of(policy, 0.1, arrivals, dice)
+    for number, waiting in enumerate(life.heard):
+        wait_stats, later = life.wait_stats[waiting.request_id], life.heard[number + 1 :]
+        same = [it for it in later if it.priority == waiting.priority]
+        passed = [it for it in same if any(it in queue_wait.before for queue_wait in wait_stats)]
+        assert sum(queue_wait.ordered for queue_wait in wait_stats) <= len(passed)
+        for other in passed:
+            assert any(_may_pass(policy, other, queue_wait) for queue_wait in wait_stats)
+
+
+def _may_pass(policy: Policy, later: Waiting, queue_wait: QueueWait) -> bool:
+    """By what the policy promises to one that left after this stay."""
+    waiting = queue_wait.waiting
+    behind_s = later.arrived - waiting.arrived - 1e-9
+    match policy:
+        case EarliestDeadline(undated_s):
+            return _due(later, undated_s) <= _due(waiting, undated_s)
+        case ShortestWork(ageing_factor):
+            return behind_s <= _timeout_s(
+                ageing_factor, waiting, waiting.queue_key.predicted_work_rank
+            )
+        case PredictedRank(ageing_factor):
+            return behind_s <= _timeout_s(ageing_factor, waiting, waiting.queue_key.predicted_rank)
+        case HighestResponseRatio():
+            part = later.queue_key.predicted_total / waiting.queue_key.predicted_total / 2**0.5
+            is_shorter = later.queue_key.predicted_total < waiting.queue_key.predicted_total
+            waited_s = queue_wait.moment - waiting.arrived
+            return behind_s <= (waited_s * (1 - part) if is_shorter else 0.0)
+        case NeverLonger(inner, limit_s):
+            return behind_s <= limit_s and _may_pass(inner, later, queue_wait)
+    return behind_s <= 0.0
+
+
+def _timeout_s(ageing_factor: float, waiting: Waiting, rank: float) -> float:
+    return ageing_factor * waiting.queue_key.estimated_wait_s * -log(1 - rank)
+
+
+def _due(waiting: Waiting, undated_s: float) -> float:
+    return waiting.due if waiting.due < inf else waiting.arrived + undated_s
+
+
+@given(ARRIVALS, FLOORS, DICE)
+def test_it_is_overtaken_by_those_of_higher_classes_that_come_later(
+    arrivals: list[Arrival], floor: float, dice: random.Random
+) -> None:
+    life = life_of(ShortestWork(1.5), floor, arrivals, dice)
+    for number, waiting in enumerate(life.heard):
+        later = sum(it.priority > waiting.priority for it in life.heard[number + 1 :])
+        assert sum(queue_wait.higher for queue_wait in life.wait_stats[waiting.request_id]) <= later
+
+
+@given(ARRIVALS, FLOORS, DICE)
+def test_lower_classes_leave_before_it_with_what_their_floor_owes_them(
+    arrivals: list[Arrival], floor: float, dice: random.Random
+) -> None:
+    """Their part of the tokens that leave above them, and what they were owed before."""
+    life = life_of(ShortestWork(1.5), floor, arrivals, dice)
+    for queue_wait in (it for wait_stats in life.wait_stats.values() for it in wait_stats):
+        lower = 0
+        for priority in range(CLASSES[0], queue_wait.waiting.priority):
+            owed = queue_wait.owed.get(priority, 0.0)
+            assert owed <= (1 + floor) ** (CLASSES[-1] - priority) * LONGEST
+            tokens = [it.work_tokens for it in queue_wait.before if it.priority == priority]
+            above = sum(it.work_tokens for it in queue_wait.before if it.priority > priority)
+            assert sum(tokens) <= owed + floor * above + 1e-6
+            lower += len(tokens)
+        assert queue_wait.lower <= lower

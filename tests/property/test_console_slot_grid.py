@@ -1,0 +1,61 @@
+"""Whoever applies what a console is told knows who has which slot, whatever happens to workers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.console.slot_grid import LOST, Cause, Occupancy, Phase, Sitter, SlotGrid
+
+REQUESTS = st.sampled_from(["p", "q", "r", "s"])
+SITTERS = st.builds(Sitter, REQUESTS, st.sampled_from([Phase.PREFILL, Phase.DECODE]))
+WORKERS = st.one_of(
+    st.just(LOST),
+    st.builds(
+        Occupancy,
+        st.dictionaries(st.integers(0, 3), SITTERS, max_size=4),
+        preemptions=st.integers(0, 3),
+        is_draining=st.booleans(),
+    ),
+)
+LOOKS = st.lists(st.fixed_dictionaries({"a": WORKERS, "b": WORKERS}), max_size=12)
+
+
+@given(LOOKS)
+def test_changes_add_up_to_who_is_there(looks: list[dict[str, Occupancy]]) -> None:
+    grid = SlotGrid()
+    names: dict[int, str] = {}
+    known: dict[tuple[str, int], Sitter] = {}
+    for number, look in enumerate(looks):
+        news = grid.update(look, 50.0 * number)
+        for key, name in news.requests.items():
+            assert names.setdefault(key, name) == name, "a key stands for one request"
+        for change in news.changes:
+            place = (change.seat.worker_id, change.seat.slot)
+            if change.key:
+                known[place] = Sitter(names[change.key], change.phase)
+            else:
+                del known[place]
+        assert known == {
+            (worker_id, slot): sitter
+            for worker_id, occupancy in look.items()
+            for slot, sitter in occupancy.sitters.items()
+        }
+
+
+@given(LOOKS)
+def test_a_transfer_leads_from_where_it_was_to_where_it_is(
+    looks: list[dict[str, Occupancy]],
+) -> None:
+    grid = SlotGrid()
+    seen: dict[str, set[tuple[str, int]]] = {}
+    for number, look in enumerate(looks):
+        for worker_id, occupancy in look.items():
+            for slot, sitter in occupancy.sitters.items():
+                seen.setdefault(sitter.request_id, set()).add((worker_id, slot))
+        for it in grid.update(look, 50.0 * number).transfers:
+            assert (it.source.worker_id, it.source.slot) in seen[it.request_id]
+            assert look[it.target.worker_id].sitters[it.target.slot].request_id == it.request_id
+            stays = it.source.worker_id == it.target.worker_id
+            assert stays == (it.cause is Cause.PREEMPTED)
+            assert it.left_at <= 50 * number

@@ -1,0 +1,129 @@
+"""Who is seen in which batch slot, and who went on where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.console.slot_grid import (
+    LOST,
+    Cause,
+    Change,
+    News,
+    Occupancy,
+    Phase,
+    Seat,
+    Sitter,
+    SlotGrid,
+)
+
+A0, A1, B0 = Seat("a", 0), Seat("a", 1), Seat("b", 0)
+
+
+def worker(*request_ids: str, phase: Phase = Phase.DECODE, preemptions: int = 0) -> Occupancy:
+    sitters = {slot: Sitter(name, phase) for slot, name in enumerate(request_ids) if name}
+    return Occupancy(sitters, preemptions)
+
+
+EMPTY = worker()
+
+
+def transfers(news: News) -> list[tuple[str, Cause, Seat, Seat, float]]:
+    return [(it.request_id, it.cause, it.source, it.target, it.left_at) for it in news.transfers]
+
+
+def test_who_boards_prefills_decodes_and_leaves_is_told_once() -> None:
+    grid = SlotGrid()
+    assert grid.update({"a": EMPTY}, 0.0) == News()
+    boarded = grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
+    assert boarded == News([Change(A0, 1, Phase.PREFILL)], requests={1: "r"})
+    assert grid.update({"a": worker("r", phase=Phase.PREFILL)}, 2.0) == News()
+    assert grid.update({"a": worker("r")}, 3.0) == News([Change(A0, 1, Phase.DECODE)])
+    assert grid.update({"a": EMPTY}, 4.0) == News([Change(A0, 0, Phase.EMPTY)])
+
+
+def test_another_one_in_the_slot_needs_no_empty_one_between() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r")}, 0.0)
+    assert grid.update({"a": worker("s")}, 1.0).changes == [Change(A0, 2, Phase.DECODE)]
+
+
+def test_a_lost_workers_requests_go_on_elsewhere() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
+    lost = grid.update({"a": LOST, "b": EMPTY}, 1.0)
+    assert lost == News([Change(A0, 0, Phase.EMPTY)])
+    assert transfers(grid.update({"a": LOST, "b": worker("r")}, 3.0)) == [
+        ("r", Cause.WORKER_LOST, A0, B0, 1.0)
+    ]
+
+
+def test_a_draining_worker_is_the_cause_and_else_it_was_moved() -> None:
+    for source, cause in (
+        (replace(EMPTY, is_draining=True), Cause.WORKER_DRAINED),
+        (EMPTY, Cause.MOVED),
+    ):
+        grid = SlotGrid()
+        grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
+        news = grid.update({"a": source, "b": worker("r")}, 1.0)
+        assert transfers(news) == [("r", cause, A0, B0, 1.0)]
+
+
+def test_one_that_its_worker_still_names_has_left_when_another_has_it() -> None:
+    """Workers tell who has their slots five times a second, each in its own time."""
+    grid = SlotGrid()
+    grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
+    both = grid.update({"a": worker("r"), "b": worker("r")}, 1.0)
+    assert transfers(both) == [("r", Cause.MOVED, A0, B0, 1.0)]
+    late = grid.update({"a": EMPTY, "b": worker("r")}, 2.0)
+    assert late == News([Change(A0, 0, Phase.EMPTY)])
+
+
+def test_who_comes_back_to_its_worker_was_preempted_if_that_preempted_anybody() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r", preemptions=4)}, 0.0)
+    grid.update({"a": worker(preemptions=5)}, 1.0)
+    back = grid.update({"a": worker("", "r", preemptions=5)}, 2.0)
+    assert transfers(back) == [("r", Cause.PREEMPTED, A0, A1, 1.0)]
+
+
+def test_the_next_choice_of_a_request_is_no_transfer() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r")}, 0.0)
+    assert not grid.update({"a": worker("", "r")}, 1.0).transfers
+    assert not grid.update({"a": worker("r", "r")}, 2.0).transfers
+
+
+def test_a_request_is_looked_for_for_two_minutes_and_keeps_its_key() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
+    grid.update({"a": EMPTY, "b": EMPTY}, 1.0)
+    assert grid.update({"a": EMPTY, "b": worker("r")}, 120.0).changes[-1].key == 1
+    grid.update({"a": EMPTY, "b": EMPTY}, 121.0)
+    grid.update({"a": EMPTY, "b": EMPTY}, 300.0)
+    again = grid.update({"a": worker("r"), "b": EMPTY}, 301.0)
+    assert again == News([Change(A0, 2, Phase.DECODE)], requests={2: "r"})
+
+
+def test_who_comes_back_is_named_again() -> None:
+    """A page forgets the names of those that it does not show."""
+    grid = SlotGrid()
+    grid.update({"a": worker("r", preemptions=4)}, 0.0)
+    grid.update({"a": worker(preemptions=5)}, 1.0)
+    back = grid.update({"a": worker("r", preemptions=5)}, 100.0)
+    assert back.requests == {1: "r"} and back.transfers
+
+
+def test_what_is_kept_of_those_that_left_is_bounded() -> None:
+    grid = SlotGrid()
+    for number in range(5000):
+        grid.update({"a": worker(f"r{number}")}, float(number) / 50)
+    assert len(grid._traces) <= 2048 + 50 + 1
+    assert not grid.update({"a": worker("r0")}, 100.0).transfers
+
+
+def test_a_choice_whose_sibling_left_long_ago_is_still_known() -> None:
+    grid = SlotGrid()
+    grid.update({"a": worker("r", "r", phase=Phase.PREFILL)}, 0.0)
+    grid.update({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
+    grid.update({"a": worker("r", phase=Phase.PREFILL)}, 200.0)
+    assert grid.update({"a": worker("r")}, 201.0).changes == [Change(A0, 2, Phase.DECODE)]

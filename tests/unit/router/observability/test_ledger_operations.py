@@ -1,0 +1,10 @@
+"""The calls of the ledger that are timed."""
+
+from __future__ import annotations
+
+from router.ledger.base import Ledger
+from router.observability.metrics.catalogue import LEDGER_OPERATIONS
+
+
+def test_every_timed_operation_is_a_method_of_the_ledger() -> None:
+    assert [name for name in LEDGER_OPERATIONS if not hasattr(Ledger, name)] == []

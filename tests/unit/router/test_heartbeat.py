@@ -1,0 +1,183 @@
+"""A replica's beat: who leads, and whether the ledger may have lost something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from everlift.errors import LedgerUnavailable
+from everlift.v1 import session_pb2
+from router.config import RouterConfig
+from router.event_loop import first_answer, now
+from router.heartbeat import Heartbeat
+from router.leader.policy_store import RuntimePolicy
+from router.ledger.base import Membership
+from router.ledger.memory.memory import MemoryLedger
+from tests.support.in_process import until
+
+CONFIG = RouterConfig(model="fake", heartbeat=0.03, lease=1.0)
+
+
+class ScriptedLedger(MemoryLedger):
+    generation = "one"
+    is_away = False
+    #: of the next beats, so many get no answer
+    unanswered = 0
+    beats = 0
+
+    async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        self.beats += 1
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        if self.unanswered:
+            self.unanswered -= 1
+            await asyncio.Event().wait()
+        membership = await super().heartbeat(gateway, address, lease_s)
+        return replace(membership, generation=self.generation)
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.asserted: list[str] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.failures = 0
+        self.memory_used: list[float] = []
+
+    def ledger_answered(self, membership: Membership) -> None:
+        self.memory_used.append(membership.memory_used)
+
+    def ledger_failed(self) -> None:
+        self.failures += 1
+
+    async def generation_changed(self, generation: str) -> None:
+        await self.may_go_on.wait()
+        self.asserted.append(generation)
+
+
+class Leader:
+    def __init__(self) -> None:
+        self.is_leading = False
+        self.changed = asyncio.Event()
+        self.heard_of: list[Membership] = []
+
+    def on_heartbeat(self, membership: Membership) -> None:
+        self.heard_of.append(membership)
+
+
+class Line:
+    def __init__(self) -> None:
+        self.is_quiet = False
+        self.followed: list[tuple[str, str]] = []
+
+    async def follow(self, leader: str, address: str) -> None:
+        self.followed.append((leader, address))
+
+    def flush_served(self) -> None: ...
+
+
+class NoWorkers:
+    links: tuple[()] = ()
+
+    async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None: ...
+
+
+class Replica:
+    def __init__(self) -> None:
+        self.ledger = ScriptedLedger(now)
+        self.gateway, self.leader, self.line = Gateway(), Leader(), Line()
+        self.fleet = Heartbeat(
+            CONFIG,
+            "router",
+            "here:1",
+            self.ledger,
+            NoWorkers(),  # type: ignore[arg-type]
+            self.leader,  # type: ignore[arg-type]
+            self.line,  # type: ignore[arg-type]
+            self.gateway,
+            RuntimePolicy(CONFIG, self.ledger, ()),
+        )
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    replica = Replica()
+    run = asyncio.create_task(replica.fleet.run())
+    yield replica
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_each_generation_is_told_once_and_in_its_order(replica: Replica) -> None:
+    gateway, ledger = replica.gateway, replica.ledger
+    await until(lambda: gateway.asserted == ["one"])
+    gateway.may_go_on.clear()
+    for generation in ("two", "three"):
+        ledger.generation = generation
+        beats = ledger.beats
+        await until(lambda beats=beats: ledger.beats > beats + 1)
+    assert gateway.asserted == ["one"]
+    gateway.may_go_on.set()
+    await until(lambda: gateway.asserted == ["one", "two", "three"])
+
+
+async def test_the_leader_hears_every_beat(replica: Replica) -> None:
+    await replica.ledger.lead("other", "there:1", 7, lease_s=100.0)
+    await until(lambda: replica.line.followed and replica.line.followed[-1] == ("other", "there:1"))
+    assert replica.leader.heard_of[-1].term == 7
+    assert replica.gateway.memory_used
+
+
+async def test_a_beat_that_failed_is_told_and_tried_again(replica: Replica) -> None:
+    replica.ledger.is_away = True
+    await until(lambda: replica.gateway.failures >= 2)
+    replica.ledger.is_away = False
+    heard = len(replica.leader.heard_of)
+    await until(lambda: len(replica.leader.heard_of) > heard)
+
+
+async def test_a_beat_without_an_answer_is_asked_again_before_the_lease_is_over(
+    replica: Replica,
+) -> None:
+    """Connections that lead nowhere are given up much later."""
+    await until(lambda: replica.ledger.beats > 1)
+    replica.ledger.unanswered = 3
+    await until(lambda: not replica.ledger.unanswered)
+    heard, since = len(replica.leader.heard_of), now()
+    await until(lambda: len(replica.leader.heard_of) > heard)
+    assert now() - since < CONFIG.lease
+    assert await replica.ledger.gateways() == {"router": "here:1"}
+    assert not replica.gateway.failures
+
+
+async def test_what_was_asked_in_vain_leaves_nothing_behind() -> None:
+    asked: list[int] = []
+
+    async def ask() -> int:
+        asked.append(len(asked))
+        await asyncio.sleep(0 if len(asked) > 2 else 3600)
+        return asked[-1]
+
+    before = asyncio.all_tasks()
+    assert await first_answer(ask, 0.01) == 2
+    assert asyncio.all_tasks() == before
+
+
+async def test_where_the_leader_is_silent_one_looks_three_times_as_often_who_leads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica, rests = Replica(), []
+    timeout = asyncio.timeout
+
+    def recorded(delay: float) -> asyncio.Timeout:
+        rests.append(delay)
+        return timeout(0.0)
+
+    monkeypatch.setattr(asyncio, "timeout", recorded)
+    for is_quiet in (False, True):
+        replica.line.is_quiet = is_quiet
+        await replica.fleet._rest()
+    assert rests == pytest.approx([CONFIG.heartbeat, CONFIG.heartbeat / 3])

@@ -1,0 +1,84 @@
+"""Where a sequence's time at this worker went. Pure."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Self
+
+from everlift.v1 import session_pb2
+
+
+class Part(IntEnum):
+    """Of an breakdown, in the order of its fields."""
+
+    WAITING = 0
+    PREFILL = 1
+    STALLED = 2
+    DECODE = 3
+    CO_TENANCY = 4
+    PREEMPTED = 5
+    RECOMPUTE = 6
+    PASSED_OVER = 7
+    BETWEEN_STEPS = 8
+    # what follows is counted, not timed
+    STEPS = 9
+    MOST_NEIGHBOURS = 10
+
+
+class TimeBreakdown(NamedTuple):
+    """The fields are those of the message TimeBreakdown, where they are explained. Its seconds sum
+    up to
+    the time from the sequence's start to ``until``."""
+
+    until: float
+    waiting_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_interference_s: float = 0.0
+    decode_s: float = 0.0
+    decode_interference_s: float = 0.0
+    preempted_s: float = 0.0
+    recompute_s: float = 0.0
+    not_scheduled_s: float = 0.0
+    between_steps_s: float = 0.0
+    steps: float = 0
+    most_neighbours: float = 0
+
+    @classmethod
+    def waiting(cls, since: float, until: float) -> Self:
+        """Of a sequence that was not in the batch yet."""
+        return cls(until, waiting_s=max(0.0, until - since))
+
+    def preempted(self, until: float) -> Self:
+        """It was without blocks since."""
+        return self._replace(until=until, preempted_s=self.preempted_s + until - self.until)
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """By ``Part``."""
+        return self[1:]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts[: Part.STEPS])
+
+    def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
+        """Of the sequence of this name."""
+        return session_pb2.TimeBreakdown(
+            epoch=epoch,
+            choice=choice,
+            waiting_s=self.waiting_s,
+            prefill_s=self.prefill_s,
+            prefill_interference_s=self.prefill_interference_s,
+            decode_s=self.decode_s,
+            decode_interference_s=self.decode_interference_s,
+            preempted_s=self.preempted_s,
+            recompute_s=self.recompute_s,
+            not_scheduled_s=self.not_scheduled_s,
+            between_steps_s=self.between_steps_s,
+            steps=int(self.steps),
+            most_neighbours=int(self.most_neighbours),
+        )
+
+
+#: Of a worker that has done nothing yet.
+NO_BREAKDOWN = TimeBreakdown(0.0)

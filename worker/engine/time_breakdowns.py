@@ -1,0 +1,355 @@
+"""Where the time of all sequences goes that are here. Pure: rank 0's clock comes in.
+
+    came --waiting--> in the batch --> gone
+                         |  ^
+                     preempted
+
+In the batch, a step's time is that of its decodes and what its prompts make it longer:
+
+                       |---------- decodes ----------|-------- prompts --------|
+    one that decodes   |  decode  |    co-tenancy    |         stalled         |
+    a prompt's chunk   |         co-tenancy          | stalled |    prefill    |
+    one without a row  |                      passed over                      |
+
+A chunk that was computed before is no prefill, but recompute. What of a row would have been alone,
+and what a prompt makes a step longer, says ``StepCosts``.
+
+A step that was launched ahead of the one before it begins when that is over: until then it is the
+other one that is computed. Who comes into the batch by its plan has waited so long.
+
+What passes for all in the batch alike goes on clocks, and into columns by slot only how a sequence
+differs from them; what each that decodes would have taken alone follows from sums (``Decodes``). So
+nothing is done for each of them in a step, but for chunks of prompts, drafts, and who has no row.
+The clocks are told with every frame: who has an breakdown of a sequence knows without another one,
+but for how it differs from the others, where its time went while it decoded on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from worker.engine.decodes import Decodes
+from worker.engine.outcome import SequenceKey
+from worker.engine.plan import Flags, Ints, Rows
+from worker.engine.sequence import NO_SLOT, Sequence
+from worker.engine.step_costs import Floats, StepCosts
+from worker.engine.time_breakdown import Part, TimeBreakdown
+
+#: Every slot has its turn to be told of in so long.
+_ROUND_S = 5.0
+
+
+class SequenceBreakdown(NamedTuple):
+    key: SequenceKey
+    breakdown: TimeBreakdown
+
+
+class _Chunk(NamedTuple):
+    slot: int
+    start: int
+    num_tokens: int
+    num_drafts: int
+
+
+class TimeBreakdowns:
+    """Of the sequences of an engine with ``num_slots`` batch slots. ``begin`` and ``end`` surround
+    the time of a step; ``left`` comes whenever slots were left. ``clock`` is that of all times."""
+
+    def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._there: list[Sequence | None] = [None] * num_slots
+        self._num_there = 0
+        self._is_there = np.zeros(num_slots, np.bool_)
+        self._clocks = [0.0] * len(Part)
+        #: of each part and slot, what is to be added to the clock
+        self._columns = np.zeros((len(Part), num_slots))
+        #: a row that begins before these known tokens is a chunk of a prompt
+        self._prompt_ends = np.zeros(num_slots, np.int64)
+        self._computed_before = [0] * num_slots
+        #: slots whose prompts are not computed, and whether rows may be chunks
+        self._in_prompt: set[int] = set()
+        self._may_have_chunks = False
+        self._decodes = Decodes(num_slots)
+        #: on average of those that decoded in a step, what they would have taken alone
+        self._decode_s = 0.0
+        self._costs = StepCosts()
+        #: when the last step was over, or the one in progress began
+        self._now = 0.0
+        #: of the step in progress, and whether it has to be computed again
+        self._rows: Rows | None = None
+        self._is_in_vain = False
+        self._left: set[int] = set()
+        #: since anything was told: who has left the batch, and the slots whose prompts are computed
+        self._gone: list[Sequence] = []
+        self._computed: set[int] = set()
+        #: of whose turn it is to be told of
+        self._next_slot = 0
+        self._round_since = 0.0
+
+    # who comes and goes
+
+    def begin_step(
+        self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
+    ) -> None:
+        """A step that computes ``rows`` begins ``now``, or when the last one was over, if that was
+        later. By its plan the slots ``left`` are empty, whose sequences were preempted, and
+        ``newcomers`` have theirs."""
+        began = max(now, self._now)
+        self._clocks[Part.BETWEEN_STEPS] += began - self._now
+        self._now, self._rows, self._is_in_vain = began, rows, False
+        newcomers = tuple(newcomers)
+        gone = self._leave((*left, *(it.slot for it in newcomers)))
+        for sequence in newcomers:
+            self._enter(sequence)
+        self._gone = [it for it in (*self._gone, *gone) if it.slot == NO_SLOT]
+
+    def in_vain(self) -> None:
+        """There is too little memory for the step in progress: nothing of it was computed."""
+        self._is_in_vain = True
+
+    def drop_slots(self, slots: Iterable[int]) -> None:
+        """Nobody is in ``slots`` any more."""
+        if self._rows is not None:
+            self._left.update(slots)
+            return
+        gone = self._leave(slots)
+        self._gone += [sequence for sequence in gone if sequence.is_preempted]
+
+    def end_step(self) -> None:
+        """The step in progress, if there is one, is over."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return
+        now = self._clock()
+        self._charge(rows, now)
+        self._now = now
+        self._gone += self._leave(self._left)
+        self._left.clear()
+
+    def report(self) -> list[SequenceBreakdown]:
+        """As of the end of the last step: of those that lost their blocks, of those whose prompts
+        are computed by it, and of those whose turn it is; of those that ended, as of then."""
+        gone, self._gone = self._gone, []
+        slots = self._computed.union(self._turns(self._now))
+        self._computed.clear()
+        there = ((slot, it) for slot in slots if (it := self._there[slot]) is not None)
+        told = (SequenceBreakdown(it.key, self._read(slot, self._now)) for slot, it in there)
+        return [*map(self._last_of, gone), *told]
+
+    def _last_of(self, sequence: Sequence) -> SequenceBreakdown:
+        if sequence.is_preempted or sequence.breakdown is None:
+            return self.so_far(sequence, self._now)
+        return SequenceBreakdown(sequence.key, sequence.breakdown)
+
+    def so_far(self, sequence: Sequence, now: float) -> SequenceBreakdown:
+        """Between two steps."""
+        if sequence.slot == NO_SLOT:
+            return SequenceBreakdown(sequence.key, _outside(sequence, now))
+        return SequenceBreakdown(sequence.key, self._read(sequence.slot, now))
+
+    @property
+    def decoding(self) -> TimeBreakdown:
+        """Of a sequence that would have decoded in every step, as others did on average."""
+        breakdown = TimeBreakdown(self._now, *self._clocks)
+        decode_interference_s = breakdown.decode_interference_s - self._decode_s
+        return breakdown._replace(
+            decode_s=self._decode_s, decode_interference_s=decode_interference_s
+        )
+
+    def _turns(self, now: float) -> list[int]:
+        num_slots = len(self._there)
+        due = int((now - self._round_since) / _ROUND_S * num_slots)
+        if due >= num_slots:
+            due, self._round_since = num_slots, now
+        else:
+            self._round_since += due * _ROUND_S / num_slots
+        slots = [(self._next_slot + i) % num_slots for i in range(due)]
+        self._next_slot = (self._next_slot + due) % num_slots
+        return slots
+
+    # by slot
+
+    def _enter(self, sequence: Sequence) -> None:
+        slot, breakdown = sequence.slot, _outside(sequence, self._now)
+        self._there[slot], self._is_there[slot] = sequence, True
+        self._num_there += 1
+        pairs = zip(breakdown.parts, self._clocks, strict=True)
+        self._columns[:, slot] = [part - clock for part, clock in pairs]
+        before, known = sequence.num_computed_before, sequence.num_known
+        self._computed_before[slot] = before
+        # Of one that goes on, all that is known but the last token, which is next in its output.
+        self._prompt_ends[slot] = end = max(sequence.num_prompt, known - 1, before)
+        if sequence.num_computed < end:
+            self._in_prompt.add(slot)
+            self._may_have_chunks = True
+        else:
+            self._begin_to_decode(slot, sequence.num_computed)
+
+    def _begin_to_decode(self, slot: int, position: int) -> None:
+        self._in_prompt.discard(slot)
+        self._decodes.begin_decode(slot, position)
+        self._computed.add(slot)
+
+    def _leave(self, slots: Iterable[int]) -> list[Sequence]:
+        gone = []
+        for slot in slots:
+            if (sequence := self._there[slot]) is None:
+                continue
+            sequence.breakdown = self._read(slot, self._now)
+            self._there[slot], self._is_there[slot] = None, False
+            self._in_prompt.discard(slot)
+            self._computed.discard(slot)
+            self._decodes.drop(slot)
+            gone.append(sequence)
+        self._num_there -= len(gone)
+        return gone
+
+    def _read(self, slot: int, now: float) -> TimeBreakdown:
+        pairs = zip(self._columns[:, slot].tolist(), self._clocks, strict=True)
+        parts = [part + clock for part, clock in pairs]
+        alone_s = self._decodes.seconds(slot)
+        parts[Part.DECODE] += alone_s
+        parts[Part.CO_TENANCY] -= alone_s
+        parts[Part.BETWEEN_STEPS] += now - self._now
+        return TimeBreakdown(now, *(part if part > 0.0 else 0.0 for part in parts))
+
+    # a step
+
+    def _charge(self, rows: Rows, now: float) -> None:
+        seconds, costs, chunks = now - self._now, self._costs.now, self._chunks(rows)
+        chunk_costs = [costs.row(chunk.start, chunk.num_tokens) for chunk in chunks]
+        prompts, together = sum(chunk_costs), costs.rows(rows)
+        is_shared = len(chunks) < len(rows)
+        part = prompts / (costs.step + together) if is_shared else 1.0
+        prompts_s = seconds * part
+        decodes_s = seconds - prompts_s
+        self._clocks[Part.STALLED] += prompts_s
+        self._clocks[Part.CO_TENANCY] += decodes_s
+        self._clocks[Part.STEPS] += 1
+        absent = self._absent(rows)
+        if is_shared:
+            self._charge_decodes(rows, chunks, together - prompts, decodes_s, absent)
+        for chunk, cost in zip(chunks, chunk_costs, strict=True):
+            self._charge_chunk(chunk, prompts_s * cost / prompts)
+        self._count_neighbours(rows, absent)
+        if absent is not None:
+            self._pass_over(absent, decodes_s, prompts_s)
+        self._costs.observe(rows, seconds, bool(chunks), now)
+
+    def _chunks(self, rows: Rows) -> list[_Chunk]:
+        if not self._may_have_chunks:
+            return []
+        is_prompt: Flags = rows.starts < self._prompt_ends[rows.slots]
+        indices = is_prompt.nonzero()[0]
+        fields = rows.slots, rows.starts, rows.counts, rows.num_drafts
+        slot_table = (field[indices].tolist() for field in fields)
+        # Who leaves by this step may have a chunk in the next one still.
+        self._may_have_chunks = bool(self._in_prompt)
+        return [_Chunk(*each) for each in zip(*slot_table, strict=True)]
+
+    def _absent(self, rows: Rows) -> Ints | None:
+        # Who ended by the step before may have a row still.
+        if np.count_nonzero(self._is_there[rows.slots]) == self._num_there:
+            return None
+        is_absent = self._is_there.copy()
+        is_absent[rows.slots] = False
+        return is_absent.nonzero()[0]
+
+    def _charge_chunk(self, chunk: _Chunk, own_s: float) -> None:
+        slot, start, num_tokens, num_drafts = chunk
+        computed_before = min(max(self._computed_before[slot] - start, 0), num_tokens)
+        again_s = own_s * computed_before / num_tokens
+        column = self._columns[:, slot]
+        column[Part.STALLED] -= own_s
+        column[Part.RECOMPUTE] += again_s
+        column[Part.PREFILL] += own_s - again_s
+        end = start + num_tokens - num_drafts
+        is_last = end >= self._prompt_ends[slot] and not self._is_in_vain
+        if is_last and slot in self._in_prompt:
+            self._begin_to_decode(slot, end)
+
+    def _charge_decodes(
+        self,
+        rows: Rows,
+        chunks: Collection[_Chunk],
+        together: float,
+        seconds: float,
+        absent: Ints | None,
+    ) -> None:
+        """The other rows took so long, which cost so much ``together``: what each of them would
+        have taken alone."""
+        costs, num_decodes = self._costs.now, len(rows) - len(chunks)
+        self._decode_s += seconds * costs.alone(together / num_decodes, together)
+        has_drafts = rows.num_tokens - sum(chunk.num_tokens for chunk in chunks) > num_decodes
+        if has_drafts or self._is_in_vain:
+            self._charge_each(rows, together, seconds)
+            return
+        waiting = None if absent is None else absent[self._decodes.is_noted[absent]]
+        if waiting is not None:
+            self._settle(waiting)
+        self._look_where_they_are(rows, chunks, waiting)
+        if costs.is_known:
+            scale = seconds / (costs.step + together)
+            self._decodes.add(scale * costs.first, scale * costs.position)
+        else:
+            self._decodes.add(seconds, 0.0)
+        if waiting is not None:
+            self._decodes.sit_out(waiting)
+        if self._decodes.is_long:
+            self._settle(self._decodes.is_noted.nonzero()[0])
+            self._decodes.begin_anew()
+
+    def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
+        """``_charge_decodes`` row by row, where not all are one position further by the step: with
+        drafts, or in vain."""
+        is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
+        costs = self._costs.now
+        alone_s: Floats | float = seconds
+        if costs.is_known:
+            by_row = costs.by_row(rows)[is_decode]
+            alone_s = seconds * (costs.step + by_row) / (costs.step + together)
+        self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[is_decode], alone_s)
+
+    def _look_where_they_are(
+        self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
+    ) -> None:
+        """No row is before the position that is expected of it, and drafts that were right have it
+        further on: all are where they are expected if the sums agree."""
+        expected = self._decodes.positions
+        if waiting is not None:
+            expected -= self._decodes.positions_of(waiting)
+        starts = rows.kv_tokens - rows.num_tokens - sum(chunk.start for chunk in chunks)
+        if starts != expected:
+            is_noted = self._decodes.is_noted[rows.slots]
+            slots = rows.slots[is_noted]
+            self._settle(slots)
+            self._decodes.place(slots, rows.starts[is_noted])
+
+    def _count_neighbours(self, rows: Rows, absent: Ints | None) -> None:
+        most, now = self._columns[Part.MOST_NEIGHBOURS], float(len(rows) - 1)
+        if absent is None:
+            np.maximum(most, now, out=most)
+        else:
+            most[rows.slots] = np.maximum(most[rows.slots], now)
+
+    def _pass_over(self, absent: Ints, decodes_s: float, prompts_s: float) -> None:
+        self._move(Part.CO_TENANCY, Part.PASSED_OVER, absent, decodes_s)
+        self._move(Part.STALLED, Part.PASSED_OVER, absent, prompts_s)
+        self._columns[Part.STEPS][absent] -= 1
+
+    def _settle(self, slots: Ints) -> None:
+        """What they would have taken alone until now is in their columns."""
+        self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
+
+    def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:
+        self._columns[source][slots] -= seconds
+        self._columns[target][slots] += seconds
+
+
+def _outside(sequence: Sequence, now: float) -> TimeBreakdown:
+    if sequence.breakdown is None:
+        return TimeBreakdown.waiting(sequence.came, now)
+    return sequence.breakdown.preempted(now)

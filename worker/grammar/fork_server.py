@@ -1,0 +1,113 @@
+"""Rank 0's handle of the fork server of grammar processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+from everlift import logs
+from worker.child_process import full_environment
+from worker.config import WorkerConfig
+from worker.grammar.launch import Budget, Launch
+
+log = logs.get_logger(__name__)
+
+#: It forks: it must find no threads. It needs no GPU.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+class GrammarForkServer:
+    """The process starts ahead of the first grammar, and again when it has ended."""
+
+    def __init__(self, config: WorkerConfig, vocab_size: int) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
+        self._starting = asyncio.Lock()
+        self._beginning: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start the process in the background.
+
+        It takes seconds to load what compiling needs. A request that was migrated to a new worker
+        would have to wait for them.
+        """
+        self._beginning = asyncio.get_running_loop().create_task(self._begin())
+
+    async def _begin(self) -> None:
+        try:
+            await self._have_started()
+        except OSError as error:
+            log.warning("grammar fork server not started ahead", error=str(error))
+
+    async def _have_started(self) -> None:
+        async with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                await asyncio.to_thread(self._start)
+
+    async def start_process(self) -> socket.socket:
+        """The socket to a grammar process that is about to be born, non-blocking."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                await self._have_started()
+                assert self._control is not None
+                socket.send_fds(self._control, [b"k"], [theirs.fileno()])
+            except BaseException:
+                ours.close()
+                raise
+        return ours
+
+    def close(self) -> None:
+        """The process is gone when it returns, and with it every grammar process that still
+        compiles."""
+        self._is_closed = True
+        if self._beginning is not None:
+            self._beginning.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._end()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", "worker.grammar.fork_server_process"]
+            self._process = subprocess.Popen(
+                [*command, self._launch(theirs)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=full_environment(_ENVIRONMENT),
+                # Ctrl-C is for the worker.
+                start_new_session=True,
+            )
+        log.info("grammar fork server started", child_pid=self._process.pid)
+        # In a thread of its own this may come too late to be seen by ``close``.
+        if self._is_closed:
+            self._end()
+
+    def _launch(self, control: socket.socket) -> str:
+        settings = self._config.grammar
+        return Launch(
+            control=control.fileno(),
+            model=self._config.model,
+            revision=self._config.model_revision,
+            vocab_size=self._vocab_size,
+            budget=Budget(settings.compile_timeout, settings.step_budget),
+            process_mib=settings.process_mib,
+        ).encode()

@@ -1,0 +1,74 @@
+"""``python -m worker.grammar.fork_server_process``: the process that forks a grammar process for
+each grammar.
+
+It loads, once, what every grammar process needs: llguidance and the model's vocabulary. Its
+argument is a Launch in JSON. Its control socket carries the sockets that the processes are to
+serve; the process ends with it. A grammar process that has compiled its grammar outlives the
+process, and ends with its own socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from everlift import model_files
+from everlift.end_tokens import end_token_ids
+from worker.child_process import die_with_parent, go_first
+from worker.grammar.grammar_process import COMPILE_STACK_BYTES, GrammarProcess, Model
+from worker.grammar.launch import Launch
+from worker.grammar.vocabulary import token_bytes, token_trie
+
+
+def main() -> None:
+    launch = Launch.decode(sys.argv[1])
+    with socket.socket(fileno=launch.control) as control:
+        # Nobody waits for a grammar process.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        model = _load(launch)
+        gc.freeze()
+        fork_server = os.getpid()
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            if not os.fork():
+                die_with_parent(fork_server)
+                control.close()
+                _keep(socket.socket(fileno=descriptors[0]), model, launch)
+            os.close(descriptors[0])
+
+
+def _load(launch: Launch) -> Model:
+    directory = model_files.locate(launch.model, launch.revision, weights=False)
+    tokens = token_bytes(directory / "tokenizer.json", launch.vocab_size)
+    return Model(token_trie(tokens), launch.vocab_size, end_token_ids(directory))
+
+
+def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
+    try:
+        _bound_memory(launch.process_mib)
+        GrammarProcess(sock, model, launch.budget).run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _bound_memory(mib: int) -> None:
+    """Limit the process to ``mib`` more than the fork server has, beside the compiler's stack, and
+    let
+    the kernel end it first when memory runs out. Has an effect on Linux only."""
+    if sys.platform != "linux":
+        return
+    go_first()
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limit = used + (mib << 20) + COMPILE_STACK_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Process that serves one grammar: it compiles the grammar, and follows the sequences that use it.
+
+    compile     the grammar, once, before anything else
+    open        a matcher behind a sequence's output so far; the mask of its next token
+    accept      tokens that were sampled; the mask of the next one
+    drafts      the masks behind as many of them as the grammar allows; the matcher stays
+    drop        a matcher
+
+An operation that uses up its CPU time ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.child_process import outlive_parent
+from worker.grammar.ebnf import EbnfError, lark_of_ebnf
+from worker.grammar.json_grammar import json_grammar
+from worker.grammar.launch import Budget
+from worker.grammar.messages import (
+    CHUNK,
+    Compiled,
+    Frames,
+    Reply,
+    Request,
+    decode_request,
+    encode_reply,
+)
+from worker.grammar.patterns import PatternError, literal, parse, rust, whole
+from worker.grammar.schema import NotEnforceable
+from worker.grammar.vocabulary import LimitExceeded, allowed_tokens, token_matcher
+
+#: A compilation yields to the engine, but not for long: a third of a thread's share on a busy core.
+#: With 19 (a seventieth), a migrated request waited for the grammar that its new worker compiled.
+_NICE = 5
+#: llguidance recurses once for each rule of a chain. 64 MiB are enough for any grammar of 64 KiB.
+COMPILE_STACK_BYTES = 128 << 20
+#: Replaying a long output may take as long as so many masks.
+_REPLAY = 10
+#: A mask may use up its budget now and then; on average, this part of it.
+_SUSTAINED = 0.2
+#: Causes are cut to this many characters.
+_MAX_CAUSE = 300
+
+
+class Refused(ValueError):
+    """A refusal whose cause the client receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The vocabulary of ``vocab_size`` tokens, and the model's own end tokens."""
+
+    vocabulary: llguidance.LLTokenizer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@contextmanager
+def _cpu_budget(seconds: float) -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@dataclass(slots=True)
+class Place:
+    """The state of one sequence. ``debt_s`` is the CPU time of its masks beyond their average
+    share."""
+
+    matcher: llguidance.LLMatcher
+    stops: frozenset[int]
+    debt_s: float = 0.0
+
+
+class GrammarProcess:
+    """Serves ``sock`` until its other end is closed."""
+
+    def __init__(self, sock: socket.socket, model: Model, budget: Budget) -> None:
+        self._sock = sock
+        self._model = model
+        self._budget = budget
+        #: at the beginning of the grammar
+        self._start: llguidance.LLMatcher | None = None
+        self._places: dict[int, Place] = {}
+        self._operations: dict[str, Callable[[Request], bytes]] = {
+            "compile": self._compile,
+            "open": self._open,
+            "accept": self._accept,
+            "drafts": self._drafts,
+        }
+
+    def run(self) -> None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        frames = Frames()
+        with suppress(EOFError, ConnectionError):
+            self._answer(Reply(False, 0, b""))
+            while True:
+                for frame in frames.feed(self._sock.recv(CHUNK)):
+                    self._serve(decode_request(frame))
+
+    def _serve(self, request: Request) -> None:
+        matcher = request.get("matcher", 0)
+        if request["do"] == "drop":
+            self._places.pop(matcher, None)
+            return
+        began = time.process_time()
+        try:
+            reply = Reply(False, matcher, self._operations[request["do"]](request))
+        except (Refused, NotEnforceable) as error:
+            reply = Reply(True, matcher, str(error).encode())
+        except LimitExceeded:
+            reply = Reply(True, matcher, b"that takes too long")
+        except Exception as error:
+            reply = Reply(True, matcher, _unforeseen(error))
+        self._answer(reply._replace(cpu_s=time.process_time() - began))
+
+    def _answer(self, reply: Reply) -> None:
+        self._sock.sendall(encode_reply(reply))
+
+    def _compile(self, request: Request) -> bytes:
+        before = _memory_bytes()
+        threading.stack_size(COMPILE_STACK_BYTES)
+        with _cpu_budget(self._budget.compile_s), ThreadPoolExecutor(1) as thread:
+            thread.submit(_step_back).result()
+            kind, texts = request["kind"], request["texts"]
+            vocabulary = self._model.vocabulary
+            self._start = thread.submit(compile_grammar, kind, texts, vocabulary).result()
+        _return_stack()
+        outlive_parent()
+        with _cpu_budget(self._budget.mask_s):
+            self._mask(Place(self._start, frozenset({0})), "no text of the vocabulary fits")
+        num_bytes = max(0, _memory_bytes() - before)
+        return Compiled(num_bytes, self._model.eos_token_ids).encode()
+
+    def _open(self, request: Request) -> bytes:
+        stops = frozenset(token for token in request["stops"] if token < self._model.vocab_size)
+        if not stops:
+            raise Refused("the model has no end token, and the request no stop token")
+        assert self._start is not None, "a sequence before its grammar"
+        place = Place(self._start.deep_copy(), stops)
+        self._places[request["matcher"]] = place
+        with _cpu_budget(self._budget.mask_s * _REPLAY):
+            return self._advance(place, request["tokens"])
+
+    def _accept(self, request: Request) -> bytes:
+        place = self._places[request["matcher"]]
+        with self._masks(place, 1):
+            return self._advance(place, request["tokens"])
+
+    def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
+        """Return the mask behind ``tokens``, empty behind a stop token."""
+        for at, token in enumerate(tokens):
+            if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
+                return b""
+            if token in place.stops or not place.matcher.validate_tokens([token]):
+                raise Refused(f"the grammar does not allow token {token} at its place")
+            _check(place.matcher.consume_token(token))
+        return self._mask(place, "no token of the vocabulary continues the text").tobytes()
+
+    def _drafts(self, request: Request) -> bytes:
+        """A stop token is no draft worth checking: the masks behind it would be empty."""
+        place, masks = self._places[request["matcher"]], list[bytes]()
+        matcher = place.matcher
+        with self._masks(place, len(request["tokens"])):
+            for token in request["tokens"]:
+                if token in place.stops or not matcher.validate_tokens([token]):
+                    break
+                _check(matcher.consume_token(token))
+                masks.append(self._mask(place).tobytes())
+            _check(matcher.rollback(len(masks)))
+        return b"".join(masks)
+
+    @contextmanager
+    def _masks(self, place: Place, count: int) -> Iterator[None]:
+        """Raises Refused where they take too much in the long run; the process ends where they
+        take too much at once."""
+        began = time.process_time()
+        with _cpu_budget(self._budget.mask_s * count):
+            yield
+        share = self._budget.mask_s * _SUSTAINED * count
+        place.debt_s = max(0.0, place.debt_s + time.process_time() - began - share)
+        if place.debt_s > self._budget.mask_s:
+            raise Refused("that takes too long")
+
+    def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
+        """Return the tokens that may come next. Raises Refused with ``problem`` if none may."""
+        is_complete = place.matcher.is_accepting()
+        computed = allowed_tokens(place.matcher)
+        words = -(-self._model.vocab_size // 32)
+        mask = np.frombuffer(computed, dtype=np.int32)[:words].copy()
+        bits = mask.view(np.uint32)
+        if (rest := self._model.vocab_size % 32) != 0:
+            # The vocabulary's own end token stands behind the model's tokens.
+            bits[-1] &= (1 << rest) - 1
+        for token in place.stops:
+            bit = np.uint32(1 << token % 32)
+            bits[token // 32] = bits[token // 32] | bit if is_complete else bits[token // 32] & ~bit
+        if problem and not mask.any():
+            raise Refused(problem)
+        return mask
+
+
+def _check(is_fine: bool) -> None:
+    if not is_fine:
+        raise LimitExceeded
+
+
+def _step_back() -> None:
+    # On Linux of this thread, and of those that it starts.
+    os.nice(_NICE)
+
+
+def _return_stack() -> None:
+    """Lower the memory limit by the compiler's stack, which is free again."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit != resource.RLIM_INFINITY:
+        lowered = limit - COMPILE_STACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (lowered, lowered))
+
+
+def _memory_bytes() -> int:
+    """Return the size of the process's data, 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+
+
+def compile_grammar(
+    kind: str, texts: Sequence[str], vocabulary: llguidance.LLTokenizer
+) -> llguidance.LLMatcher:
+    """Return a matcher at the beginning of the grammar. Raises Refused or NotEnforceable."""
+    matcher = token_matcher(vocabulary, _lark(kind, texts))
+    if matcher.is_error():
+        raise Refused("the grammar is too large or too complex")
+    return matcher
+
+
+def _lark(kind: str, texts: Sequence[str]) -> str:
+    match kind:
+        case "json_schema":
+            return json_grammar(texts[0])
+        case "regex":
+            try:
+                return f"start: T\nT: /{rust(whole(parse(texts[0])))}/\n"
+            except PatternError as error:
+                raise Refused(f"the regular expression cannot be enforced: {error}") from None
+        case "ebnf":
+            try:
+                return lark_of_ebnf(texts[0])
+            except EbnfError as error:
+                raise Refused(str(error)[:_MAX_CAUSE]) from None
+        case "choice":
+            return f"start: T\nT: /{'|'.join(map(literal, texts))}/\n"
+    raise Refused(f"no grammar is called {kind}")
+
+
+def _unforeseen(error: Exception) -> bytes:
+    traceback.print_exc()
+    return b"the grammar cannot be handled"

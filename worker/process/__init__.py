@@ -1,1 +1,0 @@
-"""Child processes of a worker, and the end of one whose parent is gone."""

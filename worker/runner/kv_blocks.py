@@ -1,0 +1,214 @@
+"""Number of KV blocks of a rank: as set, as a size holds, or as measured with its largest steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from everlift import logs
+from everlift.hashes import BLOCK_SIZE
+from everlift.sampling import MAX_LOGPROBS, SamplingParams
+from worker.config import WorkerConfig
+from worker.device.device import kind_of
+from worker.device.gpu import CudaMemory, DeviceMemory
+from worker.device.kv_cache import block_bytes
+from worker.engine.limits import blocks_for
+from worker.engine.plan import Admission, Plan, Row, Rows, Runner
+from worker.model.layers import Placement
+from worker.parallel.group import Group
+from worker.runner.assembly import Assembly, KvShape, Loaded
+from worker.runner.swap import num_staged
+
+#: What makes the sampler compute most.
+_EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logprobs=MAX_LOGPROBS,
+)
+
+
+def largest_steps(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
+) -> tuple[Plan, Plan]:
+    """One over the prompts of all sequences, of so many tokens together, and one in which each of
+    them decodes, with drafts as far as these have room. All write to the same blocks, from 0 on."""
+    num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
+    longest = max_model_len - 1 - num_drafts
+    share, more = divmod(max_num_batched_tokens, max_num_seqs)
+    lengths = [min(longest, share + (slot < more)) for slot in range(max_num_seqs)]
+    table = tuple(range(blocks_for(max(lengths) + 1 + num_drafts)))
+    prompts = [Row(slot, (0,) * n, 0, table, samples=True) for slot, n in enumerate(lengths)]
+    drafted = (0,) * (1 + num_drafts)
+    decodes = [
+        Row(slot, drafted, n, table, samples=True, num_drafts=num_drafts)
+        for slot, n in enumerate(lengths)
+    ]
+    return Plan(1, Rows.of(prompts), tuple(map(_admission, prompts))), Plan(2, Rows.of(decodes))
+
+
+def num_blocks(plans: tuple[Plan, ...]) -> int:
+    """Return the blocks of a KV cache that is large enough for ``plans``."""
+    return max(int(plan.rows.tables.shape[1]) for plan in plans)
+
+
+def _admission(row: Row) -> Admission:
+    return Admission(row.slot, row.tokens, len(row.tokens), _EVERYTHING, frozenset(), choice=0)
+
+
+def profile_run(
+    memory: DeviceMemory,
+    runner: Runner,
+    plans: Iterable[Plan],
+    capture: Callable[[], object],
+    scratch_bytes: int,
+) -> MemoryUse:
+    """The weights are loaded, and ``runner`` has a KV cache of ``scratch_bytes`` for ``plans``,
+    which are not counted. ``capture`` returns what holds its graphs. All ranks do this at the same
+    time. Raises ValueError where there is too little memory for the steps."""
+    memory.release()
+    _execute(runner, plans)
+    step = memory.most_held - scratch_bytes
+    graphs = _taken(memory, capture)
+    memory.release()
+    return MemoryUse(memory.total, memory.used - memory.held, step, graphs)
+
+
+def _execute(runner: Runner, plans: Iterable[Plan]) -> None:
+    for plan in plans:
+        try:
+            runner.execute(plan)
+        except MemoryError as error:
+            raise ValueError(
+                f"beside the weights the GPU has too little memory for a step of {plan.num_tokens} "
+                f"tokens of {len(plan.rows)} sequences: a smaller max_num_batched_tokens or "
+                f"max_num_seqs needs less, or more ranks (tensor_parallel) ({error})"
+            ) from error
+
+
+def _taken(memory: DeviceMemory, capture: Callable[[], object]) -> int:
+    memory.release()
+    before = memory.used
+    held = capture()
+    memory.release()
+    taken = memory.used - before
+    del held
+    return max(0, taken)
+
+
+def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.device) -> MemoryUse:
+    """Return the number of the rank with the least memory, on all ranks. A collective."""
+    gathered = group.gather_to_first(torch.tensor(use, device=device))
+    chosen = use
+    if gathered is not None:
+        ranks = (MemoryUse(*numbers) for numbers in gathered.view(group.size, -1).tolist())
+        chosen = min(ranks, key=lambda rank: rank.left(utilization))
+    return MemoryUse(*group.broadcast(torch.tensor(chosen, device=device)).tolist())
+
+
+_MIB = 1 << 20
+#: 8 million tokens. Of a very small model there is room for many more on a GPU, of which none would
+#: be used, and the books of all of them are kept.
+_MOST_BLOCKS = 1 << 18
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of one GPU. ``outside`` are other processes', and this one's beside its tensors: CUDA
+    itself, code, the buffers of collectives. ``step`` are the weights and what the largest step
+    takes beside them, ``graphs`` what captured decoding does."""
+
+    total: int
+    outside: int
+    step: int
+    graphs: int
+
+    def left(self, utilization: float) -> int:
+        """Return the bytes left for the KV cache; negative if there is too little."""
+        return int(self.total * utilization) - self.outside - self.step - self.graphs
+
+
+def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
+    """Blocks of the KV cache, where ``num_beside`` more of their size are kept beside it. Raises
+    ValueError where there is no room for a block, or for a sequence of ``max_model_len``, if that
+    is set."""
+    needed = blocks_for(config.max_model_len or 1)
+    left = use.left(config.gpu_memory_utilization)
+    num_blocks = left // block_bytes - num_beside
+    if num_blocks < needed:
+        lacking = (needed + num_beside) * block_bytes - left
+        raise ValueError(_too_little(use, config, needed, lacking))
+    return min(num_blocks, _MOST_BLOCKS)
+
+
+def _too_little(use: MemoryUse, config: WorkerConfig, needed: int, lacking: int) -> str:
+    part = config.gpu_memory_utilization
+    allowed = _mib(int(use.total * part))
+    total, outside, step, graphs = map(_mib, use)
+    tokens = needed * BLOCK_SIZE
+    shorter = ", a smaller max_model_len" if config.max_model_len is not None else ""
+    return (
+        f"the GPU lacks {_mib(lacking)} MiB for a KV cache of {tokens} tokens: of its {total} MiB "
+        f"gpu_memory_utilization {part:g} allows {allowed}, of which the weights and the largest "
+        f"step take {step}, captured decoding {graphs}, and what is beside this worker's tensors "
+        f"{outside}. Less is needed with a smaller max_num_batched_tokens or max_num_seqs{shorter}"
+        f", or more ranks (tensor_parallel); a larger gpu_memory_utilization allows more. Workers "
+        f"that share a GPU need kv_cache_mib"
+    )
+
+
+def _mib(size: int) -> int:
+    return -(-size // _MIB)
+
+
+log = logs.get_logger(__name__)
+
+
+def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
+    """The same on each rank. Raises ValueError where there is no room. A collective."""
+    told = told_blocks(config, loaded.kv_shape, place)
+    if told is not None:
+        return told
+    use = _profiled(config, loaded, place)
+    size = block_bytes(*loaded.kv_shape, place.dtype)
+    return count_blocks(use, config, size, num_staged(config))
+
+
+def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
+    """None on a GPU that is to be tried. Raises ValueError where there is no room."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_mib is None and place.device.type == "cuda":
+        return None
+    mib = config.cpu_kv_cache_mib
+    count = (mib << 20) // place.group.size // block_bytes(*kv_shape, place.dtype)
+    if count < 1:
+        raise ValueError(f"kv_cache_mib {mib} holds not one block of this model")
+    return count
+
+
+def _profiled(config: WorkerConfig, loaded: Loaded, place: Placement) -> MemoryUse:
+    use = profile(config, loaded, place, CudaMemory(place.device))
+    use = scarcest(place.group, use, config.gpu_memory_utilization, place.device)
+    mib = {f"{part}_mib": size >> 20 for part, size in use._asdict().items()}
+    log.info("memory profiled", rank=place.group.rank, **mib)
+    return use
+
+
+def profile(
+    config: WorkerConfig, loaded: Loaded, place: Placement, memory: DeviceMemory
+) -> MemoryUse:
+    plans = largest_steps(
+        config.max_num_seqs,
+        config.batched_tokens(kind_of(place.device)),
+        loaded.max_model_len,
+        config.speculation.num_draft_tokens,
+    )
+    scratch = Assembly.of(config, loaded, place, num_blocks(plans))
+    scratch_bytes = scratch.cache.tensor.nbytes
+    return profile_run(memory, scratch.runner(), plans, scratch.capture, scratch_bytes)

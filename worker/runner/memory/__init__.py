@@ -1,1 +1,0 @@
-"""Sizing of the KV cache by what memory is left."""
