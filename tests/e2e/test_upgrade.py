@@ -288,6 +288,12 @@ async def is_steady(address: str) -> bool:
     return sum(worker.alive for worker in status.workers) >= WORKERS and not status.queued
 
 
+async def served_model(address: str) -> str:
+    """Return the name of the model that a new connection leads to."""
+    async with AsyncClient(address) as client:
+        return (await client.models()).models[0].name
+
+
 async def test_no_request_fails_and_throughput_holds(
     ledger: str, versions: list[Object], tmp_path: Path
 ) -> None:
@@ -354,8 +360,8 @@ async def test_no_request_meets_an_unknown_model(
                     # Clients reach one model while the other one's workers start.
                     assert service.ready == [old.address]
                     await asyncio.sleep(0.05)
-            async with AsyncClient(address) as client:
-                while (name := (await client.models()).models[0].name) == "fake":
+            async with asyncio.timeout(_PATIENCE_S):
+                while (name := await served_model(address)) == "fake":
                     await asyncio.sleep(0.1)
             load.model = name
             await deploying
