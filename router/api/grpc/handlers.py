@@ -206,4 +206,8 @@ async def _only(messages: AsyncIterator[bytes]) -> bytes:
 async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    await wire.abort(context, answerable(error))
+    answer = answerable(error)
+    if isinstance(context, http2.Call):
+        # It answers errors itself.
+        raise answer
+    await wire.abort(context, answer)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import grpc
 
 from everlift import error_details, logs, wire
-from everlift.errors import EverliftError
+from everlift.errors import EverliftError, RouterStopping
 from router.api.http2 import heads
 from router.api.http2.framing import IDENTITY, MessageReader, framed
 from router.api.http2.h2_connection import Http2
@@ -46,6 +46,10 @@ class Carrier(Protocol):
 
     def mark(self, call: Call) -> None:
         """Note that the call has something to send."""
+        ...
+
+    def leave(self) -> None:
+        """Close the connection when its calls are over."""
         ...
 
 
@@ -318,6 +322,9 @@ class Call:
         """Answer with an error in place of a handler."""
         code = wire.status(error).value[0]
         self._end(code, error_details.cause(error), wire.trailing(error))
+        if isinstance(error, RouterStopping):
+            # Behind a load balancer only a new connection leads to another router.
+            self._connection.leave()
 
     def _stop(self) -> None:
         if self._task is not None:

@@ -107,4 +107,7 @@ def headers(error: EverliftError) -> dict[str, str]:
         told["www-authenticate"] = "Bearer"
     if isinstance(error, _FINAL):
         told["x-should-retry"] = "false"
+    if isinstance(error, RouterStopping):
+        # Behind a load balancer only a new connection leads to another router.
+        told["connection"] = "close"
     return told

@@ -107,3 +107,48 @@ async def test_connections_to_the_replaced_model_close_after_their_requests(
         await until(lambda: not router._model.is_active)
         held.release()
         assert len(await running) == 30
+
+
+async def test_a_refused_client_retries_over_a_new_connection(upgrade: Upgrade) -> None:
+    host, port = upgrade.new.address.rsplit(":", 1)
+    connections: set[asyncio.Task[None]] = set()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        back, forth = await asyncio.open_connection(host, port)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(copy(reader, forth))
+            both.create_task(copy(back, writer))
+
+    balancer = await asyncio.start_server(forward, "127.0.0.1", 0)
+    address = "{}:{}".format(*balancer.sockets[0].getsockname())
+    async with balancer:
+        async with AsyncClient(address, reconnect_s=2.0) as client:
+            with pytest.raises(RouterStopping):
+                await tokens(client, 3, "other")
+        await asyncio.gather(*connections)
+    # All connections of a router that is not active are closed each second anyway.
+    assert len(connections) > 4
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+
+async def test_a_refused_http_client_has_its_connection_closed(upgrade: Upgrade) -> None:
+    address = upgrade.new.routers[0].http_address
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    body = b'{"model": "other", "prompt": [1, 2]}'
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    async with asyncio.timeout(30.0):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"\r\nconnection: close\r\n" in answer
