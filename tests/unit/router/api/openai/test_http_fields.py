@@ -392,8 +392,9 @@ def test_errors_as_openais_clients_know_them() -> None:
     assert headers(Unauthenticated()) == {"www-authenticate": "Bearer"}
     for final in (RequestConflict, DataLoss, DeadlineExceeded, AttemptsExhausted, NoWorker):
         assert headers(final()) == {"x-should-retry": "false"}
-    for passing in (RouterStopping, EngineFailed, EverliftError):
+    for passing in (EngineFailed, EverliftError):
         assert headers(passing()) == {}
+    assert headers(RouterStopping()) == {"connection": "close"}
 
 
 MILLION = 1_000_000
