@@ -77,6 +77,20 @@ CHECKPOINTS = {
         _shape("Llama", 768, 12, 12, 4, intermediate_size=2048, tie_word_embeddings=False),
         "a2a690a54c3821326cd36dba91bfc6208739be259a6648aa88b89de35506c037",
     ),
+    #: 135 million, in the shape of SmolLM2-135M
+    "smollm2": Checkpoint(
+        _shape(
+            "Llama",
+            *(576, 30, 9, 3),
+            intermediate_size=1536,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            rope_theta=100000.0,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        ),
+        "e487dfa066188cfcaac090521a7859eed68dd80d014e57ca3563cdb68d038faa",
+    ),
     #: 387 million
     "medium": Checkpoint(
         _shape("Qwen2", 896, 24, 14, 2, intermediate_size=4864, tie_word_embeddings=True),

@@ -67,7 +67,7 @@ CASES = {
 
 def forms(weights: list[Tensor], dtype: torch.dtype) -> dict[str, list[Form]]:
     """All weights in each form that there is here. Packing may take a weight's memory."""
-    packings = {"packed": choose_packing(dtype)}
+    packings = {"packed": choose_packing(dtype, dtype)}
     if not isinstance(packings["packed"], OneDnnPacking):
         packings["onednn"] = OneDnnPacking()
     plain: dict[str, list[Form]] = {"plain": [Plain(weight) for weight in weights]}

@@ -75,7 +75,7 @@ def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
     """In this process, which has loaded nothing before."""
     spec = read_spec(directory)
     place = Placement(Rank(rank, ranks), HELD, torch.device("cpu"))
-    packing = choose_packing(HELD)
+    packing = choose_packing(HELD, HELD)
     baseline = resident("VmRSS")
     decoder = Decoder(spec, 64, place)
     start = time.perf_counter()

@@ -31,12 +31,9 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 #include "../native/element.h"
 #include "../native/team.h"
+#include "../native/vector.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] paged {
@@ -44,13 +41,13 @@ namespace [[gnu::visibility("hidden")]] paged {
 using element::narrow;
 using element::Stored;
 using element::wide;
+using vector::Floats;
+using vector::Ints;
+using vector::LANES;
+using vector::loaded;
+using vector::spread;
+using vector::store;
 
-//: Floats of one vector register. GCC keeps vectors that are wider than the registers in memory.
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int TILE_TOKENS = 8;
 //: Tiles with so few tokens wait for memory: they read all KV heads' parts of a block in one go.
 constexpr int FEW_TOKENS = 2;
@@ -68,27 +65,12 @@ constexpr float LOG2_E = 1.44269504088896341f;
 
 static_assert(BLOCK_SIZE % (2 * LANES) == 0);
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-#ifdef __AVX512F__
-constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
-constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7};
-#endif
-
-template <class Vector>
-inline Vector loaded(const void* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
+// The numbers from 0 on.
+inline Ints counting() {
+    Ints numbers;
+    for (int i = 0; i < LANES; ++i) numbers[i] = i;
+    return numbers;
 }
-
-template <class Vector>
-inline void store(void* to, Vector vector) {
-    std::memcpy(to, &vector, sizeof vector);
-}
-
-inline Floats spread(float value) { return Floats{} + value; }
 
 // Of each two the larger one, or the second where they do not compare.
 inline Floats larger(Floats a, Floats b) {
@@ -163,33 +145,10 @@ using Lanes = Floats;
 
 inline Word word_at(const Stored* from) { return wide(*from); }
 
-inline Lanes lanes_at(const Stored* from) {
-#if defined(BFLOAT16)
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
-#elif defined(FLOAT16) && defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
-#elif defined(FLOAT16) && defined(__F16C__)
-    return (Floats)_mm256_cvtph_ps(loaded<__m128i>(from));
-#elif defined(FLOAT16)
-    Floats lanes;
-    for (int i = 0; i < LANES; ++i) lanes[i] = wide(from[i]);
-    return lanes;
-#else
-    return loaded<Floats>(from);
-#endif
-}
+inline Lanes lanes_at(const Stored* from) { return vector::wide(from); }
 
-// sum + word * lanes, rounded once. The fused operation is named, because GCC, tuned for AMD's Zen, fuses
-// the expression in some loops only. The bits of a token would then depend on the rows beside it.
 inline Floats multiplied(Floats sum, Word word, Lanes lanes) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps(_mm512_set1_ps(word), (__m512)lanes, (__m512)sum);
-#elif defined(__FMA__)
-    return (Floats)_mm256_fmadd_ps(_mm256_set1_ps(word), (__m256)lanes, (__m256)sum);
-#else
-    return sum + word * lanes;
-#endif
+    return vector::multiply_add(word, lanes, sum);
 }
 
 inline void pack(Word* to, Floats low, Floats high) {
@@ -411,7 +370,7 @@ struct Places {
 
     // `values` at places from `at` on, with `other` where they are outside.
     Floats of(Floats values, int at, float other) const {
-        const Ints places = COUNTING + at;
+        const Ints places = counting() + at;
         return (places >= begin) & (places < end) ? values : spread(other);
     }
 };

@@ -11,6 +11,7 @@ import torch
 
 from worker.device.device_kind import DeviceKind, kind_of_gpu
 from worker.kernels.trial import kernels_work
+from worker.native import native
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,18 +29,13 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 where the device computes in it natively, else float32."""
     if wanted != "auto":
         return _DTYPES[wanted]
-    native = _gpu_has_bfloat16 if device.type == "cuda" else _cpu_has_bfloat16
-    return torch.bfloat16 if native() else torch.float32
+    has_bfloat16 = _gpu_has_bfloat16 if device.type == "cuda" else native.has_bfloat16
+    return torch.bfloat16 if has_bfloat16() else torch.float32
 
 
 def _gpu_has_bfloat16() -> bool:
     """Older ones than Ampere convert it, which torch counts as well if it is not told otherwise."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def _cpu_has_bfloat16() -> bool:
-    features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -18,7 +18,7 @@ from worker.native import native
 
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
 #: By their numbers for pointwise.h.
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
 #: Elements that one thread computes in the time in which another one takes part.
 _ALONE = 1 << 14
 
@@ -68,8 +68,6 @@ class CompiledPointwise(TorchPointwise):
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        if activation not in ACTIVATIONS:
-            return TORCH.gate(gate_up, activation)
         gate_up = self._whole(gate_up)
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)

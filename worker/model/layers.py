@@ -34,9 +34,14 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     pointwise: Pointwise = TORCH
+    #: of the weights that are multiplied with; ``dtype`` where None
+    weights: torch.dtype | None = None
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty_weight(self, outputs: int, inputs: int) -> Tensor:
+        return torch.empty(outputs, inputs, dtype=self.weights or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class ColumnLinear:
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
         self._parts = parts
-        self.weight = Matrix(place.empty(outputs, inputs))
+        self.weight = Matrix(place.empty_weight(outputs, inputs))
         self.bias = place.empty(outputs) if bias else None
         for _, part, rows in self._rows():
             rows[part.share.held :].zero_()
@@ -106,15 +111,17 @@ class RowLinear:
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
         self.group = place.group
-        self.weight = Matrix(place.empty(outputs, part.share.width))
+        self.weight = Matrix(place.empty_weight(outputs, part.share.width))
         self.weight.plain[:, part.share.held :].zero_()
         self.bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return self.weight.multiply(x, self.bias)
-        total = self.group.all_reduce(self.weight.multiply(x))
-        return total if self.bias is None else total.add_(self.bias)
+        return self.group.all_reduce(self.weight.multiply(x, self.own_bias))
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """Bias of this rank's product: that of the sum has one only."""
+        return self.bias if self.group.rank == 0 else None
 
     def pack(self, packing: Packing) -> None:
         self.weight.pack(packing)
@@ -141,24 +148,37 @@ class VocabTable:
         self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
         #: rows that each rank has, those included that pad
         self.share_width = self._share.width
-        self.weight = Matrix(place.empty(self.share_width, width))
+        self.weight = Matrix(place.empty_weight(self.share_width, width))
+        self._dtype = place.dtype
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of ``ids`` [T], [T, width]. A token of another rank's is zero until the sum."""
         if self.group.size == 1:
-            return self.weight.rows(ids)
+            return self.weight.rows(ids).to(self._dtype)
         absent = (ids < self._share.start) | (ids >= self._share.stop)
         local = (ids - self._share.start).masked_fill(absent, 0)
-        rows = self.weight.rows(local)
+        rows = self.weight.rows(local).to(self._dtype)
         return self.group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of ``hidden`` [n, width] as fp32 [n, vocab_size] on rank 0, None elsewhere."""
         if self.group.size == 1:
             return self.weight.multiply_to_fp32(hidden)
-        logits = self.group.gather_to_first(self.weight.multiply(hidden))
-        return None if logits is None else logits[:, : self.vocab_size].float()
+        return self.gathered(self.weight.multiply(hidden), self._dtype)
+
+    def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """``logits`` [n, share] of each rank as fp32 [n, vocab_size] on rank 0, None elsewhere.
+        Between ranks they are of ``dtype``."""
+        if self.group.size == 1:
+            return logits
+        gathered = self.group.gather_to_first(logits.to(dtype))
+        return None if gathered is None else gathered[:, : self.vocab_size].float()
+
+    @property
+    def held(self) -> range:
+        """Tokens of this rank."""
+        return range(self._share.start, self._share.stop)
 
     def pack(self, packing: Packing) -> None:
         self.weight.pack(packing)

@@ -21,7 +21,7 @@ class Form(Protocol):
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of the weight at ``ids`` [T]: [T, inputs]."""
+        """Return the rows of the weight at ``ids`` [T]: [T, inputs], of any type."""
         ...
 
 
@@ -58,6 +58,7 @@ class Matrix:
 
     def __init__(self, plain: Tensor) -> None:
         self.form: Form = Plain(plain)
+        self.dtype = plain.dtype
 
     @property
     def plain(self) -> Tensor:
@@ -79,7 +80,7 @@ class Matrix:
         return self.form.multiply_to_fp32(x)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of the weight at ``ids`` [T]: [T, inputs]."""
+        """See Form."""
         return self.form.rows(ids)
 
 

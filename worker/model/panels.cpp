@@ -9,36 +9,48 @@ using namespace panels;
 #pragma GCC visibility push(default)
 extern "C" {
 
+// Outputs of a panel.
+size width() { return WIDTH; }
+
 // Brings weight [outputs, inputs] into panels, in its own memory; outputs are a multiple of WIDTH,
-// inputs even.
-void pack(bf16* weight, size outputs, size inputs, int threads) {
+// inputs of PACK.
+void pack(Weight* weight, size outputs, size inputs, int threads) {
+  using Pack = std::uint32_t;
 #pragma omp parallel num_threads(threads)
   {
-    const size pairs = inputs / 2;
-    const std::unique_ptr<pair[]> rows(new pair[WIDTH * pairs]);
+    const size packs = inputs / PACK;
+    const std::unique_ptr<Pack[]> rows(new Pack[WIDTH * packs]);
 #pragma omp for
     for (size output = 0; output < outputs; output += WIDTH) {
-      bf16* panel = weight + output * inputs;
-      std::memcpy(rows.get(), panel, WIDTH * pairs * sizeof(pair));
-      for (size i = 0; i < pairs; ++i)
+      Weight* panel = weight + output * inputs;
+      std::memcpy(rows.get(), panel, WIDTH * packs * sizeof(Pack));
+      for (size i = 0; i < packs; ++i)
         for (size o = 0; o < WIDTH; ++o)
-          std::memcpy(panel + 2 * (i * WIDTH + o), &rows[o * pairs + i], sizeof(pair));
+          std::memcpy(panel + PACK * (i * WIDTH + o), &rows[o * packs + i], sizeof(Pack));
     }
   }
 }
 
 // y = x @ weight.T + bias
-void multiply(const bf16* x, const bf16* panels, const bf16* bias, bf16* y, size rows,
+void multiply(const Stored* x, const Weight* panels, const Stored* bias, Stored* y, size rows,
               size outputs, size inputs, int threads) {
-  const Product<bf16> product{x, panels, bias, y, rows, outputs, inputs};
+  const Product<Stored> product{x, panels, bias, y, rows, outputs, inputs};
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
 // The same without a bias, as fp32.
-void multiply_to_fp32(const bf16* x, const bf16* panels, float* y, size rows, size outputs,
+void multiply_to_fp32(const Stored* x, const Weight* panels, float* y, size rows, size outputs,
                       size inputs, int threads) {
   const Product<float> product{x, panels, nullptr, y, rows, outputs, inputs};
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
+}
+
+// Rows [number, inputs] of the weight at `ids`.
+void look_up(const Weight* panels, const size* ids, Stored* out, size number, size inputs,
+             int threads) {
+  team::gather(threads, [&](team::Member& me) {
+    me.share(number, 1, [&](size i) { row(panels, ids[i], inputs, out + i * inputs); });
+  });
 }
 
 }  // extern "C"

@@ -1,71 +1,77 @@
-// Products with bfloat16 weights on a CPU with AVX-512 BF16, summed in fp32.
+// Products on a CPU, summed in fp32: y = x @ weight.T + bias.
 //
 // A weight [outputs, inputs] lies in panels of WIDTH outputs, one after the other, each so that a
 // walk over the inputs reads it from its first byte to its last:
 //
-//     [outputs / WIDTH][inputs / 2][WIDTH][2]
+//     [outputs / WIDTH][inputs / PACK][WIDTH][PACK]
 //
-// which is what VDPBF16PS takes: of 16 outputs, two inputs each. The last panel is filled up with
-// outputs of zero. One panel goes to one thread, which takes it from memory once for CHUNK rows and
-// from its cache for every further tile of them; meanwhile its next panel comes. Threads take panels
-// as they get on: one whose core somebody else has holds up nobody for longer than its panel.
+// PACK elements fill 32 bits: two of bfloat16, as VDPBF16PS takes them, or one of fp32. The last panel
+// is filled up with outputs of zero, and the last PACK with inputs of zero. One panel goes to one
+// thread, which takes it from memory once for CHUNK rows and from its cache for every further tile of
+// them; meanwhile its next panel comes. Threads take panels as they get on: one whose core is busy
+// with something else delays the others by no more than its panel.
 //
 // Each sum is made in the order of the inputs, however many rows there are: a row's result is the
 // same in any batch.
 //
 // The members of a team call multiply together, and share the panels.
+//
+// Compiled for a type of weights (WEIGHTS_BFLOAT16, else fp32) and of inputs and outputs (element.h).
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "../native/element.h"
 #include "../native/team.h"
+#include "../native/vector.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] panels {
 
-using bf16 = std::uint16_t;
-using pair = std::uint32_t;
+using element::Stored;
+using vector::Floats;
+using vector::Ints;
+using vector::LANES;
 using size = std::int64_t;
 
-constexpr size WIDTH = 64;
-constexpr size LANES = 16;
-constexpr int VECTORS = WIDTH / LANES;
-// Rows of a tile: its sums, a panel's vectors and an input fill the 32 registers.
-constexpr size TILE = 6;
+#if defined(WEIGHTS_BFLOAT16)
+using Weight = element::Bfloat16;
+#else
+using Weight = float;
+#endif
+
+constexpr size PACK = 4 / sizeof(Weight);
+constexpr int VECTORS = vector::REGISTERS / 8;
+// Outputs of a panel.
+constexpr size WIDTH = VECTORS * LANES;
+// Most rows of a tile: its sums, the vectors of weights and one of inputs fill the registers.
+constexpr int TILE = 6;
 constexpr size CHUNK = 16 * TILE;
 constexpr size LINE = 64;
-// Two panels of so many are 1 MiB, what the smallest second level of cache of these CPUs has.
-constexpr size MOST_INPUTS_FETCHED = 4096;
-// Of a panel, for each pair of inputs.
-constexpr size LINES = 2 * WIDTH * sizeof(bf16) / LINE;
+// Of a panel, for each pack of inputs.
+constexpr size PACK_BYTES = WIDTH * PACK * sizeof(Weight);
+constexpr size LINES = (PACK_BYTES + LINE - 1) / LINE;
+// Two panels of so many bytes are 1 MiB, what the smallest second level of cache of these CPUs has.
+constexpr size MOST_BYTES_FETCHED = 512 << 10;
 
-// Out is bf16 or float.
+static_assert(TILE * VECTORS + VECTORS + 1 <= vector::REGISTERS);
+
+// Out is Stored or float.
 template <class Out>
 struct Product {
-  const bf16* x;       // [rows, inputs]
-  const bf16* panels;
-  const bf16* bias;    // [outputs], or null
-  Out* y;              // [rows, outputs]
+  const Stored* x;       // [rows, inputs]
+  const Weight* panels;
+  const Stored* bias;    // [outputs], or null
+  Out* y;                // [rows, outputs]
   size rows, outputs, inputs;
+
+  size packs() const { return (inputs + PACK - 1) / PACK; }
 };
 
-inline __m512 widened(const bf16* from, __mmask16 lanes) {
-  const __m256i narrow = _mm256_maskz_loadu_epi16(lanes, from);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-}
-
-inline void store(bf16* to, __mmask16 lanes, __m512 sums) {
-  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(sums));
-}
-
-inline void store(float* to, __mmask16 lanes, __m512 sums) { _mm512_mask_storeu_ps(to, lanes, sums); }
-
-// What is to be in the cache soon: `lines` for each pair of inputs that is multiplied.
+// What is to be in the cache soon: `lines` for each pack of inputs that is multiplied.
 struct Ahead {
   const char* next;
   size lines;
@@ -75,32 +81,105 @@ struct Ahead {
   }
 };
 
+// sums += x times the pack of weights at `weights`; `inputs` of it are multiplied.
+#if defined(WEIGHTS_BFLOAT16) && defined(BFLOAT16) && defined(__AVX512BF16__)
+
+inline std::uint32_t inputs_of(const Stored* x, int inputs) {
+  std::uint32_t two = 0;
+  std::memcpy(&two, x, inputs * sizeof *x);
+  return two;
+}
+
+template <int INPUTS, int ROWS>
+inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Weight* weights) {
+  __m512bh lanes[VECTORS];
+  for (int v = 0; v < VECTORS; ++v)
+    lanes[v] = (__m512bh)vector::loaded<__m512i>(weights + v * LANES * PACK);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    const __m512bh two =
+        (__m512bh)_mm512_set1_epi32(static_cast<int>(inputs_of(x + r * stride, INPUTS)));
+    for (int v = 0; v < VECTORS; ++v)
+      sums[r][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][v], two, lanes[v]);
+  }
+}
+
+#else
+
+template <int INPUTS, int ROWS>
+inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Weight* weights) {
+#pragma GCC unroll 2
+  for (int input = 0; input < INPUTS; ++input) {
+    Floats lanes[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+#if defined(WEIGHTS_BFLOAT16)
+      const Ints two = vector::loaded<Ints>(weights + v * LANES * PACK);
+      lanes[v] = (Floats)(input ? two & std::int32_t(0xffff0000) : two << 16);
+#else
+      lanes[v] = vector::loaded<Floats>(weights + v * LANES);
+#endif
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = vector::spread(element::wide(x[r * stride + input]));
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
+        sums[r][v] = vector::multiply_add(factor, lanes[v], sums[r][v]);
+    }
+  }
+}
+
+#endif
+
+// At `to`, which has `number` elements from there on, may be fewer than LANES.
+inline void put(float* to, Floats values, size number) {
+  if (number >= LANES) return vector::store(to, values);
+  for (size i = 0; i < number; ++i) to[i] = values[i];
+}
+
+inline void put(element::Bfloat16* to, Floats values, size number) {
+#if defined(__AVX512BF16__)
+  const __mmask16 lanes = number >= LANES ? 0xffff : (1u << number) - 1;
+  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+#else
+  for (size i = 0; i < std::min<size>(number, LANES); ++i) element::narrow(values[i], to[i]);
+#endif
+}
+
+#ifdef __FLT16_MAX__
+inline void put(_Float16* to, Floats values, size number) {
+  for (size i = 0; i < std::min<size>(number, LANES); ++i) element::narrow(values[i], to[i]);
+}
+#endif
+
+// The first `number` at `from`, then zeros.
+inline Floats some(const Stored* from, size number) {
+  Floats values{};
+  for (size i = 0; i < std::min<size>(number, LANES); ++i) values[i] = element::wide(from[i]);
+  return values;
+}
+
 // ROWS rows from `row` on, times the panel whose first output is `output`.
 template <int ROWS, class Out>
 void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
-  __m512 sums[ROWS][VECTORS] = {};
-  const bf16* x = p.x + row * p.inputs;
-  const bf16* panel = p.panels + output * p.inputs;
-  for (size i = 0; i < p.inputs; i += 2, panel += 2 * WIDTH) {
-    __m512bh weights[VECTORS];
-    for (int v = 0; v < VECTORS; ++v)
-      weights[v] = (__m512bh)_mm512_loadu_si512(panel + v * 2 * LANES);
+  Floats sums[ROWS][VECTORS] = {};
+  const Stored* x = p.x + row * p.inputs;
+  const Weight* weights = p.panels + output * p.packs() * PACK;
+  const Stored* const end = x + p.inputs / PACK * PACK;
+  for (; x < end; x += PACK, weights += WIDTH * PACK) {
     ahead.fetch();
-    for (int r = 0; r < ROWS; ++r) {
-      pair two;
-      std::memcpy(&two, x + r * p.inputs + i, sizeof two);
-      const __m512bh inputs = (__m512bh)_mm512_set1_epi32(static_cast<int>(two));
-      for (int v = 0; v < VECTORS; ++v)
-        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], inputs, weights[v]);
-    }
+    add<PACK>(sums, x, p.inputs, weights);
   }
+  if (PACK > 1 && p.inputs % PACK) add<1>(sums, x, p.inputs, weights);
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; ++v) {
     const size first = output + v * LANES, left = p.outputs - first;
     if (left <= 0) break;
-    const __mmask16 lanes = left >= LANES ? 0xffff : (1u << left) - 1;
-    const __m512 bias = p.bias ? widened(p.bias + first, lanes) : _mm512_setzero_ps();
+    const Floats bias = p.bias ? some(p.bias + first, left) : Floats{};
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
-      store(p.y + (row + r) * p.outputs + first, lanes, _mm512_add_ps(sums[r][v], bias));
+      put(p.y + (row + r) * p.outputs + first, sums[r][v] + bias, left);
   }
 }
 
@@ -109,16 +188,17 @@ using Tile = void (*)(const Product<Out>&, size, size, Ahead&);
 template <class Out>
 constexpr Tile<Out> TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
-// Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. A tile
-// alone waits for memory anyway; of several, each fetches a part of the panel `next`, if that is
-// another one and both fit into the second level of cache.
+// Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. Each
+// fetches a part of the panel `next`, if that is another one and both fit into the second level of
+// cache: the CPU alone would look ahead by a few lines only.
 template <class Out>
-void chunk(const Product<Out>& p, size row, size end, size output, const bf16* next) {
+void chunk(const Product<Out>& p, size row, size end, size output, const Weight* next) {
   size tiles = (end - row + TILE - 1) / TILE;
+  const size bytes = p.packs() * PACK_BYTES;
   const bool fetches =
-      tiles > 1 && next != p.panels + output * p.inputs && p.inputs <= MOST_INPUTS_FETCHED;
+      next != p.panels + output * p.packs() * PACK && bytes <= MOST_BYTES_FETCHED;
   Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (LINES + tiles - 1) / tiles : 0};
-  const char* const end_next = ahead.next + LINES * LINE * (p.inputs / 2);
+  const char* const end_next = ahead.next + bytes;
   for (; tiles > 0; --tiles) {
     const size rows = (end - row + tiles - 1) / tiles;
     TILES<Out>[rows - 1](p, row, output, ahead);
@@ -127,7 +207,6 @@ void chunk(const Product<Out>& p, size row, size end, size output, const bf16* n
   }
 }
 
-// y = x @ weight.T + bias
 template <class Out>
 void multiply(team::Member& me, const Product<Out>& p) {
   const size chunks = (p.rows + CHUNK - 1) / CHUNK;
@@ -137,14 +216,16 @@ void multiply(team::Member& me, const Product<Out>& p) {
     // Which one will be this thread's next: so it is where all get on alike.
     const size next = std::min(task + me.threads, tasks - 1);
     chunk(p, row, std::min(p.rows, row + CHUNK), output,
-          p.panels + next / chunks * WIDTH * p.inputs);
+          p.panels + next / chunks * WIDTH * p.packs() * PACK);
   });
 }
 
 // Of the weight in panels, [inputs].
-inline void row(const bf16* panels, size output, size inputs, bf16* out) {
-  const bf16* first = panels + output / WIDTH * WIDTH * inputs + output % WIDTH * 2;
-  for (size i = 0; i < inputs; i += 2, first += 2 * WIDTH) std::memcpy(out + i, first, sizeof(pair));
+inline void row(const Weight* panels, size output, size inputs, Stored* out) {
+  const size packs = (inputs + PACK - 1) / PACK;
+  const Weight* first = panels + (output / WIDTH * WIDTH * packs + output % WIDTH) * PACK;
+  for (size i = 0; i < inputs; ++i)
+    out[i] = element::narrow(element::wide(first[i / PACK * WIDTH * PACK + i % PACK]));
 }
 
 }  // namespace panels

@@ -1,4 +1,4 @@
-"""Weights in panels (panels.cpp): bfloat16, for a CPU that multiplies it by AVX-512.
+"""Weights in panels (panels.cpp), the form that products on a CPU are fastest with.
 
 Packing takes a weight's own memory. A row's product is the same in any batch.
 """
@@ -21,21 +21,27 @@ from worker.native import native
 log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("panels.cpp")
-#: Outputs in a panel.
-WIDTH = 64
 #: Multiplications that one thread does in the time that the others take to wake up.
 _ALONE = 1 << 18
+#: Types of weights, in the words of the preprocessor.
+_WEIGHTS = {torch.float32: "WEIGHTS_FLOAT32", torch.bfloat16: "WEIGHTS_BFLOAT16"}
+#: Types of inputs and outputs.
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels:
-    """A weight [outputs, inputs]: ``panels`` [outputs rounded up, inputs] has its memory."""
+    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up."""
 
-    def __init__(self, library: ctypes.CDLL, panels: Tensor, outputs: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, panels: Tensor, outputs: int, inputs: int
+    ) -> None:
+        """``dtype`` is that of inputs and outputs."""
         self._library = library
         self._panels = panels
+        self._dtype = dtype
         self.address = panels.data_ptr()
         self.outputs = outputs
-        self.inputs = panels.shape[1]
+        self.inputs = inputs
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = self._input(x)
@@ -56,11 +62,15 @@ class Panels:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        pairs = self._panels.view(torch.int32).view(-1, self.inputs // 2, WIDTH)
-        return pairs[ids // WIDTH, :, ids % WIDTH].view(torch.bfloat16)
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.inputs, dtype=self._dtype)
+        size = len(ids), self.inputs
+        threads = _num_threads(math.prod(size))
+        self._library.look_up(self.address, ids.data_ptr(), out.data_ptr(), *size, threads)
+        return out
 
     def _input(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.bfloat16 and x.shape[1] == self.inputs
+        assert x.dtype == self._dtype and x.shape[1] == self.inputs
         return x.contiguous()
 
     def _size(self, x: Tensor) -> tuple[int, int, int, int]:
@@ -69,57 +79,72 @@ class Panels:
 
 
 class PanelPacking:
+    """Packing of weights of one type, for inputs and outputs of ``dtype``."""
+
     keeps_rows = True
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        library.width.restype = size
+        library.pack.argtypes = (pointer, size, size, count)
+        library.multiply.argtypes = (*[pointer] * 4, *[size] * 3, count)
+        library.multiply_to_fp32.argtypes = (*[pointer] * 3, *[size] * 3, count)
+        library.look_up.argtypes = (*[pointer] * 3, *[size] * 2, count)
+        functions = library.pack, library.multiply, library.multiply_to_fp32, library.look_up
+        for function in functions:
+            function.restype = None
         self._library = library
+        self._dtype = dtype
+        #: outputs in a panel
+        self.width = int(library.width())
 
-    def pack(self, weight: Tensor) -> Panels | None:
-        """None where the inputs make no pairs. It takes more memory than ``weight`` has only where
-        its outputs fill no whole number of panels."""
+    def pack(self, weight: Tensor) -> Panels:
+        """It takes more memory than ``weight`` has only where its outputs fill no whole number of
+        panels, or its inputs, of bfloat16, no pairs."""
         outputs, inputs = weight.shape
-        if inputs % 2:
-            return None
-        panels = functional.pad(weight, (0, 0, 0, -outputs % WIDTH)) if outputs % WIDTH else weight
-        self._library.pack(panels.data_ptr(), len(panels), inputs, torch.get_num_threads())
-        return Panels(self._library, panels, outputs)
+        padding = -inputs % (4 // weight.itemsize), -outputs % self.width
+        panels = functional.pad(weight, (0, padding[0], 0, padding[1])) if any(padding) else weight
+        self._library.pack(panels.data_ptr(), *panels.shape, torch.get_num_threads())
+        return Panels(self._library, self._dtype, panels, outputs, inputs)
+
+
+def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
+    """Return the compiler's flags for the types of weights and of inputs and outputs."""
+    return f"-D{native.DTYPES[dtype]}", f"-D{_WEIGHTS[weights]}"
 
 
 @cache
-def panel_packing() -> PanelPacking | None:
+def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
     """None where it does not pay or cannot be; the log says if it should have been."""
-    if not pays():
+    if not pays(dtype, weights):
         return None
-    library = native.compiled(_SOURCE)
+    library = native.compiled(_SOURCE, panel_flags(dtype, weights))
     if library is None:
         return None
-    pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.pack.argtypes = (pointer, size, size, count)
-    library.multiply.argtypes = (*[pointer] * 4, *[size] * 3, count)
-    library.multiply_to_fp32.argtypes = (*[pointer] * 3, *[size] * 3, count)
-    for function in (library.pack, library.multiply, library.multiply_to_fp32):
-        function.restype = None
-    packing = PanelPacking(library)
-    if not _is_right(packing):
+    packing = PanelPacking(library, dtype)
+    if not _is_right(packing, dtype, weights):
         log.warning("products in panels are wrong: slower code is used")
         return None
     return packing
 
 
-def pays() -> bool:
-    """AMX, where it is, does more than AVX-512, and oneDNN uses it."""
-    features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16")) and not features.get("amx_bf16")
+def pays(dtype: torch.dtype, weights: torch.dtype) -> bool:
+    """Return whether panels are the fastest form. AMX, where it is, multiplies bfloat16 faster, and
+    oneDNN uses it."""
+    if dtype not in _DTYPES or weights not in _WEIGHTS:
+        return False
+    return dtype != torch.bfloat16 or not native.has_amx()
 
 
-def _is_right(packing: PanelPacking) -> bool:
+def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((13, 96), (WIDTH + 20, 96), (WIDTH + 20,))
-    x, weight, bias = (torch.randn(s, generator=generator).to(torch.bfloat16) for s in shapes)
+    outputs, inputs = packing.width + 20, 97
+    x, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((13, inputs), (outputs,)))
+    weight = torch.randn(outputs, inputs, generator=generator).to(weights)
     panels = packing.pack(weight.clone())
-    return panels is not None and all(
-        agree(panels.multiply(x[:n], bias), functional.linear(x[:n], weight, bias), x.shape[1])
-        for n in range(1, len(x) + 1)
+    expected = functional.linear(x, weight.to(dtype), bias)
+    return all(
+        agree(panels.multiply(x[:n], bias), expected[:n], inputs) for n in range(1, len(x) + 1)
     )
 
 

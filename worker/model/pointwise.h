@@ -121,11 +121,13 @@ inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size t
 }
 
 // By the numbers of worker/model/compiled_pointwise.py: x * sigmoid(x), and with the hyperbolic tangent
-// for the error function x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415).
-enum Activation : int { SILU, GELU_TANH };
+// for the error function x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415), and
+// with the error function itself.
+enum Activation : int { SILU, GELU_TANH, GELU };
 
 template <Activation ACTIVATION>
 inline float activated(float x) {
+  if (ACTIVATION == GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678118654752f));
   constexpr float TWICE_ROOT = 1.59576912160573071f;
   const float argument = ACTIVATION == SILU ? x : TWICE_ROOT * (x + 0.044715f * x * x * x);
   return x / (1.0f + exponential(-argument));
@@ -146,7 +148,8 @@ inline void gate(Member& me, const Stored* gate_up, Stored* out, size tokens, si
 inline void gate(Member& me, Activation activation, const Stored* gate_up, Stored* out, size tokens,
                  size width) {
   if (activation == SILU) gate<SILU>(me, gate_up, out, tokens, width);
-  else gate<GELU_TANH>(me, gate_up, out, tokens, width);
+  else if (activation == GELU_TANH) gate<GELU_TANH>(me, gate_up, out, tokens, width);
+  else gate<GELU>(me, gate_up, out, tokens, width);
 }
 
 // Cosines and sines of a head's first `pairs` pairs of features; a row of them takes `stride` elements.

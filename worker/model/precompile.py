@@ -19,15 +19,16 @@ from worker.model.stack import stack_library
 from worker.native.argmax import choose_argmax
 
 
-def choose_packing(dtype: torch.dtype) -> Packing:
-    """Choose the layout for weights of ``dtype`` on the CPU."""
-    panels = panel_packing() if dtype == torch.bfloat16 else None
-    return panels or OneDnnPacking()
+def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
+    """Choose the layout on the CPU of ``weights`` that are multiplied with inputs of ``dtype``."""
+    return panel_packing(dtype, weights) or OneDnnPacking()
 
 
-def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def precompile(
+    head_dim: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
+) -> None:
     """Whoever wants one of the libraries finds it done. A compiler has one core: as many of them
-    run at a time as there are cores. Several ranks go layer by layer, and want no stack."""
+    run at a time as there are cores."""
     if device.type != "cpu":
         return
     libraries: list[Callable[[], object]] = [
@@ -35,10 +36,9 @@ def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: i
         partial(choose_pointwise, dtype, device),
         partial(choose_argmax, device),
     ]
-    if dtype == torch.bfloat16 and panels_pay():
-        libraries.append(panel_packing)
-        if ranks == 1:
-            libraries.append(partial(stack_library, head_dim))
+    if panels_pay(dtype, weights):
+        libraries.append(partial(panel_packing, dtype, weights))
+        libraries.append(partial(stack_library, head_dim, dtype, weights))
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         for compiled in [compilers.submit(library) for library in libraries]:
             compiled.result()

@@ -2,7 +2,10 @@
 // which shares one operation after the other. It is what worker/model/decoder.py computes layer by
 // layer with the same functions, bit for bit.
 //
-// Compiled for bfloat16 and one head dimension.
+// The ranks of a tensor-parallel worker each compute their share; what is to be summed over them goes
+// through a function that is handed in.
+//
+// Compiled for one head dimension, one type of weights and one of everything else.
 
 #include "../attention/paged.h"
 #include "panels.h"
@@ -11,45 +14,38 @@
 namespace [[gnu::visibility("hidden")]] stack {
 
 using size = std::int64_t;
-using panels::bf16;
 using pointwise::Angles;
 using pointwise::Norm;
 using element::Stored;
 using team::Member;
 
 struct Linear {
-  const bf16* panels;
-  const bf16* bias;  // or null
+  const panels::Weight* panels;
+  const Stored* bias;  // or null
   size outputs, inputs;
 
-  void operator()(Member& me, const Stored* x, Stored* y, size tokens) const {
-    multiply(me, x, (bf16*)y, tokens);
-  }
-  void operator()(Member& me, const Stored* x, float* y, size tokens) const {
-    multiply(me, x, y, tokens);
-  }
-
- private:
   template <class Out>
-  void multiply(Member& me, const Stored* x, Out* y, size tokens) const {
-    const panels::Product<Out> product{(const bf16*)x, panels, bias, y, tokens, outputs, inputs};
-    panels::multiply(me, product);
+  void operator()(Member& me, const Stored* x, Out* y, size tokens) const {
+    panels::multiply(me, panels::Product<Out>{x, panels, bias, y, tokens, outputs, inputs});
   }
 };
 
-// Of `vocab` rows, in panels or one after the other.
+// The rows from `start` to `stop` of `vocab`, in panels or one after the other. Other tokens are zero.
 struct Embedding {
-  const bf16* weight;
-  size in_panels, vocab;
+  const panels::Weight* weight;
+  size in_panels, vocab, start, stop;
   float multiplier;
 
   void operator()(Member& me, const size* tokens, Stored* out, size number, size width) const {
-    me.share(number, pointwise::TOGETHER, [=](size i) {
-      bf16* to = (bf16*)out + i * width;
-      if (in_panels) panels::row(weight, tokens[i], width, to);
-      else std::memcpy(to, weight + tokens[i] * width, width * sizeof(bf16));
-    });
-    if (multiplier != 1.0f) pointwise::scale(me, out, multiplier, number, width);
+    me.share(number, pointwise::TOGETHER, [=](size i) { row(tokens[i], out + i * width, width); });
+  }
+
+  void row(size token, Stored* to, size width) const {
+    if (token < start || token >= stop) std::memset(to, 0, width * sizeof *to);
+    else if (in_panels) panels::row(weight, token - start, width, to);
+    else
+      for (size i = 0; i < width; ++i)
+        to[i] = element::narrow(element::wide(weight[(token - start) * width + i]));
   }
 };
 
@@ -65,14 +61,19 @@ struct Layer {
   Linear gate_up, down;
 };
 
+// Replaces so many elements by their sums over the ranks.
+using SumOverRanks = void (*)(Stored* elements, size number);
+
 struct Stack {
   Embedding embedding;
   const Angles* angles;  // a row each of `positions` positions
   size positions;
   const Layer* layers;
   size num_layers, width, heads, kv_heads, intermediate, activation;
+  float residual_multiplier;
   Norm norm;
   Linear head;
+  SumOverRanks sum_over_ranks;  // null where there is one rank
 };
 
 // Tokens, where each stands in its sequence, and which of them the hidden states are wanted of.
@@ -101,23 +102,28 @@ struct Pass {
   void operator()() const {
     size number = tokens.number;
     stack.embedding(me, tokens.ids, hidden, number, stack.width);
+    sum_over_ranks(hidden, number);
+    if (stack.embedding.multiplier != 1.0f)
+      pointwise::scale(me, hidden, stack.embedding.multiplier, number, stack.width);
     for (size i = 0; i < stack.num_layers; ++i) {
       const Layer& layer = stack.layers[i];
       pointwise::sum_and_norm(me, hidden, i ? space.added : nullptr, layer.before_attention,
                               space.normed, number, stack.width);
       attend(layer, i);
-      if (i + 1 == stack.num_layers) number = leave_sites();
+      // Ranks sum all tokens, whichever of them rank 0 wants.
+      if (i + 1 == stack.num_layers && !stack.sum_over_ranks) number = leave_sites();
       layer.out(me, space.attended, space.added, number);
-      norm_added(layer.after_attention, number);
+      finish_added(layer.after_attention, number);
       pointwise::sum_and_norm(me, hidden, space.added, layer.before_mlp, space.normed, number,
                               stack.width);
       layer.gate_up(me, space.normed, space.gate_up, number);
       pointwise::gate(me, pointwise::Activation(stack.activation), space.gate_up, space.gated,
                       number, stack.intermediate);
       layer.down(me, space.gated, space.added, number);
-      norm_added(layer.after_mlp, number);
+      finish_added(layer.after_mlp, number);
     }
     pointwise::sum(me, hidden, space.added, number, stack.width);
+    if (stack.sum_over_ranks) leave_sites();
   }
 
   void attend(const Layer& layer, size index) const {
@@ -159,8 +165,15 @@ struct Pass {
     return {first, stride};
   }
 
-  void norm_added(const Norm& norm, size number) const {
+  void finish_added(const Norm& norm, size number) const {
+    sum_over_ranks(space.added, number);
     if (norm.weight) pointwise::norm(me, space.added, norm, space.added, number, stack.width);
+    if (stack.residual_multiplier != 1.0f)
+      pointwise::scale(me, space.added, stack.residual_multiplier, number, stack.width);
+  }
+
+  void sum_over_ranks(Stored* rows, size number) const {
+    if (stack.sum_over_ranks) me.once([&] { stack.sum_over_ranks(rows, number * stack.width); });
   }
 };
 

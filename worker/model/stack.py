@@ -29,12 +29,16 @@ from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Form, Plain
-from worker.model.panels import Panels
+from worker.model.panels import Panels, panel_flags
 from worker.model.rope import RotaryTable
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("stack.cpp")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+#: Elements, and how many.
+_SumOverRanks = ctypes.CFUNCTYPE(None, _POINTER, _SIZE)
 
 
 class _Norm(ctypes.Structure):
@@ -63,7 +67,7 @@ class _Angles(ctypes.Structure):
 class _Embedding(ctypes.Structure):
     _fields_ = (
         ("weight", _POINTER),
-        *((name, _SIZE) for name in ("in_panels", "vocab")),
+        *((name, _SIZE) for name in ("in_panels", "vocab", "start", "stop")),
         ("multiplier", ctypes.c_float),
     )
 
@@ -76,8 +80,10 @@ class _Stack(ctypes.Structure):
         ("layers", _POINTER),
         *((name, _SIZE) for name in ("num_layers", "width", "heads", "kv_heads")),
         *((name, _SIZE) for name in ("intermediate", "activation")),
+        ("residual_multiplier", ctypes.c_float),
         ("norm", _Norm),
         ("head", _Linear),
+        ("sum_over_ranks", _SumOverRanks),
     )
 
 
@@ -120,9 +126,15 @@ class CompiledStack:
             _layer(layer, table)
             for layer, table in zip(plain.layers, plain.table_of_layer, strict=True)
         ]
+        self._dtype = plain.norm.weight.dtype
+        self._group = plain.embedding.group
+        #: a reduction that failed in the step that runs: a callback cannot raise it
+        self._failure: BaseException | None = None
         self._layers = (_Layer * len(layers))(*layers)
         self._angles = (_Angles * len(plain.tables))(*map(_angles, plain.tables))
         self._stack = _stack(plain, self._layers, self._angles)
+        if self._group.size > 1:
+            self._stack.sum_over_ranks = _SumOverRanks(self._sum_over_ranks)
         first = layers[0]
         #: elements of a token
         self._widths = (
@@ -133,7 +145,7 @@ class CompiledStack:
             first.gate_up.outputs,
             first.down.inputs,
         )
-        self._memory = torch.empty(0, dtype=torch.bfloat16)
+        self._memory = torch.empty(0, dtype=self._dtype)
         self._logits_memory = torch.empty(0)
         #: of the former, and for how many tokens
         self._space, self._room = _Space(), 0
@@ -141,11 +153,12 @@ class CompiledStack:
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """Raises IndexError for a token or a position that there is not."""
+        """Raises IndexError for a token or a position that there is not, RuntimeError for a lost
+        rank."""
         if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
             return self._plain.hidden(tokens, positions, attention, sites)
         number, num_sites = len(tokens), len(tokens if sites is None else sites)
-        hidden = torch.empty(number, self._stack.width, dtype=torch.bfloat16)
+        hidden = torch.empty(number, self._stack.width, dtype=self._dtype)
         described = _Tokens(
             _ints(tokens),
             _ints(positions),
@@ -164,10 +177,22 @@ class CompiledStack:
         )
         if not done:
             raise IndexError("a token is not in the vocabulary, or a position beyond the longest")
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         return hidden[:num_sites]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        assert hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+    def _sum_over_ranks(self, address: int, number: int) -> None:
+        if self._failure is not None:
+            return
+        room = (ctypes.c_byte * (number * self._dtype.itemsize)).from_address(address)
+        try:
+            self._group.all_reduce(torch.frombuffer(room, dtype=self._dtype))
+        except BaseException as error:
+            self._failure = error
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        assert hidden.dtype == self._dtype and hidden.is_contiguous()
         logits = self._memory_for_logits(len(hidden))
         self._logits(
             self._stack,
@@ -177,7 +202,7 @@ class CompiledStack:
             len(hidden),
             torch.get_num_threads(),
         )
-        return logits
+        return self._plain.head.gathered(logits, self._dtype)
 
     def _memory_for_logits(self, number: int) -> Tensor:
         """Float32 [number, vocab]. It is kept too: large memory that is new each time is a page
@@ -192,8 +217,8 @@ class CompiledStack:
         """It is kept, since the largest step comes again."""
         if tokens > self._room:
             # The old memory goes before the new one comes.
-            self._memory = torch.empty(0, dtype=torch.bfloat16)
-            self._memory = torch.empty(tokens * sum(self._widths), dtype=torch.bfloat16)
+            self._memory = torch.empty(0, dtype=self._dtype)
+            self._memory = torch.empty(tokens * sum(self._widths), dtype=self._dtype)
             self._room = tokens
             parts = self._memory.split_with_sizes([tokens * width for width in self._widths])
             self._space = _Space(*(part.data_ptr() for part in parts))
@@ -204,29 +229,28 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     """``plain`` where some of it is not as stack.cpp computes it, or that cannot be compiled."""
     if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
-    library = stack_library(head_dim)
+    dtype = plain.norm.weight.dtype
+    library = stack_library(head_dim, dtype, plain.head.weight.dtype)
     if library is None:
         return plain
-    return CompiledStack(library, plain, compiled_kernel(head_dim, torch.bfloat16))
+    return CompiledStack(library, plain, compiled_kernel(head_dim, dtype))
 
 
 @cache
-def stack_library(head_dim: int) -> ctypes.CDLL | None:
+def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
     """None where it cannot be made; the log says why."""
-    return native.compiled(_SOURCE, stack_flags(head_dim))
+    return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
 
 
-def stack_flags(head_dim: int) -> tuple[str, ...]:
-    """The compiler's flags for the library of a head dimension."""
-    element = native.DTYPES[torch.bfloat16]
-    return f"-D{element}", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
+def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
+    """The compiler's flags for the library of a head dimension and types (panels.py)."""
+    return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 
 def _has_our_ends(plain: LayerByLayer) -> bool:
     looked_up = plain.embedding.weight.form
     return (
         len(plain.layers) > 0
-        and plain.embedding.group.size == 1
         and isinstance(plain.head.weight.form, Panels)
         and isinstance(looked_up, Plain | Panels)
     )
@@ -238,10 +262,7 @@ def _is_ours(layer: Layer) -> bool:
     return (
         isinstance(attention.pointwise, CompiledPointwise)
         and all(isinstance(linear.weight.form, Panels) for linear in linears)
-        and attention.out.group.size == 1
-        and mlp.activation in ACTIVATIONS
         and attention.form.sinks is None
-        and layer.around_attention.multiplier == layer.around_mlp.multiplier == 1.0
     )
 
 
@@ -260,6 +281,7 @@ def _stack(
         kv_heads=attention.num_turned - attention.num_query,
         intermediate=layers[0].down.inputs,
         activation=ACTIVATIONS[plain.layers[0].mlp.activation],
+        residual_multiplier=plain.layers[0].around_mlp.multiplier,
         norm=_norm(plain.norm),
         head=_weight(plain.head.weight.form, None),
     )
@@ -270,7 +292,8 @@ def _embedding(table: VocabTable, multiplier: float) -> _Embedding:
     assert isinstance(form, Plain | Panels)
     in_panels = isinstance(form, Panels)
     address = form.address if isinstance(form, Panels) else form.weight.data_ptr()
-    return _Embedding(address, in_panels, table.vocab_size, multiplier)
+    held = table.held
+    return _Embedding(address, in_panels, table.vocab_size, held.start, held.stop, multiplier)
 
 
 def _angles(table: RotaryTable) -> _Angles:
@@ -305,7 +328,8 @@ def _norm(norm: RmsNorm | None) -> _Norm:
 
 
 def _linear(linear: ColumnLinear | RowLinear) -> _Linear:
-    return _weight(linear.weight.form, linear.bias)
+    bias = linear.own_bias if isinstance(linear, RowLinear) else linear.bias
+    return _weight(linear.weight.form, bias)
 
 
 def _weight(form: Form, bias: Tensor | None) -> _Linear:

@@ -28,12 +28,15 @@ from everlift.progress import Progress, untold
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read
+from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
 from worker.model.sharing import Run, bounds_of
 
 log = logs.get_logger(__name__)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+#: The same in a config's words.
+_CONFIG_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 #: What a checkpoint may hold beside the parameters: derived tables.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 #: Of a tensor that is compared with another, so many at a time.
@@ -64,6 +67,17 @@ def load(
     parts = [_Part(tensor, piece) for tensor in tensors for piece in wanted.get(tensor.name, ())]
     _fill(parts, filler, num_readers)
     return filler.total_bytes
+
+
+def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
+    """Return the type of all matrices of a checkpoint, or with weights that are not read the type
+    that its config names; None if there are several. Raises BadCheckpoint."""
+    if not reads_weights:
+        config = HfConfig.read(Path(directory) / "config.json")
+        return _CONFIG_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
+    tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
+    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return _DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:

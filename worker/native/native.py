@@ -5,6 +5,9 @@ and its pointers are those of tensors. What is compiled lies in the user's cache
 name made of all that it depends on, so that two machines with one home do not share what one of
 them cannot run. An image has libraries for several levels of CPUs beside this module
 (worker.native.ship): the highest that this CPU has is used, and no compiler is needed.
+
+The environment variable EVERLIFT_CPU_LEVEL limits what is used to one of LEVELS: workers on CPUs of
+several kinds then compute the same bits, and the code for an older CPU can be tried on a newer one.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ LEVELS = (
     Level("avx512", ("-march=x86-64-v4",), _V4),
     Level("avx2", ("-march=x86-64-v3",), _V3),
 )
+LEVEL_VARIABLE = "EVERLIFT_CPU_LEVEL"
 #: What a library is compiled for, in its preprocessor's words.
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
@@ -74,7 +78,8 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     if compiler is None:
         log.warning("no C++ compiler: slower code is used", source=source.name, flags=flags)
         return None
-    command = (compiler, *_FLAGS, *_NATIVE, *flags)
+    target = _NATIVE if (limit := level_limit()) is None else limit.flags
+    command = (compiler, *_FLAGS, *target, *flags)
     try:
         library = _cache() / f"{source.stem}-{_key(command, source)}.so"
         if not library.exists():
@@ -107,9 +112,41 @@ def shipped_level() -> Level | None:
     """The highest level of LEVELS that this CPU has; None where nothing is shipped for it."""
     if not _SHIPPED.is_dir():
         return None
+    return level_limit() or highest_level()
+
+
+def level_limit() -> Level | None:
+    """Level that LEVEL_VARIABLE names. Raises ValueError where this CPU does not have it."""
+    name = os.environ.get(LEVEL_VARIABLE, "")
+    if not name:
+        return None
+    highest = highest_level()
+    available = LEVELS[LEVELS.index(highest) :] if highest else ()
+    for level in available:
+        if level.name == name:
+            return level
+    names = ", ".join(level.name for level in available) or "none"
+    raise ValueError(f"{LEVEL_VARIABLE} is {name!r}; this CPU has: {names}")
+
+
+def highest_level() -> Level | None:
+    """The highest of LEVELS that this CPU has; None for other CPUs."""
     lines = _cpu().splitlines()
     features = next((line for line in lines if line.startswith("flags")), "").split()
     return next((level for level in LEVELS if level.features <= set(features)), None)
+
+
+def has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16, within the limit."""
+    if (limit := level_limit()) is not None:
+        return limit is LEVELS[0]
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def has_amx() -> bool:
+    """Return whether the CPU multiplies matrices of bfloat16, within the limit."""
+    return level_limit() is None and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _compiler() -> str | None:

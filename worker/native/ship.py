@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from worker.attention.cpu import kernel_flags
+from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
 from worker.native import native
 
@@ -26,17 +27,16 @@ def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield source and flags of each library for a level."""
     yield _WORKER / "parallel" / "collectives.cpp", ()
     yield _WORKER / "native" / "argmax.cpp", ()
+    # Everlift computes in float32 where a CPU has no bfloat16, and never in float16 by itself.
     has_bfloat16 = level.name == "avx512_bf16"
-    for dtype, name in native.DTYPES.items():
-        # Everlift computes in float32 where a CPU has no bfloat16, and never in float16 by itself.
-        if dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16):
-            yield _WORKER / "model" / "pointwise.cpp", (f"-D{name}",)
-            for head_dim in HEAD_DIMS:
-                yield _WORKER / "attention" / "paged.cpp", kernel_flags(head_dim, dtype)
-    if has_bfloat16:
-        yield _WORKER / "model" / "panels.cpp", ()
+    for dtype in (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,):
+        yield _WORKER / "model" / "pointwise.cpp", (f"-D{native.DTYPES[dtype]}",)
         for head_dim in HEAD_DIMS:
-            yield _WORKER / "model" / "stack.cpp", stack_flags(head_dim)
+            yield _WORKER / "attention" / "paged.cpp", kernel_flags(head_dim, dtype)
+        for weights in {dtype, torch.bfloat16}:
+            yield _WORKER / "model" / "panels.cpp", panel_flags(dtype, weights)
+            for head_dim in HEAD_DIMS:
+                yield _WORKER / "model" / "stack.cpp", stack_flags(head_dim, dtype, weights)
 
 
 def main() -> None:

@@ -3,13 +3,16 @@ alone that are asked for."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import CHECKPOINTS, MAX_POSITION, VOCAB, Checkpoint, save_family
@@ -29,8 +32,11 @@ MIXED: list[Step] = [
     [(2, 1), (0, 62)],
     [(2, 5)],
 ]
-#: What few models have is computed layer by layer.
-WITHOUT = ("granite, biases", "granite, tied")
+FP32, BF16 = torch.float32, torch.bfloat16
+#: Types of activations and of weights.
+every_type = pytest.mark.parametrize(
+    "types", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=lambda types: f"{types[0]}, {types[1]}"
+)
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
@@ -41,14 +47,22 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def stepped(checkpoint: Checkpoint, directory: Path) -> SteppedDecoder:
-    panels_or_skip()
-    return SteppedDecoder(save_family(directory, checkpoint), MAX_POSITION, dtype=torch.bfloat16)
+Types = tuple[torch.dtype, torch.dtype]
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name not in WITHOUT])
-def test_its_bits_are_those_of_layer_by_layer(name: str, tmp_path: Path) -> None:
-    model = stepped(CHECKPOINTS[name], tmp_path)
+def stepped(
+    checkpoint: Checkpoint, directory: Path, types: Types = (FP32, BF16), **options: Any
+) -> SteppedDecoder:
+    panels_or_skip(*types)
+    dtype, weights = types
+    saved = save_family(directory, checkpoint)
+    return SteppedDecoder(saved, MAX_POSITION, dtype=dtype, weights_dtype=weights, **options)
+
+
+@every_type
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
+def test_its_bits_are_those_of_layer_by_layer(name: str, types: Types, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path, types)
     assert isinstance(model.decoder.stack, CompiledStack)
     at_once, in_steps = (model.logits(SEQUENCES, steps) for steps in (WHOLE, MIXED))
     model.decoder.stack = model.decoder.layer_by_layer
@@ -104,30 +118,42 @@ def test_a_position_that_there_is_not(tmp_path: Path) -> None:
         model.hidden([[5] * (MAX_POSITION + 1)], None)
 
 
-@pytest.mark.parametrize("name", WITHOUT)
-def test_what_it_does_not_compute_goes_layer_by_layer(name: str, tmp_path: Path) -> None:
-    model = stepped(CHECKPOINTS[name], tmp_path)
-    assert isinstance(model.decoder.stack, LayerByLayer)
-
-
-def test_an_activation_that_it_does_not_have(tmp_path: Path) -> None:
+@every_type
+def test_the_error_function_as_activation(types: Types, tmp_path: Path) -> None:
     checkpoint = CHECKPOINTS["mistral, window"]
     checkpoint = replace(checkpoint, sizes=checkpoint.sizes | {"hidden_act": "gelu"})
-    assert isinstance(stepped(checkpoint, tmp_path).decoder.stack, LayerByLayer)
+    model = stepped(checkpoint, tmp_path, types)
+    assert isinstance(model.decoder.stack, CompiledStack)
+    got = model.logits(SEQUENCES, WHOLE)
+    model.decoder.stack = model.decoder.layer_by_layer
+    expected = model.logits(SEQUENCES, WHOLE)
+    assert got is not None and expected is not None
+    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
 
 
-def test_products_of_another_kind_go_layer_by_layer(tmp_path: Path) -> None:
+def test_weights_of_fp16_go_layer_by_layer(tmp_path: Path) -> None:
     directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
-    model = SteppedDecoder(directory, MAX_POSITION, dtype=torch.float32)
+    model = SteppedDecoder(directory, MAX_POSITION, dtype=torch.float16)
     assert isinstance(model.decoder.stack, LayerByLayer)
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
+def test_weights_of_bf16_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
+    """The same bits as those weights make when they are stored as fp32."""
+    exact = stepped(CHECKPOINTS[name], tmp_path / "fp32", (FP32, BF16))
+    rounded = tmp_path / "rounded"
+    shutil.copytree(tmp_path / "fp32", rounded)
+    for file in rounded.glob("*.safetensors"):
+        tensors = load_file(file).items()
+        save_file({name: t.to(BF16).float() if t.dim() == 2 else t for name, t in tensors}, file)
+    wide = SteppedDecoder(rounded, MAX_POSITION, dtype=FP32)
+    got, expected = (model.logits(SEQUENCES, MIXED) for model in (exact, wide))
+    assert got is not None and expected is not None
+    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
 
 
 def test_over_another_attention_it_goes_layer_by_layer(tmp_path: Path) -> None:
-    panels_or_skip()
-    directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
-    model = SteppedDecoder(
-        directory, MAX_POSITION, dtype=torch.bfloat16, attention_over=ReferenceAttention
-    )
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path, attention_over=ReferenceAttention)
     assert isinstance(model.decoder.stack, CompiledStack)
     got = model.logits(SEQUENCES, WHOLE)
     model.decoder.stack = model.decoder.layer_by_layer

@@ -105,8 +105,10 @@ class SteppedDecoder(SteppedModel):
         group: Group | None = None,
         dtype: torch.dtype = torch.float32,
         attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
+        weights_dtype: torch.dtype | None = None,
     ) -> None:
-        place = Placement(group or Group.single(), dtype, CPU, choose_pointwise(dtype, CPU))
+        pointwise = choose_pointwise(dtype, CPU)
+        place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = read_spec(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)

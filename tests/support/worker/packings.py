@@ -7,16 +7,15 @@ import shutil
 import pytest
 import torch
 
-from worker.model.panels import PanelPacking, panel_packing
+from worker.model.panels import PanelPacking, panel_packing, pays
 
 
-def panels_or_skip() -> PanelPacking:
+def panels_or_skip(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking:
     """Skips where it cannot be: where it could, it has to be."""
-    features = torch.cpu.get_capabilities()
-    if not features.get("avx512_bf16") or features.get("amx_bf16"):
-        pytest.skip("a CPU for which panels are not meant")
+    if not pays(dtype, weights):
+        pytest.skip("a CPU for which these panels are not meant")
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         pytest.skip("no C++ compiler here")
-    packing = panel_packing()
+    packing = panel_packing(dtype, weights)
     assert packing is not None
     return packing

@@ -11,6 +11,7 @@ import torch
 
 from worker.device.device import choose_device, choose_dtype, kind_of, name_of, use_threads
 from worker.device.device_kind import DeviceKind
+from worker.native import native
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,12 @@ def test_auto_is_bfloat16_where_the_gpu_has_it(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     expected = torch.bfloat16 if capability >= (8, 0) else torch.float32
     assert choose_dtype("auto", torch.device("cuda")) is expected
+
+
+def test_auto_is_float32_where_the_cpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(native, "level_limit", lambda: native.LEVELS[-1])
+    assert choose_dtype("auto", CPU) is torch.float32
 
 
 def test_a_named_dtype_is_taken_as_it_is() -> None:

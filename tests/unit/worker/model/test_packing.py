@@ -18,13 +18,14 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, agree
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
-from worker.model.panels import WIDTH, PanelPacking, Panels, panel_packing
+from worker.model.panels import PanelPacking, Panels, panel_packing, pays
 from worker.model.precompile import choose_packing
 from worker.model.spec import ModelSpec
 from worker.parallel.group import Group
 
-#: A panel, less than one, several of which the last is not full, and inputs that are many.
-SHAPES = [(WIDTH, 8), (3, 2), (3 * WIDTH + 17, 96), (WIDTH, 5000)]
+FP32, BF16 = torch.float32, torch.bfloat16
+#: A panel, less than one, several of which the last is not full, and inputs that are many, or odd.
+SHAPES = [(64, 8), (3, 2), (3 * 64 + 17, 96), (64, 5000), (33, 7)]
 #: Tiles of each size, alone and together, and more than one chunk.
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 96, 97, 200)
 
@@ -33,83 +34,95 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
+Types = tuple[torch.dtype, torch.dtype]
+
+
+@pytest.fixture(params=[(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
+def types(request: pytest.FixtureRequest) -> Types:
+    """Of inputs and outputs, and of weights."""
+    types: Types = request.param
+    return types
+
+
 @pytest.fixture
-def panels() -> PanelPacking:
-    return panels_or_skip()
+def panels(types: Types) -> PanelPacking:
+    return panels_or_skip(*types)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_in_panels_are_right_and_the_same_in_any_batch(
-    shape: tuple[int, int], with_bias: bool, panels: PanelPacking
+    shape: tuple[int, int], with_bias: bool, types: Types, panels: PanelPacking
 ) -> None:
-    outputs, inputs = shape
-    weight, x = random(outputs, inputs), random(max(ROWS), inputs)
-    bias = random(outputs) if with_bias else None
+    (outputs, inputs), (dtype, weights) = shape, types
+    weight, x = random(outputs, inputs, dtype=weights), random(max(ROWS), inputs, dtype=dtype)
+    bias = random(outputs, dtype=dtype) if with_bias else None
     packed = panels.pack(weight.clone())
-    assert packed is not None
     whole = packed.multiply(x, bias)
-    assert agree(whole, functional.linear(x, weight, bias), inputs)
+    assert agree(whole, functional.linear(x, weight.to(dtype), bias), inputs)
     for count in ROWS:
         assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
 
 
+def test_panels_of_bf16_are_multiplied_as_fp32_where_inputs_are() -> None:
+    narrow, wide = panels_or_skip(FP32, BF16), panels_or_skip(FP32, FP32)
+    weight, x = random(100, 96, dtype=BF16), random(13, 96, dtype=FP32)
+    expected = wide.pack(weight.float()).multiply(x, None)
+    assert torch.equal(narrow.pack(weight).multiply(x, None), expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_come_back_out_of_panels(shape: tuple[int, int], panels: PanelPacking) -> None:
-    weight = random(*shape)
-    packed = panels.pack(weight.clone())
-    assert packed is not None
-    assert torch.equal(packed.rows(torch.arange(len(weight))), weight)
+def test_rows_come_back_out_of_panels(
+    shape: tuple[int, int], types: Types, panels: PanelPacking
+) -> None:
+    dtype, weights = types
+    weight = random(*shape, dtype=weights)
+    ids = torch.arange(len(weight)).flip(0)
+    assert torch.equal(panels.pack(weight.clone()).rows(ids), weight.flip(0).to(dtype))
 
 
-def test_panels_take_the_memory_of_the_weight(panels: PanelPacking) -> None:
-    weight = random(WIDTH, 4)
+def test_panels_take_the_memory_of_the_weight(types: Types, panels: PanelPacking) -> None:
+    weight = random(panels.width, 4, dtype=types[1])
     before = weight.clone()
+    panels.pack(weight)
+    packs = before.view(torch.int32).t().contiguous()
+    assert torch.equal(weight.view(torch.int32).view(packs.shape), packs)
+
+
+def test_an_input_of_another_layout_is_read_as_it_is(types: Types, panels: PanelPacking) -> None:
+    weight, x = random(64, 4, dtype=types[1]), random(4, 5, dtype=types[0]).t()
     packed = panels.pack(weight)
-    assert packed is not None
-    pairs = before.view(torch.int32).t().contiguous()
-    assert torch.equal(weight.view(torch.int32).view(2, WIDTH), pairs)
-
-
-def test_inputs_that_make_no_pairs_stay_plain(panels: PanelPacking) -> None:
-    weight = random(WIDTH, 3)
-    before = weight.clone()
-    assert panels.pack(weight) is None
-    assert torch.equal(weight, before)
-
-
-def test_an_input_of_another_layout_is_read_as_it_is(panels: PanelPacking) -> None:
-    weight, x = random(WIDTH, 4), random(4, 5).t()
-    packed = panels.pack(weight.clone())
-    assert packed is not None
     assert torch.equal(packed.multiply(x, None), packed.multiply(x.contiguous(), None))
 
 
 def test_wrong_products_in_panels_are_not_used(
-    panels: PanelPacking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    types: Types,
+    panels: PanelPacking,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(Panels, "multiply", lambda _, x, __: x.new_zeros(len(x), WIDTH + 20))
-    assert panel_packing.__wrapped__() is None
+    wrong = panels.width + 20
+    monkeypatch.setattr(Panels, "multiply", lambda _, x, __: x.new_zeros(len(x), wrong))
+    assert panel_packing.__wrapped__(*types) is None
     assert "wrong" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("features", "pays"),
-    [
-        ({"avx512_bf16": True}, True),
-        ({"avx512_bf16": True, "amx_bf16": True}, False),
-        ({"avx2": True}, False),
-    ],
-)
-def test_panels_are_for_avx512_where_there_is_no_amx(
-    features: dict[str, bool], pays: bool, panels: PanelPacking, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("features", [{"avx512_bf16": True}, {"avx2": True}, {}])
+def test_panels_are_for_every_cpu_without_amx(
+    features: dict[str, bool], types: Types, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert (panel_packing.__wrapped__() is not None) == pays
+    assert pays(*types)
+
+
+def test_amx_multiplies_bf16_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert not pays(BF16, BF16)
+    assert pays(FP32, BF16)
 
 
 def test_other_dtypes_are_packed_by_onednn() -> None:
-    assert isinstance(choose_packing(torch.float32), OneDnnPacking)
+    assert isinstance(choose_packing(torch.float16, torch.float16), OneDnnPacking)
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (17, 5), (64, 5000)])
@@ -192,12 +205,29 @@ def test_products_that_are_not_finite_agree_with_nothing() -> None:
         assert not agree(bad, bad, 4)
 
 
-class Counted:
-    """``choose_packing``'s, and how many weights it packed."""
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["panels", "oneDNN"])
+def test_a_packed_decoder_is_the_plain_one(
+    tied: bool, kind: str, types: Types, tmp_path: Path
+) -> None:
+    dtype, weights = types
+    if kind == "oneDNN" and types != (FP32, FP32):
+        pytest.skip("oneDNN multiplies nothing in bf16 without AVX-512")
+    spec = read_spec(save_llama(tmp_path, tie_word_embeddings=tied))
+    packing = OneDnnPacking() if kind == "oneDNN" else panels_or_skip(*types)
+    counted = Counted(packing)
+    expected = logits(spec, dtype, weights, None)
+    got = logits(spec, dtype, weights, counted)
+    assert counted.num_packed == 4 * spec.num_layers + (packing.keeps_rows or not tied)
+    assert distance(got, expected) < (1e-5 if dtype == FP32 else 0.02)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._packing = choose_packing(dtype)
-        self.keeps_rows = self._packing.keeps_rows
+
+class Counted:
+    """A packing, and how many weights it packed."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self.keeps_rows = packing.keeps_rows
         self.num_packed = 0
 
     def pack(self, weight: Tensor) -> Form | None:
@@ -206,25 +236,18 @@ class Counted:
         return form
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_decoder_is_the_plain_one(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    directory = save_llama(tmp_path, tie_word_embeddings=tied)
-    spec = read_spec(directory)
-    packing = Counted(dtype)
-    expected = logits(spec, dtype, None)
-    got = logits(spec, dtype, packing)
-    # Without AVX-512 oneDNN multiplies nothing in bf16.
-    is_packed = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    matrices = 4 * spec.num_layers + (packing.keeps_rows or not tied)
-    assert packing.num_packed == is_packed * matrices
-    assert distance(got, expected) < (1e-5 if dtype == torch.float32 else 0.02)
-
-
-def logits(spec: ModelSpec, dtype: torch.dtype, packing: Packing | None) -> Tensor:
-    place = Placement(Group.single(), dtype, torch.device("cpu"))
+def logits(
+    spec: ModelSpec, dtype: torch.dtype, weights: torch.dtype, packing: Packing | None
+) -> Tensor:
+    # Plain weights are multiplied with in one type.
+    stored = dtype if packing is None else weights
+    place = Placement(Group.single(), dtype, torch.device("cpu"), weights=stored)
     decoder = Decoder(spec, 64, place)
     dummy.fill(decoder)
+    if packing is None and weights != dtype:
+        for piece in decoder.pieces():
+            if piece.into.dim() == 2:
+                piece.into.copy_(piece.into.to(weights))
     if packing is not None:
         decoder.pack(packing)
     model = SteppedModel(decoder, (spec.num_layers, spec.num_kv_heads, spec.head_dim), place)

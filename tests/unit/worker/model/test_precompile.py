@@ -23,23 +23,21 @@ def refuse(source: Path, flags: Sequence[str] = ()) -> None:
     raise AssertionError(f"{source.name} is compiled again")
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_a_decoder_wants_is_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    precompile(64, dtype, CPU, ranks=1)
+def test_what_a_decoder_wants_is_there(
+    dtype: torch.dtype, weights: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precompile(64, dtype, weights, CPU)
     monkeypatch.setattr(native, "compiled", refuse)
     compiled_kernel(64, dtype)
     choose_pointwise(dtype, CPU)
     choose_argmax(CPU)
-    if dtype == torch.bfloat16 and pays():
-        panel_packing()
-        stack_library(64)
+    if pays(dtype, weights):
+        panel_packing(dtype, weights)
+        stack_library(64, dtype, weights)
 
 
 def test_a_gpu_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", refuse)
-    precompile(96, torch.bfloat16, torch.device("cuda"), ranks=1)
-
-
-def test_several_ranks_want_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.precompile.stack_library", refuse)
-    precompile(64, torch.bfloat16, CPU, ranks=2)
+    precompile(96, torch.bfloat16, torch.bfloat16, torch.device("cuda"))

@@ -13,6 +13,7 @@ import torch
 
 from cluster.config import DEMO_MODEL
 from worker.attention.cpu import kernel_flags
+from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
 from worker.native import native, ship
 
@@ -150,4 +151,30 @@ def test_what_the_demo_model_needs_is_shipped() -> None:
         assert {"argmax.cpp", "collectives.cpp", "pointwise.cpp"} <= {name for name, _ in flags}
         has_bfloat16 = level.name == "avx512_bf16"
         assert (("paged.cpp", kernel_flags(dims, torch.bfloat16)) in flags) == has_bfloat16
-        assert (("stack.cpp", stack_flags(dims)) in flags) == has_bfloat16
+        fp32, bf16 = torch.float32, torch.bfloat16
+        for dtype, weights in ((fp32, fp32), (fp32, bf16), (bf16, bf16)):
+            is_shipped = has_bfloat16 or dtype == fp32
+            assert (("stack.cpp", stack_flags(dims, dtype, weights)) in flags) == is_shipped
+            assert (("panels.cpp", panel_flags(dtype, weights)) in flags) == is_shipped
+
+
+def test_a_named_level_limits_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_cpu", lambda: f"flags : {AVX2} avx512f")
+    assert native.level_limit() is None
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
+    assert native.level_limit() == native.LEVELS[-1]
+    assert not native.has_bfloat16()
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "avx512")
+    with pytest.raises(ValueError, match=r"this CPU has: avx2$"):
+        native.level_limit()
+
+
+@needs_compiler
+def test_code_is_compiled_for_the_named_level(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.highest_level() is None:
+        pytest.skip("a CPU without levels")
+    source.write_text(SOURCE + "#ifdef __AVX512F__\n#error\n#endif\n")
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
+    assert native.compiled(source) is not None

@@ -1,0 +1,88 @@
+// Vectors of fp32 as wide as the CPU's registers, in the vector extensions of GCC and Clang.
+//
+// Intrinsics are used only where the extensions have no word for an operation, or where a compiler is
+// free to choose between roundings.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "element.h"
+
+// Hidden: libraries for another type have functions of the same names.
+namespace [[gnu::visibility("hidden")]] vector {
+
+// Floats of one vector register. GCC keeps vectors that are wider than the registers in memory.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int REGISTERS = 32;
+#else
+constexpr int LANES = 4;
+constexpr int REGISTERS = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+template <class Vector>
+inline Vector loaded(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats spread(float value) { return Floats{} + value; }
+
+// a * b + c, rounded once. The fused operation is named, because GCC, tuned for AMD's Zen, fuses the
+// expression in some loops only. The bits of a result would then depend on the rows beside it.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats multiply_add(float a, Floats b, Floats c) { return multiply_add(spread(a), b, c); }
+
+// LANES elements in fp32.
+inline Floats wide(const float* from) { return loaded<Floats>(from); }
+
+inline Floats wide(const element::Bfloat16* from) {
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * LANES)));
+  return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
+}
+
+#ifdef __FLT16_MAX__
+inline Floats wide(const _Float16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(loaded<__m128i>(from));
+#else
+  Floats lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = element::wide(from[i]);
+  return lanes;
+#endif
+}
+#endif
+
+}  // namespace vector
