@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from io import StringIO
-from math import isinf
+from math import isfinite, isinf
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from cluster.simulator.command import ledger_requests
 from cluster.simulator.history import finished_requests
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.simulate import simulate
+from cluster.simulator.summary import Record
 from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from router.ledger.base import Ledger
@@ -67,11 +68,21 @@ def kind(tmp_path: Path) -> str:
     return str(file)
 
 
+async def explained_requests(ledger: Ledger, number: int) -> list[Record]:
+    """Return the finished requests, once their times are filed: after their clients have all."""
+    async with asyncio.timeout(30.0):
+        while True:
+            records = await finished_requests(ledger, limit=100)
+            if [isfinite(record.first_token) for record in records] == [True] * number:
+                return records
+            await asyncio.sleep(0.01)
+
+
 async def test_finished_requests_come_back_as_they_were_but_without_their_prompts() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         await receive(client, [*SHARED, 1, 2], 5, priority=3, ttft_target_s=2.0)
         await receive(client, [*SHARED, 3], 9, timeout_s=60.0)
-        records = await finished_requests(parts.ledger, limit=100)
+        records = await explained_requests(parts.ledger, 2)
         (newest,) = await finished_requests(parts.ledger, limit=1)
     first, second = records
     assert (first.index, second.index) == (0, 1)
@@ -98,7 +109,7 @@ async def test_what_was_stands_beside_what_would_have_been() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         for count in (3, 4):
             await receive(client, [1, 2, 3], count)
-        records = await finished_requests(parts.ledger, limit=100)
+        records = await explained_requests(parts.ledger, 2)
     scenario = Scenario((spec(),), router=RouterConfig(order="hrrn"))
     would_be = simulate([record.arrival for record in records], scenario)
     answers = {"was": comparison.past(records), "hrrn": would_be}
