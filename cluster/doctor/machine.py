@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -112,6 +113,31 @@ def _device(config: Config) -> Iterator[Finding]:
         yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
+        if config.model != FAKE:
+            yield _cpu_kernels(config)
+
+
+def _cpu_kernels(config: Config) -> Finding:
+    """The products that a worker on this CPU will compute. The first time they are compiled."""
+    import torch
+
+    from worker.device.device import choose_dtype
+    from worker.model.precompile import kernels
+    from worker.native import native
+    from worker.runner.build import weights_dtype
+
+    cpu = torch.device("cpu")
+    try:
+        dtype = held = choose_dtype(config.worker.dtype, cpu)
+    except ValueError as error:
+        return broken("kernels", str(error), f"set {native.LEVEL_VARIABLE} to another level")
+    # Another finding says what is wrong with the model.
+    with suppress(ValueError):
+        held = weights_dtype(config.worker, Path(config.model), dtype, cpu)
+    says = kernels(dtype, held, threads_per_rank(config, _cores()))
+    if native.why_no_code():
+        return doubtful("kernels", f"{says}: SLOWER", "install g++")
+    return fine("kernels", says)
 
 
 def _kernels() -> Finding:

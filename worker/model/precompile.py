@@ -16,12 +16,31 @@ from worker.model.onednn import OneDnnPacking
 from worker.model.panels import panel_packing
 from worker.model.panels import pays as panels_pay
 from worker.model.stack import stack_library
+from worker.native import native
 from worker.native.argmax import choose_argmax
 
 
 def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
     """Choose the layout on the CPU of ``weights`` that are multiplied with inputs of ``dtype``."""
     return panel_packing(dtype, weights) or OneDnnPacking()
+
+
+def kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:
+    """Return which products a CPU computes, and why these: `bf16 panels, AVX2, 2 threads (...)`."""
+    threads = f"{num_threads} threads"
+    if panel_packing(dtype, weights) is None:
+        cause = native.why_no_code() or ("AMX" if native.has_amx() else f"dtype is {_short(dtype)}")
+        return f"oneDNN, {threads} ({cause})"
+    if dtype == torch.bfloat16:
+        cause = "products of bf16" if native.has_bfloat16() else "dtype is bf16"
+    else:
+        cause = "dtype is fp32" if native.has_bfloat16() else "no BF16 instructions"
+        cause += ": fp32 arithmetic"
+    return f"{_short(weights)} panels, {native.instructions()}, {threads} ({cause})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def precompile(

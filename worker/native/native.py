@@ -50,18 +50,21 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 @dataclass(frozen=True, slots=True)
 class Level:
     """CPUs that libraries are shipped for: the compiler's flags, and what /proc/cpuinfo must
-    list."""
+    list. ``title`` is for people."""
 
     name: str
+    title: str
     flags: tuple[str, ...]
     features: frozenset[str]
 
 
 #: The highest first.
 LEVELS = (
-    Level("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
-    Level("avx512", ("-march=x86-64-v4",), _V4),
-    Level("avx2", ("-march=x86-64-v3",), _V3),
+    Level(
+        "avx512_bf16", "AVX-512 BF16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}
+    ),
+    Level("avx512", "AVX-512", ("-march=x86-64-v4",), _V4),
+    Level("avx2", "AVX2", ("-march=x86-64-v3",), _V3),
 )
 LEVEL_VARIABLE = "EVERLIFT_CPU_LEVEL"
 #: What a library is compiled for, in its preprocessor's words.
@@ -134,6 +137,21 @@ def highest_level() -> Level | None:
     lines = _cpu().splitlines()
     features = next((line for line in lines if line.startswith("flags")), "").split()
     return next((level for level in LEVELS if level.features <= set(features)), None)
+
+
+def instructions() -> str:
+    """Return the kind of vector instructions that compiled code uses."""
+    if (limit := level_limit()) is not None:
+        return f"{limit.title} (limited by {LEVEL_VARIABLE})"
+    highest = highest_level()
+    return highest.title if highest else "NEON" if platform.machine() == "aarch64" else "baseline"
+
+
+def why_no_code() -> str:
+    """Return why there is no compiled code; empty if there is."""
+    if shipped_level() is not None or _compiler() is not None:
+        return ""
+    return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"
 
 
 def has_bfloat16() -> bool:

@@ -24,7 +24,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.onednn import bound_caches
 from worker.model.panels import panel_packing
-from worker.model.precompile import choose_packing, precompile
+from worker.model.precompile import choose_packing, kernels, precompile
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
@@ -136,10 +136,10 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     max_model_len = _max_model_len(config, spec.max_position)
     if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
-    weights_dtype = _weights_dtype(config, directory, place)
-    precompile(spec.head_dim, place.dtype, weights_dtype, place.device)
+    held = weights_dtype(config, directory, place.dtype, place.device)
+    precompile(spec.head_dim, place.dtype, held, place.device)
     pointwise = choose_pointwise(place.dtype, place.device)
-    place = replace(place, weights=weights_dtype, pointwise=pointwise)
+    place = replace(place, weights=held, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
@@ -147,24 +147,28 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     return Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
 
 
-def _weights_dtype(config: WorkerConfig, directory: Path, place: Placement) -> torch.dtype:
-    """A CPU reads weights of bfloat16 as fast as it can multiply in fp32, so they stay what they
-    are: that is half the bytes, and the same products."""
+def weights_dtype(
+    config: WorkerConfig, directory: Path, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the type in which weights are held. On a CPU weights of bfloat16 stay what they are:
+    that is half the bytes of fp32, and the same products. Raises BadCheckpoint."""
+    if device.type != "cpu":
+        return dtype
     stored = weights.stored_dtype(directory, config.reads_weights)
-    keeps = (
-        place.device.type == "cpu"
-        and stored == torch.bfloat16
-        and panel_packing(place.dtype, stored) is not None
-    )
-    return torch.bfloat16 if keeps else place.dtype
+    keeps = stored == torch.bfloat16 and panel_packing(dtype, stored) is not None
+    return torch.bfloat16 if keeps else dtype
 
 
 def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
     """Optimise a filled decoder for a CPU. It cannot be filled again."""
-    weights_dtype = decoder.layer_by_layer.head.weight.dtype
-    decoder.pack(choose_packing(dtype, weights_dtype))
+    held = decoder.layer_by_layer.head.weight.dtype
+    decoder.pack(choose_packing(dtype, held))
     decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
-    log.info("layers", stack=type(decoder.stack).__name__)
+    log.info(
+        "layers",
+        stack=type(decoder.stack).__name__,
+        kernels=kernels(dtype, held, torch.get_num_threads()),
+    )
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:

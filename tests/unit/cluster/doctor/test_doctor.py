@@ -226,6 +226,30 @@ def test_a_gpu_without_kernels_is_warned_of_with_the_cause(
     assert finding.level is level and cause in finding.says
 
 
+def served(config: Config, directory: Path) -> Config:
+    worker, router = replace(config.worker, model=""), replace(config.router, model="")
+    return replace(config, model=str(directory), worker=worker, router=router)
+
+
+@pytest.mark.parametrize(("cause", "level"), [("", Level.OK), ("no compiler", Level.WARNING)])
+def test_the_products_of_a_cpu_are_told(
+    config: Config, cause: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("worker.native.native.why_no_code", lambda: cause)
+    finding = of(list(machine.examine(served(config, DEMO_MODEL))), "kernels")
+    assert finding.level is level and "threads" in finding.says
+
+
+def test_a_limit_that_the_cpu_does_not_have_is_found(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("EVERLIFT_CPU_LEVEL", "mmx")
+    finding = of(list(machine.examine(served(config, DEMO_MODEL))), "kernels")
+    assert finding.level is Level.ERROR and "mmx" in finding.says
+
+
 @pytest.mark.parametrize("setting", ["port", "http_port"])
 def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
     port = getattr(config.router, setting)
