@@ -27,8 +27,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from worker.model.checkpoint import read_tensors
+
 ROOT = Path("build/bench/models")
 VOCAB_SIZE = 32000
+_ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 #: Of weights, as transformers draws them.
 STD = 0.02
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -120,14 +123,26 @@ def digest(directory: Path) -> str:
     return hashed.hexdigest()
 
 
-def multiplied_bytes(name: str) -> int:
-    """Of the weights that each token is multiplied with: all but the embedding, which is looked up,
-    unless it is the head as well."""
-    config = CHECKPOINTS[name].config
-    shapes = _shapes(config)
-    if not config["tie_word_embeddings"]:
-        del shapes["model.embed_tokens.weight"]
-    return sum(2 * prod(shape) for shape in shapes.values() if len(shape) == 2)
+def find(name: str, root: Path = ROOT) -> Path:
+    """Directory of one of CHECKPOINTS, or of a checkpoint whose path ``name`` is."""
+    return ensure(name, root) if name in CHECKPOINTS else Path(name)
+
+
+def vocab_size(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text())["vocab_size"])
+
+
+def multiplied_bytes(directory: Path) -> int:
+    """Bytes, as stored, of the weights that each token is multiplied with: all but the embedding,
+    which is looked up, unless it is the head as well."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = [each for file in directory.glob("*.safetensors") for each in read_tensors(file)]
+    return sum(
+        prod(tensor.shape) * _ITEM_SIZES[tensor.dtype]
+        for tensor in tensors
+        if len(tensor.shape) == 2
+        and (config.get("tie_word_embeddings") or "embed_tokens" not in tensor.name)
+    )
 
 
 def _write(directory: Path, config: dict[str, Any]) -> None:

