@@ -162,6 +162,8 @@ class WorkerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: auto is bfloat16 where the device computes in it natively
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    #: int8 quantises the weights at load, one scale for each output channel, on CPUs only
+    quantization: Literal["none", "int8"] = "none"
     #: CPU threads of one rank; not set: the process's share of cores
     num_threads: Count | None = None
     #: the only cluster whose routers are served; empty serves any

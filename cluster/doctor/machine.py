@@ -128,12 +128,14 @@ def _cpu_kernels(config: Config) -> Finding:
 
     cpu = torch.device("cpu")
     try:
-        dtype = held = choose_dtype(config.worker.dtype, cpu)
+        dtype = held = choose_dtype(config.worker.dtype, cpu, config.worker.quantization)
     except ValueError as error:
         return broken("kernels", str(error), f"set {native.LEVEL_VARIABLE} to another level")
     # Another finding says what is wrong with the model.
     with suppress(ValueError):
         held = weights_dtype(config.worker, Path(config.model), dtype, cpu)
+    if config.worker.quantization == "int8":
+        held = torch.int8
     says = kernels(dtype, held, threads_per_rank(config, _cores()))
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")

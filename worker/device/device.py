@@ -25,10 +25,13 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 where the device computes in it natively, else float32."""
+def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
+    """``auto`` is bfloat16 where the device computes in it natively, else float32. With quantised
+    weights a CPU computes in float32."""
     if wanted != "auto":
         return _DTYPES[wanted]
+    if quantization != "none":
+        return torch.float32
     has_bfloat16 = _gpu_has_bfloat16 if device.type == "cuda" else native.has_bfloat16
     return torch.bfloat16 if has_bfloat16() else torch.float32
 

@@ -296,6 +296,8 @@ class Decoder:
             layer.pack(packing)
         if packing.keeps_rows or parts.head is not parts.embedding:
             parts.head.pack(packing)
+        if packing.packs_embeddings and parts.head is not parts.embedding:
+            parts.embedding.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         """Everything of the checkpoint that this rank holds."""

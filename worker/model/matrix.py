@@ -30,6 +30,8 @@ class Packing(Protocol):
 
     #: Its form has ``rows``.
     keeps_rows: bool
+    #: Embeddings are packed even where they are not multiplied with.
+    packs_embeddings: bool
 
     def pack(self, weight: Tensor) -> Form | None:
         """``weight`` in another form, which may take its memory; None where it cannot be packed,

@@ -68,7 +68,7 @@ class OneDnn:
 class OneDnnPacking:
     """Packs weights of those shapes with which a product was what torch's own linear makes."""
 
-    keeps_rows = False
+    keeps_rows = packs_embeddings = False
 
     def __init__(self) -> None:
         self._is_right: dict[torch.Size, bool] = {}

@@ -32,24 +32,24 @@ void pack(Weight* weight, size outputs, size inputs, int threads) {
 }
 
 // y = x @ weight.T + bias
-void multiply(const Stored* x, const Weight* panels, const Stored* bias, Stored* y, size rows,
-              size outputs, size inputs, int threads) {
-  const Product<Stored> product{x, panels, bias, y, rows, outputs, inputs};
+void multiply(const Stored* x, const Weight* panels, const float* scales, const Stored* bias,
+              Stored* y, size rows, size outputs, size inputs, int threads) {
+  const Product<Stored> product{x, panels, scales, bias, y, rows, outputs, inputs};
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
 // The same without a bias, as fp32.
-void multiply_to_fp32(const Stored* x, const Weight* panels, float* y, size rows, size outputs,
-                      size inputs, int threads) {
-  const Product<float> product{x, panels, nullptr, y, rows, outputs, inputs};
+void multiply_to_fp32(const Stored* x, const Weight* panels, const float* scales, float* y,
+                      size rows, size outputs, size inputs, int threads) {
+  const Product<float> product{x, panels, scales, nullptr, y, rows, outputs, inputs};
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
 // Rows [number, inputs] of the weight at `ids`.
-void look_up(const Weight* panels, const size* ids, Stored* out, size number, size inputs,
-             int threads) {
+void look_up(const Weight* panels, const float* scales, const size* ids, Stored* out, size number,
+             size inputs, int threads) {
   team::gather(threads, [&](team::Member& me) {
-    me.share(number, 1, [&](size i) { row(panels, ids[i], inputs, out + i * inputs); });
+    me.share(number, 1, [&](size i) { row(panels, scales, ids[i], inputs, out + i * inputs); });
   });
 }
 

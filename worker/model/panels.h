@@ -5,8 +5,9 @@
 //
 //     [outputs / WIDTH][inputs / PACK][WIDTH][PACK]
 //
-// PACK elements fill 32 bits: two of bfloat16, as VDPBF16PS takes them, or one of fp32. The last panel
-// is filled up with outputs of zero, and the last PACK with inputs of zero. One panel goes to one
+// PACK elements fill 32 bits: two of bfloat16, as VDPBF16PS takes them, one of fp32, or four of int8,
+// which stand for themselves times the scale of their output. The last panel is filled up with outputs
+// of zero, and the last PACK with inputs of zero. One panel goes to one
 // thread, which takes it from memory once for CHUNK rows and from its cache for every further tile of
 // them; meanwhile its next panel comes. Threads take panels as they get on: one whose core is busy
 // with something else delays the others by no more than its panel.
@@ -16,7 +17,7 @@
 //
 // The members of a team call multiply together, and share the panels.
 //
-// Compiled for a type of weights (WEIGHTS_BFLOAT16, else fp32) and of inputs and outputs (element.h).
+// Compiled for a type of weights (WEIGHTS_BFLOAT16, WEIGHTS_INT8, else fp32) and of inputs and outputs (element.h).
 
 #pragma once
 
@@ -39,6 +40,8 @@ using size = std::int64_t;
 
 #if defined(WEIGHTS_BFLOAT16)
 using Weight = element::Bfloat16;
+#elif defined(WEIGHTS_INT8)
+using Weight = std::int8_t;
 #else
 using Weight = float;
 #endif
@@ -64,6 +67,7 @@ template <class Out>
 struct Product {
   const Stored* x;       // [rows, inputs]
   const Weight* panels;
+  const float* scales;   // [outputs] for int8, else null
   const Stored* bias;    // [outputs], or null
   Out* y;                // [rows, outputs]
   size rows, outputs, inputs;
@@ -108,7 +112,7 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
 
 template <int INPUTS, int ROWS>
 inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Weight* weights) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int input = 0; input < INPUTS; ++input) {
     Floats lanes[VECTORS];
 #pragma GCC unroll 4
@@ -116,6 +120,9 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
 #if defined(WEIGHTS_BFLOAT16)
       const Ints two = vector::loaded<Ints>(weights + v * LANES * PACK);
       lanes[v] = (Floats)(input ? two & std::int32_t(0xffff0000) : two << 16);
+#elif defined(WEIGHTS_INT8)
+      const Ints four = vector::loaded<Ints>(weights + v * LANES * PACK);
+      lanes[v] = __builtin_convertvector(four << (24 - 8 * input) >> 24, Floats);
 #else
       lanes[v] = vector::loaded<Floats>(weights + v * LANES);
 #endif
@@ -154,7 +161,8 @@ inline void put(_Float16* to, Floats values, size number) {
 #endif
 
 // The first `number` at `from`, then zeros.
-inline Floats some(const Stored* from, size number) {
+template <class Element>
+inline Floats some(const Element* from, size number) {
   Floats values{};
   for (size i = 0; i < std::min<size>(number, LANES); ++i) values[i] = element::wide(from[i]);
   return values;
@@ -171,15 +179,24 @@ void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
     ahead.fetch();
     add<PACK>(sums, x, p.inputs, weights);
   }
-  if (PACK > 1 && p.inputs % PACK) add<1>(sums, x, p.inputs, weights);
+  switch (p.inputs % PACK) {
+    case 1: add<1>(sums, x, p.inputs, weights); break;
+    case 2: if constexpr (PACK > 2) add<2>(sums, x, p.inputs, weights); break;
+    case 3: if constexpr (PACK > 2) add<3>(sums, x, p.inputs, weights); break;
+  }
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; ++v) {
     const size first = output + v * LANES, left = p.outputs - first;
     if (left <= 0) break;
     const Floats bias = p.bias ? some(p.bias + first, left) : Floats{};
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-      put(p.y + (row + r) * p.outputs + first, sums[r][v] + bias, left);
+    for (int r = 0; r < ROWS; ++r) {
+      Floats sum = sums[r][v];
+#if defined(WEIGHTS_INT8)
+      sum *= some(p.scales + first, left);
+#endif
+      put(p.y + (row + r) * p.outputs + first, sum + bias, left);
+    }
   }
 }
 
@@ -221,11 +238,12 @@ void multiply(team::Member& me, const Product<Out>& p) {
 }
 
 // Of the weight in panels, [inputs].
-inline void row(const Weight* panels, size output, size inputs, Stored* out) {
+inline void row(const Weight* panels, const float* scales, size output, size inputs, Stored* out) {
+  const float scale = scales ? scales[output] : 1.0f;
   const size packs = (inputs + PACK - 1) / PACK;
   const Weight* first = panels + (output / WIDTH * WIDTH * packs + output % WIDTH) * PACK;
   for (size i = 0; i < inputs; ++i)
-    out[i] = element::narrow(element::wide(first[i / PACK * WIDTH * PACK + i % PACK]));
+    out[i] = element::narrow(element::wide(first[i / PACK * WIDTH * PACK + i % PACK]) * scale);
 }
 
 }  // namespace panels

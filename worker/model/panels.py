@@ -24,22 +24,38 @@ _SOURCE = Path(__file__).with_name("panels.cpp")
 #: Multiplications that one thread does in the time that the others take to wake up.
 _ALONE = 1 << 18
 #: Types of weights, in the words of the preprocessor.
-_WEIGHTS = {torch.float32: "WEIGHTS_FLOAT32", torch.bfloat16: "WEIGHTS_BFLOAT16"}
+_WEIGHTS = {
+    torch.float32: "WEIGHTS_FLOAT32",
+    torch.bfloat16: "WEIGHTS_BFLOAT16",
+    torch.int8: "WEIGHTS_INT8",
+}
+#: Outputs that are quantised at a time, by way of fp32.
+_QUANTISED_TOGETHER = 1024
 #: Types of inputs and outputs.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels:
-    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up."""
+    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up. One of
+    int8 has ``scales`` [outputs]."""
 
     def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, panels: Tensor, outputs: int, inputs: int
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        panels: Tensor,
+        outputs: int,
+        inputs: int,
+        scales: Tensor | None = None,
     ) -> None:
         """``dtype`` is that of inputs and outputs."""
         self._library = library
         self._panels = panels
         self._dtype = dtype
+        self._scales = scales
+        self.dtype = panels.dtype
         self.address = panels.data_ptr()
+        self.scales_address = None if scales is None else scales.data_ptr()
         self.outputs = outputs
         self.inputs = inputs
 
@@ -49,6 +65,7 @@ class Panels:
         self._library.multiply(
             x.data_ptr(),
             self.address,
+            self.scales_address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             *self._size(x),
@@ -58,7 +75,9 @@ class Panels:
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
         x = self._input(x)
         y = torch.empty(len(x), self.outputs)
-        self._library.multiply_to_fp32(x.data_ptr(), self.address, y.data_ptr(), *self._size(x))
+        self._library.multiply_to_fp32(
+            x.data_ptr(), self.address, self.scales_address, y.data_ptr(), *self._size(x)
+        )
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -66,7 +85,9 @@ class Panels:
         out = torch.empty(len(ids), self.inputs, dtype=self._dtype)
         size = len(ids), self.inputs
         threads = _num_threads(math.prod(size))
-        self._library.look_up(self.address, ids.data_ptr(), out.data_ptr(), *size, threads)
+        self._library.look_up(
+            self.address, self.scales_address, ids.data_ptr(), out.data_ptr(), *size, threads
+        )
         return out
 
     def _input(self, x: Tensor) -> Tensor:
@@ -79,33 +100,54 @@ class Panels:
 
 
 class PanelPacking:
-    """Packing of weights of one type, for inputs and outputs of ``dtype``."""
+    """Packing of weights into panels of type ``weights``, for inputs and outputs of ``dtype``."""
 
     keeps_rows = True
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weights: torch.dtype) -> None:
         pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.width.restype = size
         library.pack.argtypes = (pointer, size, size, count)
-        library.multiply.argtypes = (*[pointer] * 4, *[size] * 3, count)
-        library.multiply_to_fp32.argtypes = (*[pointer] * 3, *[size] * 3, count)
-        library.look_up.argtypes = (*[pointer] * 3, *[size] * 2, count)
+        library.multiply.argtypes = (*[pointer] * 5, *[size] * 3, count)
+        library.multiply_to_fp32.argtypes = (*[pointer] * 4, *[size] * 3, count)
+        library.look_up.argtypes = (*[pointer] * 4, *[size] * 2, count)
         functions = library.pack, library.multiply, library.multiply_to_fp32, library.look_up
         for function in functions:
             function.restype = None
         self._library = library
         self._dtype = dtype
+        self._weights = weights
+        #: embeddings are packed even where they are not multiplied with
+        self.packs_embeddings = weights == torch.int8
         #: outputs in a panel
         self.width = int(library.width())
 
     def pack(self, weight: Tensor) -> Panels:
         """It takes more memory than ``weight`` has only where its outputs fill no whole number of
-        panels, or its inputs, of bfloat16, no pairs."""
+        panels, or its inputs no 32 bits. A weight of another type is quantised."""
         outputs, inputs = weight.shape
+        scales = None
+        if weight.dtype != self._weights:
+            weight, scales = quantised(weight)
         padding = -inputs % (4 // weight.itemsize), -outputs % self.width
         panels = functional.pad(weight, (0, padding[0], 0, padding[1])) if any(padding) else weight
         self._library.pack(panels.data_ptr(), *panels.shape, torch.get_num_threads())
-        return Panels(self._library, self._dtype, panels, outputs, inputs)
+        return Panels(self._library, self._dtype, panels, outputs, inputs, scales)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``weight`` [outputs, inputs] in int8, and the scale [outputs] of each output in fp32:
+    its largest magnitude over 127."""
+    numbers = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight))
+    for first in range(0, len(weight), _QUANTISED_TOGETHER):
+        part = slice(first, first + _QUANTISED_TOGETHER)
+        exact = weight[part].float()
+        largest = exact.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(largest > 0, largest / 127, 1.0)
+        numbers[part] = (exact / scale).round_().to(torch.int8)
+        scales[part] = scale[:, 0]
+    return numbers, scales
 
 
 def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
@@ -121,7 +163,7 @@ def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | No
     library = native.compiled(_SOURCE, panel_flags(dtype, weights))
     if library is None:
         return None
-    packing = PanelPacking(library, dtype)
+    packing = PanelPacking(library, dtype, weights)
     if not _is_right(packing, dtype, weights):
         log.warning("products in panels are wrong: slower code is used")
         return None
@@ -140,8 +182,13 @@ def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -
     generator = torch.Generator().manual_seed(0)
     outputs, inputs = packing.width + 20, 97
     x, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((13, inputs), (outputs,)))
-    weight = torch.randn(outputs, inputs, generator=generator).to(weights)
-    panels = packing.pack(weight.clone())
+    weight = torch.randn(outputs, inputs, generator=generator)
+    if weights == torch.int8:
+        numbers, scales = quantised(weight)
+        panels, weight = packing.pack(weight), numbers * scales[:, None]
+    else:
+        weight = weight.to(weights)
+        panels = packing.pack(weight.clone())
     expected = functional.linear(x, weight.to(dtype), bias)
     return all(
         agree(panels.multiply(x[:n], bias), expected[:n], inputs) for n in range(1, len(x) + 1)

@@ -21,18 +21,20 @@ using team::Member;
 
 struct Linear {
   const panels::Weight* panels;
+  const float* scales;
   const Stored* bias;  // or null
   size outputs, inputs;
 
   template <class Out>
   void operator()(Member& me, const Stored* x, Out* y, size tokens) const {
-    panels::multiply(me, panels::Product<Out>{x, panels, bias, y, tokens, outputs, inputs});
+    panels::multiply(me, panels::Product<Out>{x, panels, scales, bias, y, tokens, outputs, inputs});
   }
 };
 
 // The rows from `start` to `stop` of `vocab`, in panels or one after the other. Other tokens are zero.
 struct Embedding {
   const panels::Weight* weight;
+  const float* scales;
   size in_panels, vocab, start, stop;
   float multiplier;
 
@@ -42,7 +44,7 @@ struct Embedding {
 
   void row(size token, Stored* to, size width) const {
     if (token < start || token >= stop) std::memset(to, 0, width * sizeof *to);
-    else if (in_panels) panels::row(weight, token - start, width, to);
+    else if (in_panels) panels::row(weight, scales, token - start, width, to);
     else
       for (size i = 0; i < width; ++i)
         to[i] = element::narrow(element::wide(weight[(token - start) * width + i]));

@@ -46,7 +46,10 @@ class _Norm(ctypes.Structure):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("outputs", _SIZE), ("inputs", _SIZE))
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "bias")),
+        *((name, _SIZE) for name in ("outputs", "inputs")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -66,7 +69,7 @@ class _Angles(ctypes.Structure):
 
 class _Embedding(ctypes.Structure):
     _fields_ = (
-        ("weight", _POINTER),
+        *((name, _POINTER) for name in ("weight", "scales")),
         *((name, _SIZE) for name in ("in_panels", "vocab", "start", "stop")),
         ("multiplier", ctypes.c_float),
     )
@@ -230,7 +233,8 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype
-    library = stack_library(head_dim, dtype, plain.head.weight.dtype)
+    assert isinstance(plain.head.weight.form, Panels)
+    library = stack_library(head_dim, dtype, plain.head.weight.form.dtype)
     if library is None:
         return plain
     return CompiledStack(library, plain, compiled_kernel(head_dim, dtype))
@@ -292,8 +296,11 @@ def _embedding(table: VocabTable, multiplier: float) -> _Embedding:
     assert isinstance(form, Plain | Panels)
     in_panels = isinstance(form, Panels)
     address = form.address if isinstance(form, Panels) else form.weight.data_ptr()
+    scales = form.scales_address if isinstance(form, Panels) else None
     held = table.held
-    return _Embedding(address, in_panels, table.vocab_size, held.start, held.stop, multiplier)
+    return _Embedding(
+        address, scales, in_panels, table.vocab_size, held.start, held.stop, multiplier
+    )
 
 
 def _angles(table: RotaryTable) -> _Angles:
@@ -335,7 +342,7 @@ def _linear(linear: ColumnLinear | RowLinear) -> _Linear:
 def _weight(form: Form, bias: Tensor | None) -> _Linear:
     assert isinstance(form, Panels)
     address = None if bias is None else bias.data_ptr()
-    return _Linear(form.address, address, form.outputs, form.inputs)
+    return _Linear(form.address, form.scales_address, address, form.outputs, form.inputs)
 
 
 def _ints(values: Tensor) -> int:

@@ -14,6 +14,7 @@ struct Bfloat16 {
 };
 
 inline float wide(float from) { return from; }
+inline float wide(std::int8_t from) { return from; }
 inline float wide(Bfloat16 from) {
   const std::uint32_t bits = std::uint32_t(from.bits) << 16;
   float value;

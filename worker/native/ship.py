@@ -20,6 +20,10 @@ from worker.native import native
 
 #: Those of the published models of the supported families, and of the demo model.
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+_WEIGHTS_OF = {
+    torch.float32: (torch.float32, torch.bfloat16, torch.int8),
+    torch.bfloat16: (torch.bfloat16,),
+}
 _WORKER = Path(__file__).parents[1]
 
 
@@ -33,7 +37,7 @@ def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
         yield _WORKER / "model" / "pointwise.cpp", (f"-D{native.DTYPES[dtype]}",)
         for head_dim in HEAD_DIMS:
             yield _WORKER / "attention" / "paged.cpp", kernel_flags(head_dim, dtype)
-        for weights in {dtype, torch.bfloat16}:
+        for weights in _WEIGHTS_OF[dtype]:
             yield _WORKER / "model" / "panels.cpp", panel_flags(dtype, weights)
             for head_dim in HEAD_DIMS:
                 yield _WORKER / "model" / "stack.cpp", stack_flags(head_dim, dtype, weights)

@@ -28,6 +28,7 @@ from worker.model.precompile import choose_packing, kernels, precompile
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
+from worker.native import native
 from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, Loaded
 from worker.runner.decode_buckets import decode_buckets
@@ -48,7 +49,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     use_threads(config.num_threads)
     bound_caches()
     device = choose_device(config.device)
-    place = Placement(group, choose_dtype(config.dtype, device), device)
+    place = Placement(group, choose_dtype(config.dtype, device, config.quantization), device)
     directory = model_files.locate(
         config.model, config.model_revision, weights=config.reads_weights
     )
@@ -137,13 +138,14 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
     held = weights_dtype(config, directory, place.dtype, place.device)
-    precompile(spec.head_dim, place.dtype, held, place.device)
+    packed = _packed_dtype(config, place) or held
+    precompile(spec.head_dim, place.dtype, packed, place.device)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=held, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
-        make_fast(decoder, spec, place.dtype)
+        make_fast(decoder, spec, place.dtype, packed)
     return Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
 
 
@@ -159,21 +161,38 @@ def weights_dtype(
     return torch.bfloat16 if keeps else dtype
 
 
-def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Optimise a filled decoder for a CPU. It cannot be filled again."""
-    held = decoder.layer_by_layer.head.weight.dtype
-    decoder.pack(choose_packing(dtype, held))
+def _packed_dtype(config: WorkerConfig, place: Placement) -> torch.dtype | None:
+    """Return the type to which weights are quantised, if they are. Raises ValueError."""
+    if config.quantization == "none":
+        return None
+    if place.device.type != "cpu":
+        raise ValueError("quantization int8 is for CPUs: set quantization to none")
+    if panel_packing(place.dtype, torch.int8) is None:
+        cause = native.why_no_code() or f"it does not work with dtype {place.dtype}"
+        raise ValueError(f"quantization int8 is not available: {cause}")
+    return torch.int8
+
+
+def make_fast(
+    decoder: Decoder, spec: ModelSpec, dtype: torch.dtype, packed: torch.dtype | None = None
+) -> None:
+    """Optimise a filled decoder for a CPU, with weights of type ``packed``, or as they are. It
+    cannot be filled again."""
+    packed = packed or decoder.layer_by_layer.head.weight.dtype
+    decoder.pack(choose_packing(dtype, packed))
     decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
     log.info(
         "layers",
         stack=type(decoder.stack).__name__,
-        kernels=kernels(dtype, held, torch.get_num_threads()),
+        kernels=kernels(dtype, packed, torch.get_num_threads()),
     )
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     from worker.model.transformers_loading import load_decoder
 
+    if config.quantization != "none":
+        raise UnsupportedModel("quantization int8 is not supported for transformers' modules")
     decoder = load_decoder(
         directory, place, not config.reads_weights, config.max_model_len, choose_attention
     )

@@ -383,7 +383,8 @@ def _dtype(config: WorkerConfig) -> str:
         return "none"
     from worker.device.device import choose_device, choose_dtype
 
-    return str(choose_dtype(config.dtype, choose_device(config.device)))
+    dtype = choose_dtype(config.dtype, choose_device(config.device), config.quantization)
+    return str(dtype) if config.quantization == "none" else f"{dtype}, {config.quantization}"
 
 
 def _device(config: WorkerConfig) -> str:

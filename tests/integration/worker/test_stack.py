@@ -131,6 +131,17 @@ def test_the_error_function_as_activation(types: Types, tmp_path: Path) -> None:
     assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
+def test_weights_of_int8_make_the_bits_of_layer_by_layer(name: str, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path, packed=torch.int8)
+    assert isinstance(model.decoder.stack, CompiledStack)
+    got = model.logits(SEQUENCES, MIXED)
+    model.decoder.stack = model.decoder.layer_by_layer
+    expected = model.logits(SEQUENCES, WHOLE)
+    assert got is not None and expected is not None
+    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+
+
 def test_weights_of_fp16_go_layer_by_layer(tmp_path: Path) -> None:
     directory = save_family(tmp_path, CHECKPOINTS["mistral, window"])
     model = SteppedDecoder(directory, MAX_POSITION, dtype=torch.float16)

@@ -106,13 +106,14 @@ class SteppedDecoder(SteppedModel):
         dtype: torch.dtype = torch.float32,
         attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
         weights_dtype: torch.dtype | None = None,
+        packed: torch.dtype | None = None,
     ) -> None:
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = read_spec(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
-        make_fast(decoder, spec, dtype)
+        make_fast(decoder, spec, dtype, packed)
         self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)

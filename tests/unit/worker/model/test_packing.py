@@ -18,7 +18,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, agree
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
-from worker.model.panels import PanelPacking, Panels, panel_packing, pays
+from worker.model.panels import PanelPacking, Panels, panel_packing, pays, quantised
 from worker.model.precompile import choose_packing
 from worker.model.spec import ModelSpec
 from worker.parallel.group import Group
@@ -105,6 +105,28 @@ def test_wrong_products_in_panels_are_not_used(
     monkeypatch.setattr(Panels, "multiply", lambda _, x, __: x.new_zeros(len(x), wrong))
     assert panel_packing.__wrapped__(*types) is None
     assert "wrong" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1100, 5), (40, 6)])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_weights_of_int8_are_those_of_their_scales(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    packing = panels_or_skip(dtype, torch.int8)
+    outputs, inputs = shape
+    weight, x = random(outputs, inputs), random(max(ROWS), inputs, dtype=dtype)
+    weight[0] = 0
+    bias = random(outputs, dtype=dtype)
+    numbers, scales = quantised(weight)
+    held = numbers * scales[:, None]
+    assert (held - weight.float()).abs().max() <= weight.float().abs().max() / 127 / 2 * 1.001
+    packed = packing.pack(weight)
+    whole = packed.multiply(x, bias)
+    assert agree(whole, functional.linear(x.float(), held, bias.float()).to(dtype), inputs)
+    for count in ROWS:
+        assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
+    ids = torch.arange(outputs).flip(0)
+    assert torch.equal(packed.rows(ids), held.flip(0).to(dtype))
 
 
 @pytest.mark.parametrize("features", [{"avx512_bf16": True}, {"avx2": True}, {}])
@@ -228,6 +250,7 @@ class Counted:
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
         self.keeps_rows = packing.keeps_rows
+        self.packs_embeddings = packing.packs_embeddings
         self.num_packed = 0
 
     def pack(self, weight: Tensor) -> Form | None:
