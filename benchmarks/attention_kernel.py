@@ -1,30 +1,45 @@
-"""Attention on the CPU: the compiled kernel against torch's, side by side.
+"""Attention on the CPU: the compiled kernel beside torch's and vLLM's.
 
     python benchmarks/attention_kernel.py [--rounds 7] [--dtype bfloat16] [--threads 2]
-        [--out build/bench/attention.json]
+        [--level avx2] [--out build/bench/attention.json]
 
-Each round takes every case twice, once with each backend: a step is prepared, and written and
-attended in each layer of a 125M model (12 layers, 12 query heads over 4 KV heads, 64 wide). Times
-are those of a step, divided by its layers; medians over the rounds. ``ratios`` are torch's time
-over the kernel's.
+Each round takes every case once with each backend: a step is prepared, and written and attended in
+each layer of a 125M model (12 layers, 12 query heads over 4 KV heads, 64 wide). Times are those of
+a step, divided by its layers; medians over the rounds. vLLM's kernel takes part if its environment
+is there (make bench-engine makes it).
+
+``ratios`` CASE are torch's time over the kernel's, "CASE vs vllm" vLLM's over the kernel's.
+prefill_of_fma_peak is the rate of "prefill 512" over the FMA peak of the cores, and
+decode_of_bandwidth_bound the time that reading the keys and values of "decode 64 x 1024" takes over
+the kernel's. --level avx2 measures the code for older CPUs on a newer one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.engine import LEVELS, LIMITED_VLLM
 from cluster.threads import WAITING
 
 os.environ.update(WAITING)  # as in a worker
+if "--level" in sys.argv:
+    # Read when torch is imported.
+    os.environ.update(LEVELS[sys.argv[sys.argv.index("--level") + 1]])
 
 import torch
 
-from benchmarks import report
+from benchmarks import bandwidth, peer, report
+from benchmarks.prefill_rate import peak_of
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.reference import ReferenceAttention
@@ -69,9 +84,73 @@ class Case:
         return (time.perf_counter() - start) / LAYERS
 
 
-def measure(rounds: int, dtype: torch.dtype) -> dict[str, dict[str, list[float]]]:
+class Vllm:
+    """vLLM's kernel, in a process of its own that waits for the name of a case."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
+        while "ready" not in (line := self._output.readline()):
+            assert line, "vLLM's kernel did not start"
+
+    def seconds_a_layer(self, name: str) -> float:
+        print(name, file=self._input, flush=True)
+        return float(self._output.readline())
+
+
+@contextmanager
+def vllm_kernel(dtype: torch.dtype, level: str) -> Iterator[Vllm | None]:
+    """None where vLLM's environment is not there."""
+    if not (peer.VLLM / "bin").exists():
+        yield None
+        return
+    threads = torch.get_num_threads()
+    settings = {
+        "layers": LAYERS,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "blocks": num_blocks(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": threads,
+        "cases": CASES,
+    }
+    limited = {"PYTHONPATH": f"{LIMITED_VLLM}:."} if level else {"PYTHONPATH": "."}
+    environment = os.environ | peer.vllm_environment(peer.VLLM, threads) | limited
+    python = peer.VLLM / "bin" / "python"
+    with subprocess.Popen(
+        [str(python), "-m", "benchmarks.attention_vllm", json.dumps(settings)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Vllm(process)
+
+
+def num_blocks() -> int:
+    return max(sum(blocks_for(start + new) for start, new in shapes) for shapes in CASES.values())
+
+
+def operations(name: str) -> float:
+    """Products and sums of a case's queries with keys, and of weights with values, in a layer."""
+    pairs = sum(
+        position + 1 for start, new in CASES[name] for position in range(start, start + new)
+    )
+    return 4.0 * HEADS * HEAD_DIM * pairs
+
+
+def bytes_read(name: str, dtype: torch.dtype) -> float:
+    """Keys and values that a case reads in a layer, once for each row."""
+    return 2.0 * KV_HEADS * HEAD_DIM * dtype.itemsize * sum(map(sum, CASES[name]))
+
+
+def measure(
+    rounds: int, dtype: torch.dtype, vllm: Vllm | None
+) -> dict[str, dict[str, list[float]]]:
     """Seconds a layer of each case by backend, round after round."""
-    blocks = max(sum(blocks_for(start + new) for start, new in shapes) for shapes in CASES.values())
+    blocks = num_blocks()
     cache = KVCache(blocks, LAYERS, KV_HEADS, HEAD_DIM, dtype, torch.device("cpu"))
     cache.tensor.copy_(torch.randn(cache.tensor.shape[1:]))
     compiled = compiled_kernel(HEAD_DIM, dtype)
@@ -83,7 +162,8 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, dict[str, list[float]]
     }
     cases = {name: Case(shapes, cache) for name, shapes in CASES.items()}
     seconds: dict[str, dict[str, list[float]]] = {
-        name: {backend: [] for backend in backends} for name in CASES
+        name: {backend: [] for backend in (*backends, *(["vllm"] if vllm else []))}
+        for name in CASES
     }
     for round_ in range(-1, rounds):
         for name, case in cases.items():
@@ -91,7 +171,27 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, dict[str, list[float]]
                 taken = case.seconds_a_layer(backend)
                 if round_ >= 0:
                     seconds[name][which].append(taken)
+            if vllm is not None:
+                taken = vllm.seconds_a_layer(name)
+                if round_ >= 0:
+                    seconds[name]["vllm"].append(taken)
     return seconds
+
+
+def ratios(
+    medians: dict[str, dict[str, float]], dtype: torch.dtype, read_rate: float, peak: float
+) -> dict[str, float]:
+    kernel = {name: median["kernel"] for name, median in medians.items()}
+    compared = {name: median["torch"] / median["kernel"] for name, median in medians.items()}
+    compared |= {
+        f"{name} vs vllm": median["vllm"] / median["kernel"]
+        for name, median in medians.items()
+        if "vllm" in median
+    }
+    prefill, decode = "prefill 512", "decode 64 x 1024"
+    compared["prefill_of_fma_peak"] = operations(prefill) / kernel[prefill] / peak
+    compared["decode_of_bandwidth_bound"] = bytes_read(decode, dtype) / read_rate / kernel[decode]
+    return {name: round(ratio, 3) for name, ratio in compared.items()}
 
 
 @torch.inference_mode()
@@ -99,11 +199,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--level", choices=["", *LEVELS], default="")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=Path("build/bench/attention.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    seconds = measure(options.rounds, getattr(torch, options.dtype))
+    dtype = getattr(torch, options.dtype)
+    read_rate = bandwidth.measured(options.threads).median
+    peak = peak_of(options.threads, pairs=dtype == torch.bfloat16)
+    peaks = [peak() for _ in range(options.rounds)]
+    with vllm_kernel(dtype, options.level) as vllm:
+        seconds = measure(options.rounds, dtype, vllm)
     medians = {
         name: {which: statistics.median(times) for which, times in by_backend.items()}
         for name, by_backend in seconds.items()
@@ -118,15 +224,18 @@ def main() -> None:
             "kv_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
             "dtype": options.dtype,
+            "level": options.level,
             "threads": options.threads,
         },
         raw={
             "ms_a_layer": {
                 name: {which: 1e3 * median for which, median in by_backend.items()}
                 for name, by_backend in medians.items()
-            }
+            },
+            "read_bytes_per_s": read_rate,
+            "fma_peak_per_s": peaks,
         },
-        ratios={name: median["torch"] / median["kernel"] for name, median in medians.items()},
+        ratios=ratios(medians, dtype, read_rate, statistics.median(peaks)),
     )
 
 

@@ -74,7 +74,7 @@ LEVELS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
     }
 }
-_LIMITED_VLLM = Path(__file__).with_name("peers") / "avx2"
+LIMITED_VLLM = Path(__file__).with_name("peers") / "avx2"
 MAX_MODEL_LEN = 1024
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 16
 ALONE_PAIRS, ALONE_PROMPT, ALONE_TOKENS = 3, 64, 128
@@ -101,7 +101,7 @@ def setups(cores: int, dtype: str = "auto", level: str = "") -> dict[str, Setup]
     }
     vllm_environment = peer.vllm_environment(peer.VLLM, cores)
     if level:
-        vllm_environment["PYTHONPATH"] = f"{_LIMITED_VLLM}:."
+        vllm_environment["PYTHONPATH"] = f"{LIMITED_VLLM}:."
     vllm = {
         f"vllm_{name}": Setup(
             "engine_vllm",

@@ -23,7 +23,9 @@ double work(std::int64_t rounds, int threads) {
   double operations = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : operations)
   {
-    Floats sums[CHAINS] = {};
+    Floats sums[CHAINS];
+    // Unlike each other, or the compiler makes one chain of them.
+    for (int i = 0; i < CHAINS; ++i) sums[i] = vector::spread(float(i));
     Floats one = vector::spread(0.999f), other = vector::spread(0.001f);
     for (std::int64_t round = 0; round < rounds; ++round) {
       asm volatile("" : "+x"(one), "+x"(other));  // or the compiler takes the loop away

@@ -53,7 +53,6 @@ def _measure(model: Path, threads: int) -> Rate:
     from worker.device.device import choose_dtype
     from worker.model.families import read_spec
     from worker.model.precompile import choose_packing
-    from worker.native import native
     from worker.runner.build import weights_dtype
 
     torch.set_num_threads(threads)
@@ -75,17 +74,22 @@ def _measure(model: Path, threads: int) -> Rate:
             form.multiply(x, None)
         return operations
 
-    library = native.compiled(_SOURCE, ("-DPAIRS",) if dtype == torch.bfloat16 else ())
+    peak = peak_of(threads, pairs=dtype == torch.bfloat16)
+    rates = [(_rate(multiply), peak()) for _ in range(_ROUNDS)]
+    products, peaks = zip(*rates[1:], strict=True)
+    return Rate(statistics.median(products), statistics.median(peaks))
+
+
+def peak_of(threads: int, *, pairs: bool) -> Callable[[], float]:
+    """Return what measures the most operations per second; with ``pairs``, of products of pairs of
+    bfloat16 where the CPU has them."""
+    from worker.native import native
+
+    library = native.compiled(_SOURCE, ("-DPAIRS",) if pairs else ())
     assert library is not None
     library.work.restype = ctypes.c_double
     library.work.argtypes = (ctypes.c_int64, ctypes.c_int)
-
-    def peak() -> float:
-        return float(library.work(_PEAK_ROUNDS, threads))
-
-    rates: list[list[float]] = [[_rate(multiply), _rate(peak)] for _ in range(_ROUNDS)]
-    products, peaks = zip(*rates[1:], strict=True)
-    return Rate(statistics.median(products), statistics.median(peaks))
+    return lambda: _rate(lambda: float(library.work(_PEAK_ROUNDS, threads)))
 
 
 def _rate(work: Callable[[], float]) -> float:
