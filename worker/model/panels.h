@@ -53,6 +53,8 @@ constexpr size WIDTH = VECTORS * LANES;
 // Most rows of a tile: its sums, the vectors of weights and one of inputs fill the registers.
 constexpr int TILE = 6;
 constexpr size CHUNK = 16 * TILE;
+// Packs of inputs that one turn of the innermost loop multiplies.
+constexpr int UNROLLED = 4;
 constexpr size LINE = 64;
 // Of a panel, for each pack of inputs.
 constexpr size PACK_BYTES = WIDTH * PACK * sizeof(Weight);
@@ -75,7 +77,7 @@ struct Product {
   size packs() const { return (inputs + PACK - 1) / PACK; }
 };
 
-// What is to be in the cache soon: `lines` for each pack of inputs that is multiplied.
+// What is to be in the cache soon: `lines` for each UNROLLED packs of inputs that are multiplied.
 struct Ahead {
   const char* next;
   size lines;
@@ -175,10 +177,13 @@ void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
   const Stored* x = p.x + row * p.inputs;
   const Weight* weights = p.panels + output * p.packs() * PACK;
   const Stored* const end = x + p.inputs / PACK * PACK;
-  for (; x < end; x += PACK, weights += WIDTH * PACK) {
+  for (; x + UNROLLED * PACK <= end; x += UNROLLED * PACK, weights += UNROLLED * WIDTH * PACK) {
     ahead.fetch();
-    add<PACK>(sums, x, p.inputs, weights);
+#pragma GCC unroll 8
+    for (int i = 0; i < UNROLLED; ++i)
+      add<PACK>(sums, x + i * PACK, p.inputs, weights + i * WIDTH * PACK);
   }
+  for (; x < end; x += PACK, weights += WIDTH * PACK) add<PACK>(sums, x, p.inputs, weights);
   switch (p.inputs % PACK) {
     case 1: add<1>(sums, x, p.inputs, weights); break;
     case 2: if constexpr (PACK > 2) add<2>(sums, x, p.inputs, weights); break;
@@ -214,7 +219,7 @@ void chunk(const Product<Out>& p, size row, size end, size output, const Weight*
   const size bytes = p.packs() * PACK_BYTES;
   const bool fetches =
       next != p.panels + output * p.packs() * PACK && bytes <= MOST_BYTES_FETCHED;
-  Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (LINES + tiles - 1) / tiles : 0};
+  Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (UNROLLED * LINES + tiles - 1) / tiles : 0};
   const char* const end_next = ahead.next + bytes;
   for (; tiles > 0; --tiles) {
     const size rows = (end - row + tiles - 1) / tiles;

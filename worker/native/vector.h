@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -47,7 +47,17 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats spread(float value) { return Floats{} + value; }
+// Of a number in memory this is one load. Added to a vector of zeros it would be an addition first, which
+// the compiler may not leave out, since the sum of zeros has another sign.
+inline Floats spread(float value) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(value);
+#elif defined(__AVX__)
+  return (Floats)_mm256_set1_ps(value);
+#else
+  return Floats{value, value, value, value};
+#endif
+}
 
 // a * b + c, rounded once. The fused operation is named, because GCC, tuned for AMD's Zen, fuses the
 // expression in some loops only. The bits of a result would then depend on the rows beside it.
