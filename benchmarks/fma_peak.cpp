@@ -9,7 +9,7 @@ extern "C" {
 
 // Whether pairs of bfloat16 are multiplied, as worker/model/panels.h does where it can.
 int has_pairs() {
-#if defined(PAIRS) && defined(__AVX512BF16__)
+#if defined(WITH_PAIRS) && defined(PAIRS)
   return 1;
 #else
   return 0;
@@ -31,8 +31,8 @@ double work(std::int64_t rounds, int threads) {
       asm volatile("" : "+x"(one), "+x"(other));  // or the compiler takes the loop away
 #pragma GCC unroll 12
       for (int i = 0; i < CHAINS; ++i) {
-#if defined(PAIRS) && defined(__AVX512BF16__)
-        sums[i] = (Floats)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)one, (__m512bh)other);
+#if defined(WITH_PAIRS) && defined(PAIRS)
+        sums[i] = vector::dot(0x3f7e3f7e, (vector::Pairs)other, sums[i]);
 #else
         sums[i] = vector::multiply_add(one, other, sums[i]);
 #endif

@@ -85,7 +85,7 @@ def peak_of(threads: int, *, pairs: bool) -> Callable[[], float]:
     bfloat16 where the CPU has them."""
     from worker.native import native
 
-    library = native.compiled(_SOURCE, ("-DPAIRS",) if pairs else ())
+    library = native.compiled(_SOURCE, ("-DWITH_PAIRS",) if pairs else ())
     assert library is not None
     library.work.restype = ctypes.c_double
     library.work.argtypes = (ctypes.c_int64, ctypes.c_int)

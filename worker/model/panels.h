@@ -5,7 +5,7 @@
 //
 //     [outputs / WIDTH][inputs / PACK][WIDTH][PACK]
 //
-// PACK elements fill 32 bits: two of bfloat16, as VDPBF16PS takes them, one of fp32, or four of int8,
+// PACK elements fill 32 bits: two of bfloat16, as the CPU may multiply them, one of fp32, or four of int8,
 // which stand for themselves times the scale of their output. The last panel is filled up with outputs
 // of zero, and the last PACK with inputs of zero. One panel goes to one
 // thread, which takes it from memory once for CHUNK rows and from its cache for every further tile of
@@ -88,7 +88,7 @@ struct Ahead {
 };
 
 // sums += x times the pack of weights at `weights`; `inputs` of it are multiplied.
-#if defined(WEIGHTS_BFLOAT16) && defined(BFLOAT16) && defined(__AVX512BF16__)
+#if defined(WEIGHTS_BFLOAT16) && defined(BFLOAT16) && defined(PAIRS)
 
 inline std::uint32_t inputs_of(const Stored* x, int inputs) {
   std::uint32_t two = 0;
@@ -98,15 +98,13 @@ inline std::uint32_t inputs_of(const Stored* x, int inputs) {
 
 template <int INPUTS, int ROWS>
 inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Weight* weights) {
-  __m512bh lanes[VECTORS];
+  vector::Pairs lanes[VECTORS];
   for (int v = 0; v < VECTORS; ++v)
-    lanes[v] = (__m512bh)vector::loaded<__m512i>(weights + v * LANES * PACK);
+    lanes[v] = vector::loaded<vector::Pairs>(weights + v * LANES * PACK);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
-    const __m512bh two =
-        (__m512bh)_mm512_set1_epi32(static_cast<int>(inputs_of(x + r * stride, INPUTS)));
-    for (int v = 0; v < VECTORS; ++v)
-      sums[r][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][v], two, lanes[v]);
+    const std::uint32_t two = inputs_of(x + r * stride, INPUTS);
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = vector::dot(two, lanes[v], sums[r][v]);
   }
 }
 
@@ -156,8 +154,8 @@ inline void put(element::Bfloat16* to, Floats values, size number) {
 #endif
 }
 
-#ifdef __FLT16_MAX__
-inline void put(_Float16* to, Floats values, size number) {
+#ifdef HAS_HALF
+inline void put(element::Half* to, Floats values, size number) {
   for (size i = 0; i < std::min<size>(number, LANES); ++i) element::narrow(values[i], to[i]);
 }
 #endif

@@ -31,17 +31,25 @@ inline void narrow(float from, Bfloat16& to) {
   to.bits = std::uint16_t(from != from ? bits >> 16 | 0x40 : rounded);
 }
 
-// Which GCC has on x86 from 12 on.
-#ifdef __FLT16_MAX__
-inline float wide(_Float16 from) { return from; }
-inline void narrow(float from, _Float16& to) { to = _Float16(from); }
+// GCC has _Float16 in C++ on x86 from 12 on, and on aarch64 from 13 on.
+#if defined(__aarch64__)
+#define HAS_HALF
+using Half = __fp16;
+#elif defined(__FLT16_MAX__)
+#define HAS_HALF
+using Half = _Float16;
+#endif
+
+#ifdef HAS_HALF
+inline float wide(Half from) { return from; }
+inline void narrow(float from, Half& to) { to = Half(from); }
 #endif
 
 // The type that a library is compiled for.
 #if defined(BFLOAT16)
 using Stored = Bfloat16;
 #elif defined(FLOAT16)
-using Stored = _Float16;
+using Stored = Half;
 #else
 using Stored = float;
 #endif

@@ -134,9 +134,12 @@ def level_limit() -> Level | None:
 
 def highest_level() -> Level | None:
     """The highest of LEVELS that this CPU has; None for other CPUs."""
+    return next((level for level in LEVELS if level.features <= _features()), None)
+
+
+def _features() -> set[str]:
     lines = _cpu().splitlines()
-    features = next((line for line in lines if line.startswith("flags")), "").split()
-    return next((level for level in LEVELS if level.features <= set(features)), None)
+    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def instructions() -> str:
@@ -158,6 +161,8 @@ def has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16, within the limit."""
     if (limit := level_limit()) is not None:
         return limit is LEVELS[0]
+    if platform.machine() == "aarch64":
+        return "bf16" in _features()
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 

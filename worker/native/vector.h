@@ -10,6 +10,8 @@
 
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #endif
 
 #include "element.h"
@@ -73,6 +75,24 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 inline Floats multiply_add(float a, Floats b, Floats c) { return multiply_add(spread(a), b, c); }
 
+// Two elements of bfloat16 for each lane, and sum + one.first * other.first + one.second * other.second,
+// where the CPU has that: PAIRS.
+#if defined(__AVX512BF16__)
+#define PAIRS
+using Pairs = __m512bh;
+
+inline Floats dot(std::uint32_t one, Pairs other, Floats sum) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (Pairs)_mm512_set1_epi32(static_cast<int>(one)), other);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAIRS
+using Pairs = bfloat16x8_t;
+
+inline Floats dot(std::uint32_t one, Pairs other, Floats sum) {
+  return (Floats)vbfdotq_f32((float32x4_t)sum, other, vreinterpretq_bf16_u32(vdupq_n_u32(one)));
+}
+#endif
+
 // LANES elements in fp32.
 inline Floats wide(const float* from) { return loaded<Floats>(from); }
 
@@ -81,8 +101,8 @@ inline Floats wide(const element::Bfloat16* from) {
   return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
 }
 
-#ifdef __FLT16_MAX__
-inline Floats wide(const _Float16* from) {
+#ifdef HAS_HALF
+inline Floats wide(const element::Half* from) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
 #elif defined(__F16C__)

@@ -87,7 +87,7 @@ struct Kind {
 constexpr Kind kKinds[] = {
     {sizeof(float), sum<float>},
     {sizeof(Bfloat16), sum<Bfloat16>},
-    {sizeof(_Float16), sum<_Float16>},
+    {sizeof(element::Half), sum<element::Half>},
     {sizeof(int64_t), sum<int64_t>},
 };
 
