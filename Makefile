@@ -177,7 +177,7 @@ bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against 
 	PYTHONPATH=. $(BIN)/python benchmarks/engine.py $(ARGS)
 
 bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
-	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py
+	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py $(ARGS)
 
 bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## the load generator beside guidellm, on an endpoint of known times (build/bench/load_generator.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/load_generator.py

@@ -1,7 +1,7 @@
 """The whole product under load on one machine, beside `vllm serve` and Ray Serve LLM.
 
     python benchmarks/online/online_bench.py [--systems everlift vllm ...] [--rounds 3] [--requests
-    160]
+    160] [--model small|smollm2|DIRECTORY]
 
 Each server has the machine to itself with the client, which streams `/v1/completions` and is the
 same for all (online_load.py). A round gives each server in turn the same loads:
@@ -193,10 +193,11 @@ def ratios(found: Found) -> Figures:
             throughputs = (of[SATURATION]["tokens_per_s"], by[SATURATION]["tokens_per_s"])
             each[f"tok_s_vs_{name}"] = throughputs[0] / throughputs[1]
             for time_of in ("ttft", "tpot"):
-                figure, cases = f"{time_of}_p50_ms", map(str, PERCENTS)
-                each[f"{time_of}_p50_vs_{name}"] = max(
-                    of[case][figure] / by[case][figure] for case in cases
-                )
+                for percentile in ("p50", "p99"):
+                    figure = f"{time_of}_{percentile}_ms"
+                    each[f"{time_of}_{percentile}_vs_{name}"] = max(
+                        of[case][figure] / by[case][figure] for case in map(str, PERCENTS)
+                    )
     if OFFLINE in found and SATURATION in found.get("everlift", {}):
         alone, served = (found[name][SATURATION]["core_ms"] for name in (OFFLINE, "everlift"))
         each["added_core_ms_per_token"] = served - alone
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=160)
-    parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")
+    parser.add_argument("--model", default="small", help="name or directory of a checkpoint")
     parser.add_argument("--workload", type=Path, default=WORKLOAD)
     parser.add_argument("--saturation", type=float, default=0.0, help="requests a second")
     parser.add_argument("--logs", type=Path, default=Path("build/bench/online"), help="of servers")
@@ -218,7 +219,7 @@ def main() -> None:
     # Else what was started would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
-    model = options.model or checkpoints.ensure("small")
+    model = checkpoints.find(options.model)
     plan = Plan(options.workload, model, options.requests, options.logs)
     results = Results()
     try:

@@ -87,11 +87,17 @@ def test_figures_of_answers() -> None:
 def _system(
     tokens_per_s: float, ttft: tuple[float, float], tpot: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
-    return {
-        "saturation": {"tokens_per_s": tokens_per_s},
-        "60": {"ttft_p50_ms": ttft[0], "tpot_p50_ms": tpot[0]},
-        "90": {"ttft_p50_ms": ttft[1], "tpot_p50_ms": tpot[1]},
+    """The 99th percentile is the square of the 50th."""
+    loads = {
+        case: {
+            "ttft_p50_ms": first,
+            "ttft_p99_ms": first**2,
+            "tpot_p50_ms": later,
+            "tpot_p99_ms": later**2,
+        }
+        for case, first, later in zip(("60", "90"), ttft, tpot, strict=True)
     }
+    return {"saturation": {"tokens_per_s": tokens_per_s}, **loads}
 
 
 def test_ratios_are_those_of_the_worse_rate() -> None:
@@ -103,7 +109,9 @@ def test_ratios_are_those_of_the_worse_rate() -> None:
     assert ratios(found) == {
         "tok_s_vs_vllm_serve": 1.25,
         "ttft_p50_vs_vllm_serve": 0.75,
+        "ttft_p99_vs_vllm_serve": 0.5625,
         "tpot_p50_vs_vllm_serve": 0.9,
+        "tpot_p99_vs_vllm_serve": pytest.approx(0.81),
     }
     found["everlift_ray"] = {"saturation": {"tokens_per_s": 750.0}}
     assert "tok_s_vs_ray_serve_llm_best" not in ratios(found), "it was not measured to the end"
