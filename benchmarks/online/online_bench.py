@@ -56,7 +56,7 @@ OFFLINE = "offline"
 SATURATION = "saturation"
 PERCENTS = (60, 90)
 
-WORKLOAD = Path(__file__).with_name("workload.json")
+WORKLOAD = Path(__file__).parents[1] / "workload.json"
 _WARM_UP = 24
 _WARM_UP_SEED = 1
 

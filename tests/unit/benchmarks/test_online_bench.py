@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.online.online_bench import ratios
+from benchmarks.online.online_bench import WORKLOAD, ratios
 from benchmarks.online.online_load import Answer, figures, load, percentile
 from benchmarks.online.online_parts import Process, below, taken
 
@@ -98,6 +98,10 @@ def _system(
         for case, first, later in zip(("60", "90"), ttft, tpot, strict=True)
     }
     return {"saturation": {"tokens_per_s": tokens_per_s}, **loads}
+
+
+def test_the_workload_is_there() -> None:
+    assert WORKLOAD.is_file()
 
 
 def test_ratios_are_those_of_the_worse_rate() -> None:
