@@ -92,7 +92,7 @@ CHECKPOINTS = {
             rms_norm_eps=1e-5,
             tie_word_embeddings=True,
         ),
-        "e487dfa066188cfcaac090521a7859eed68dd80d014e57ca3563cdb68d038faa",
+        "ebd3a4215b112bdc6efeef728c1a5d24d402e74dc998a064a0a057ef628a5811",
     ),
     #: 387 million
     "medium": Checkpoint(
@@ -150,7 +150,7 @@ def _write(directory: Path, config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: _weight(name, shape) for name, shape in _shapes(config).items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer().save(str(directory / "tokenizer.json"))
+    _tokenizer(config["vocab_size"]).save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
@@ -184,14 +184,14 @@ def _weight(name: str, shape: Sequence[int]) -> Tensor:
     return uniform.to(torch.bfloat16).reshape(shape)
 
 
-def _tokenizer() -> Tokenizer:
-    """Byte-level; its longer tokens are pairs and triples of letters, with a space before or not,
-    so that any tokens make a text."""
+def _tokenizer(size: int) -> Tokenizer:
+    """Byte-level, of ``size`` tokens; its longer tokens are some letters, with a space before or
+    not, so that any tokens make a text."""
     vocabulary = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
-    for first, length in (("", 2), ("", 3), (_SPACE, 1), (_SPACE, 2), (_SPACE, 3)):
+    for first, length in (("", 2), ("", 3), (_SPACE, 1), (_SPACE, 2), (_SPACE, 3), ("", 4)):
         for letters in product(ascii_lowercase, repeat=length):
-            if len(vocabulary) < VOCAB_SIZE:
+            if len(vocabulary) < size:
                 word = first + "".join(letters)
                 merges.append((word[:-1], word[-1]))
                 vocabulary.append(word)
