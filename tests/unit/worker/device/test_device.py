@@ -43,6 +43,12 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         choose_device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever limits the level of the other tests."""
+    monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
+
+
 @pytest.mark.parametrize(
     ("features", "dtype"),
     [

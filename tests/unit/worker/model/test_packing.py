@@ -21,6 +21,7 @@ from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
 from worker.model.panels import PanelPacking, Panels, panel_packing, pays, quantised
 from worker.model.precompile import choose_packing
 from worker.model.spec import ModelSpec
+from worker.native import native
 from worker.parallel.group import Group
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -138,6 +139,7 @@ def test_panels_are_for_every_cpu_without_amx(
 
 
 def test_amx_multiplies_bf16_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     assert not pays(BF16, BF16)
     assert pays(FP32, BF16)
