@@ -122,21 +122,21 @@ def _cpu_kernels(config: Config) -> Finding:
     import torch
 
     from worker.device.device import choose_dtype
-    from worker.model.precompile import kernels
+    from worker.model.precompile import describe_kernels
     from worker.native import native
-    from worker.runner.build import weights_dtype
+    from worker.runner.build import quantised_dtype, weights_dtype
 
-    cpu = torch.device("cpu")
+    worker, cpu = config.worker, torch.device("cpu")
     try:
-        dtype = held = choose_dtype(config.worker.dtype, cpu, config.worker.quantization)
+        dtype = held = choose_dtype(worker.dtype, cpu, worker.quantization)
+        quantised = quantised_dtype(worker, dtype, cpu)
     except ValueError as error:
-        return broken("kernels", str(error), f"set {native.LEVEL_VARIABLE} to another level")
+        mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
+        return broken("kernels", str(error), mend)
     # Another finding says what is wrong with the model.
     with suppress(ValueError):
-        held = weights_dtype(config.worker, Path(config.model), dtype, cpu)
-    if config.worker.quantization == "int8":
-        held = torch.int8
-    says = kernels(dtype, held, threads_per_rank(config, _cores()))
+        held = weights_dtype(worker, Path(config.model), dtype, cpu)
+    says = describe_kernels(dtype, quantised or held, threads_per_rank(config, _cores()))
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")
     return fine("kernels", says)

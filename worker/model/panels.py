@@ -124,11 +124,12 @@ class PanelPacking:
 
     def pack(self, weight: Tensor) -> Panels:
         """It takes more memory than ``weight`` has only where its outputs fill no whole number of
-        panels, or its inputs no 32 bits. A weight of another type is quantised."""
+        panels, or its inputs no 32 bits. int8 is made of a weight of any type."""
         outputs, inputs = weight.shape
         scales = None
-        if weight.dtype != self._weights:
+        if self._weights == torch.int8:
             weight, scales = quantised(weight)
+        assert weight.dtype == self._weights
         padding = -inputs % (4 // weight.itemsize), -outputs % self.width
         panels = functional.pad(weight, (0, padding[0], 0, padding[1])) if any(padding) else weight
         self._library.pack(panels.data_ptr(), *panels.shape, torch.get_num_threads())

@@ -25,7 +25,7 @@ def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
     return panel_packing(dtype, weights) or OneDnnPacking()
 
 
-def kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:
+def describe_kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:
     """Return which products a CPU computes, and why these: `bf16 panels, AVX2, 2 threads (...)`."""
     threads = f"{num_threads} threads"
     if panel_packing(dtype, weights) is None:

@@ -24,7 +24,7 @@ from worker.model.families import read_spec
 from worker.model.layers import Placement
 from worker.model.onednn import bound_caches
 from worker.model.panels import panel_packing
-from worker.model.precompile import choose_packing, kernels, precompile
+from worker.model.precompile import choose_packing, describe_kernels, precompile
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
@@ -138,7 +138,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
     held = weights_dtype(config, directory, place.dtype, place.device)
-    packed = _packed_dtype(config, place) or held
+    packed = quantised_dtype(config, place.dtype, place.device) or held
     precompile(spec.head_dim, place.dtype, packed, place.device)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=held, pointwise=pointwise)
@@ -161,14 +161,17 @@ def weights_dtype(
     return torch.bfloat16 if keeps else dtype
 
 
-def _packed_dtype(config: WorkerConfig, place: Placement) -> torch.dtype | None:
-    """Return the type to which weights are quantised, if they are. Raises ValueError."""
+def quantised_dtype(
+    config: WorkerConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype | None:
+    """Return the type to which weights are quantised, if they are. Raises ValueError where the
+    configuration asks for what this machine cannot do."""
     if config.quantization == "none":
         return None
-    if place.device.type != "cpu":
+    if device.type != "cpu":
         raise ValueError("quantization int8 is for CPUs: set quantization to none")
-    if panel_packing(place.dtype, torch.int8) is None:
-        cause = native.why_no_code() or f"it does not work with dtype {place.dtype}"
+    if panel_packing(dtype, torch.int8) is None:
+        cause = native.why_no_code() or f"it does not work with dtype {dtype}"
         raise ValueError(f"quantization int8 is not available: {cause}")
     return torch.int8
 
@@ -184,7 +187,7 @@ def make_fast(
     log.info(
         "layers",
         stack=type(decoder.stack).__name__,
-        kernels=kernels(dtype, packed, torch.get_num_threads()),
+        kernels=describe_kernels(dtype, packed, torch.get_num_threads()),
     )
 
 

@@ -59,6 +59,14 @@ def stepped(
     return SteppedDecoder(saved, MAX_POSITION, dtype=dtype, weights_dtype=weights, **options)
 
 
+def assert_bits_of_layer_by_layer(model: SteppedDecoder, steps: list[Step]) -> None:
+    got = model.logits(SEQUENCES, steps)
+    model.decoder.stack = model.decoder.layer_by_layer
+    expected = model.logits(SEQUENCES, WHOLE)
+    assert got is not None and expected is not None
+    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+
+
 @every_type
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_its_bits_are_those_of_layer_by_layer(name: str, types: Types, tmp_path: Path) -> None:
@@ -124,22 +132,14 @@ def test_the_error_function_as_activation(types: Types, tmp_path: Path) -> None:
     checkpoint = replace(checkpoint, sizes=checkpoint.sizes | {"hidden_act": "gelu"})
     model = stepped(checkpoint, tmp_path, types)
     assert isinstance(model.decoder.stack, CompiledStack)
-    got = model.logits(SEQUENCES, WHOLE)
-    model.decoder.stack = model.decoder.layer_by_layer
-    expected = model.logits(SEQUENCES, WHOLE)
-    assert got is not None and expected is not None
-    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+    assert_bits_of_layer_by_layer(model, WHOLE)
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_weights_of_int8_make_the_bits_of_layer_by_layer(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path, packed=torch.int8)
     assert isinstance(model.decoder.stack, CompiledStack)
-    got = model.logits(SEQUENCES, MIXED)
-    model.decoder.stack = model.decoder.layer_by_layer
-    expected = model.logits(SEQUENCES, WHOLE)
-    assert got is not None and expected is not None
-    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+    assert_bits_of_layer_by_layer(model, MIXED)
 
 
 def test_weights_of_fp16_go_layer_by_layer(tmp_path: Path) -> None:
@@ -166,8 +166,4 @@ def test_weights_of_bf16_are_multiplied_in_fp32(name: str, tmp_path: Path) -> No
 def test_over_another_attention_it_goes_layer_by_layer(tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS["mistral, window"], tmp_path, attention_over=ReferenceAttention)
     assert isinstance(model.decoder.stack, CompiledStack)
-    got = model.logits(SEQUENCES, WHOLE)
-    model.decoder.stack = model.decoder.layer_by_layer
-    expected = model.logits(SEQUENCES, WHOLE)
-    assert got is not None and expected is not None
-    assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+    assert_bits_of_layer_by_layer(model, WHOLE)

@@ -250,6 +250,16 @@ def test_a_limit_that_the_cpu_does_not_have_is_found(
     assert finding.level is Level.ERROR and "mmx" in finding.says
 
 
+def test_quantisation_that_this_machine_cannot_do_is_found(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    odd = served(config, DEMO_MODEL)
+    odd = replace(odd, worker=replace(odd.worker, quantization="int8", dtype="float16"))
+    finding = of(list(machine.examine(odd)), "kernels")
+    assert finding.level is Level.ERROR and "float16" in finding.says
+
+
 @pytest.mark.parametrize("setting", ["port", "http_port"])
 def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
     port = getattr(config.router, setting)
