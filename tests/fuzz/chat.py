@@ -22,8 +22,7 @@ from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn
 from tests.fuzz.served import template
 from tests.fuzz.target import Finding, Run, Target, event_loop
 from tests.support.router import chat_support
-from worker.grammar.json_grammar import json_grammar
-from worker.grammar.schema import NotEnforceable
+from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_schema
 
 _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
@@ -154,7 +153,7 @@ _FORMS = (
 
 
 def _schema(data: bytes) -> None:
-    json_grammar(data.decode(errors="replace"))
+    lark_of_schema(parse_schema(data.decode(errors="replace")))
 
 
 @contextmanager

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from worker.grammar.patterns import Chars, rust
-
 _MAX_DEPTH = 100
 _MAX_REPEAT = 10_000
 _MAX_CODE_POINT = 0x10FFFF
@@ -21,6 +19,14 @@ _ROOT = "root"
 
 class EbnfError(ValueError):
     """A grammar that is malformed or that no text fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character out of ``ranges`` of code points, or any other one if ``negated``."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +296,7 @@ def _written(
 ) -> str:
     match node:
         case Chars():
-            return terminals.setdefault(rust(node), f"T{len(terminals)}")
+            return terminals.setdefault(_expression(node), f"T{len(terminals)}")
         case Reference(name):
             return names[name]
         case Concat(parts):
@@ -305,3 +311,11 @@ def _written(
                 return '""'
             written_part = _written(part, names, productive, terminals)
             return f"({written_part}){{{least},{'' if most is None else most}}}"
+
+
+def _expression(node: Chars) -> str:
+    """Return ``node`` in the syntax of Rust's regular expressions."""
+    if not node.ranges:
+        return "(?s:.)"
+    ranges = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in node.ranges)
+    return f"[{'^' if node.negated else ''}{ranges}]"

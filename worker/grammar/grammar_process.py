@@ -11,6 +11,7 @@ An operation that uses up its CPU time ends the process.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 
 from worker.child_process import outlive_parent
 from worker.grammar.ebnf import EbnfError, lark_of_ebnf
-from worker.grammar.json_grammar import json_grammar
+from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_schema, refusal_of
 from worker.grammar.launch import Budget
 from worker.grammar.messages import (
     CHUNK,
@@ -42,8 +44,6 @@ from worker.grammar.messages import (
     decode_request,
     encode_reply,
 )
-from worker.grammar.patterns import PatternError, literal, parse, rust, whole
-from worker.grammar.schema import NotEnforceable
 from worker.grammar.vocabulary import LimitExceeded, allowed_tokens, token_matcher
 
 #: A compilation yields to the engine, but not for long: a third of a thread's share on a busy core.
@@ -248,28 +248,43 @@ def compile_grammar(
     kind: str, texts: Sequence[str], vocabulary: llguidance.LLTokenizer
 ) -> llguidance.LLMatcher:
     """Return a matcher at the beginning of the grammar. Raises Refused or NotEnforceable."""
-    matcher = token_matcher(vocabulary, _lark(kind, texts))
+    schema = parse_schema(texts[0]) if kind == "json_schema" else None
+    lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)
+    matcher = token_matcher(vocabulary, lark)
     if matcher.is_error():
-        raise Refused("the grammar is too large or too complex")
+        raise Refused(_refusal(kind, schema, matcher.get_error())[:_MAX_CAUSE])
     return matcher
+
+
+def _refusal(kind: str, schema: Any, error: str) -> str:
+    if (cause := _cause(error)) is None or kind not in ("json_schema", "regex"):
+        return "the grammar is too large or too complex"
+    if kind == "json_schema":
+        return refusal_of(schema, cause)
+    return f"the regular expression cannot be enforced: {cause}"
+
+
+def _cause(error: str) -> str | None:
+    """Return the cause in an error of llguidance, without the grammar that it shows."""
+    cause = error.partition("\n   1 | ")[0]
+    for begin in ("\nerror: ", "failed to compile JSON schema: ", "(in regex): "):
+        if begin in cause:
+            return " ".join(cause.rpartition(begin)[2].split())
+    return None
 
 
 def _lark(kind: str, texts: Sequence[str]) -> str:
     match kind:
-        case "json_schema":
-            return json_grammar(texts[0])
         case "regex":
-            try:
-                return f"start: T\nT: /{rust(whole(parse(texts[0])))}/\n"
-            except PatternError as error:
-                raise Refused(f"the regular expression cannot be enforced: {error}") from None
+            # With the digits, letters and spaces of ASCII, as in JSON Schema.
+            return f"start: T\nT: /{llguidance.regex_to_lark(texts[0], 'dws')}/\n"
         case "ebnf":
             try:
                 return lark_of_ebnf(texts[0])
             except EbnfError as error:
                 raise Refused(str(error)[:_MAX_CAUSE]) from None
         case "choice":
-            return f"start: T\nT: /{'|'.join(map(literal, texts))}/\n"
+            return f"start: T\nT: {'|'.join(map(json.dumps, texts))}\n"
     raise Refused(f"no grammar is called {kind}")
 
 

@@ -1,0 +1,200 @@
+"""JSON schemas in the form that llguidance compiles. Pure.
+
+llguidance enforces the schema and refuses keywords that it cannot enforce. This module prepares
+the schema for it:
+
+- An object that declares properties and says nothing of others has no others, except where another
+  schema may add some. Small models tend to invent keys without end.
+- Formats that llguidance does not know are annotations, as in JSON Schema.
+- The property that a discriminator names is required in each branch.
+- A list of `items`, as drafts before 2020-12 have it, becomes `prefixItems`.
+- A branch of `anyOf` whose pattern looks around is left out if another branch remains. Pydantic
+  writes such a branch for Decimal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Json = Any
+Path = tuple[str, ...]
+
+MAX_DEPTH = 64
+#: llguidance reads numbers as doubles.
+_MAX_NUMBER = 2**53
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+#: llguidance 1.9 writes "-0" for numbers below 0.
+_LESS_THAN_0 = -1e-9
+FORMATS = frozenset(
+    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+    | {"unknown"}
+)
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+#: Beside these an object may have properties of another schema.
+_ADDS_PROPERTIES = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+    | {"allOf", "anyOf", "oneOf", "$ref"}
+)
+_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,15}", "lenient": False, "coerce_one_of": False}
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class NotEnforceable(ValueError):
+    """A schema that cannot be enforced, with the path and the cause."""
+
+
+def parse_schema(text: str) -> Json:
+    """Return the schema ``text``, prepared for llguidance. Raises NotEnforceable."""
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise NotEnforceable(f"the schema is not JSON: {error}") from None
+    if schema is False:
+        raise NotEnforceable("the schema is false: no value fits")
+    if schema is not True and not isinstance(schema, dict):
+        raise NotEnforceable("the schema must be an object or a boolean")
+    _check_value(schema, ())
+    return _prepared({} if schema is True else schema, ())
+
+
+def lark_of_schema(schema: Json) -> str:
+    """Return the grammar of a prepared schema, in llguidance's Lark syntax."""
+    return f"start: %json {json.dumps(schema | {'x-guidance': _OPTIONS})}\n"
+
+
+def refusal_of(schema: Json, cause: str) -> str:
+    """Return the error for a schema that llguidance refused with ``cause``."""
+    if (found := _UNIMPLEMENTED.match(cause)) is not None:
+        path = next(_paths_of(schema, found[1]), (found[1],))
+        return f"{'.'.join(path)[-200:]} cannot be enforced"
+    return f"the schema cannot be enforced: {cause}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _check_value(value: Json, path: Path) -> None:
+    """Check the depth, the numbers and the texts of ``value``. Raises NotEnforceable."""
+    if len(path) > 2 * MAX_DEPTH:
+        raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str) and _SURROGATE.search(value):
+        raise NotEnforceable(f"{'.'.join(path)} has half of a surrogate pair")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_value(key, path)
+            _check_value(part, (*path, key))
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            _check_value(part, (*path, str(at)))
+
+
+def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
+    """Return the schema at ``path``; ``may_close`` is false where others may add properties."""
+    if not isinstance(schema, dict):
+        return schema
+    for keyword in ("const", "enum", *_BOUNDS):
+        if _has_large_number(schema.get(keyword)):
+            raise NotEnforceable(
+                f"{'.'.join((*path, keyword))} has a number beyond 2^53, which cannot be enforced"
+            )
+    schema = _without_additional_items(schema)
+    if _has_too_many_keys(schema):
+        raise NotEnforceable(
+            f"{'.'.join((*path, 'minProperties'))} cannot be enforced above the number of required "
+            "properties and one more: a key may be written twice"
+        )
+    result = dict(schema)
+    if schema.get("exclusiveMaximum") == 0 and schema.get("type") != "integer":
+        result["exclusiveMaximum"] = _LESS_THAN_0
+    if result.get("format") not in FORMATS:
+        result.pop("format", None)
+    for keyword in _MAPS:
+        if isinstance(part := schema.get(keyword), dict):
+            result[keyword] = {
+                name: _prepared(each, (*path, keyword, name)) for name, each in part.items()
+            }
+    for keyword in _SINGLE:
+        if isinstance(part := schema.get(keyword), dict):
+            result[keyword] = _prepared(part, (*path, keyword))
+    if may_close and "properties" in result and not _ADDS_PROPERTIES & result.keys():
+        _close(result)
+    tag = _tag_of(schema)
+    is_alone = not {"properties", "$ref", "allOf"} & schema.keys()
+    for keyword in _LISTS:
+        if isinstance(part := schema.get(keyword), list):
+            may_close_branches = keyword == "prefixItems" or (keyword != "allOf" and is_alone)
+            branches = [
+                _prepared(each, (*path, keyword, str(at)), may_close_branches)
+                for at, each in enumerate(part)
+            ]
+            if keyword == "anyOf":
+                branches = [each for each in branches if not _looks_around(each)] or branches
+            if tag is not None and keyword in ("anyOf", "oneOf"):
+                branches = [{"allOf": [each], "required": [tag]} for each in branches]
+            result[keyword] = branches
+    return result
+
+
+def _without_additional_items(schema: dict[str, Json]) -> dict[str, Json]:
+    result = {name: part for name, part in schema.items() if name != "additionalItems"}
+    if isinstance(first := schema.get("items"), list):
+        result["prefixItems"] = first
+        result["items"] = schema.get("additionalItems", True)
+    return result
+
+
+def _has_too_many_keys(schema: Mapping[str, Json]) -> bool:
+    least, required = schema.get("minProperties"), schema.get("required", [])
+    return isinstance(least, int) and isinstance(required, list) and least > len(required) + 1
+
+
+def _close(schema: dict[str, Json]) -> None:
+    """Allow the declared and the required properties of an object, and no others."""
+    schema["additionalProperties"] = False
+    if isinstance(schema["properties"], dict) and isinstance(schema.get("required"), list):
+        for name in filter(lambda it: isinstance(it, str), schema["required"]):
+            schema["properties"].setdefault(name, True)
+
+
+def _tag_of(schema: Mapping[str, Json]) -> str | None:
+    discriminator = schema.get("discriminator")
+    if not isinstance(discriminator, dict):
+        return None
+    name = discriminator.get("propertyName")
+    return name if isinstance(name, str) else None
+
+
+def _looks_around(schema: Json) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, dict) else None
+    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
+
+
+def _has_large_number(value: Json) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_number, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_number, value))
+    return isinstance(value, int | float) and abs(value) > _MAX_NUMBER
+
+
+def _paths_of(schema: Json, keyword: str, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths at which ``keyword`` stands."""
+    if isinstance(schema, dict):
+        if keyword in schema and path[-1:] not in (("properties",), ("patternProperties",)):
+            yield (*path, keyword)
+        for key, part in schema.items():
+            if key not in ("const", "enum", "default", "examples"):
+                yield from _paths_of(part, keyword, (*path, key))
+    elif isinstance(schema, list):
+        for at, part in enumerate(schema):
+            yield from _paths_of(part, keyword, (*path, str(at)))
