@@ -32,7 +32,7 @@ small_vs_hf_static_oracle with the others.
 oneDNN's code for it.
 "Others" is what other processes took of all cores meanwhile: with more than a few hundredths the
 figures say little. transformers does not run the medium model, which takes it minutes. The log of
-what was predicted and seen is engine.md.
+predictions and measurements is in RESULTS.md.
 """
 
 from __future__ import annotations

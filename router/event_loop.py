@@ -23,7 +23,8 @@ log = logs.get_logger(__name__)
 
 #: The event loop is asked for a turn so often.
 _LOOK_S = 0.1
-#: The event loop stood still for so long: the process was frozen, or others had its core.
+#: Stall of the event loop, in seconds, from which it is logged: the process was frozen or lacked a
+#: core.
 FREEZE_S = 0.5
 #: Number of intervals of a wait, each of which counts if the event loop kept up in it.
 _INTERVALS = 6
@@ -32,12 +33,12 @@ _LATE_S = 0.25
 
 
 async def report() -> None:
-    """Logs each time that it stood still, until cancelled."""
+    """Log each stall of the event loop, until cancelled."""
     while True:
         due = now() + _LOOK_S
         await asyncio.sleep(_LOOK_S)
         if (late := now() - due) >= FREEZE_S:
-            log.warning("stood still", seconds=round(late, 2))
+            log.warning("event loop stalled", seconds=round(late, 2))
 
 
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:

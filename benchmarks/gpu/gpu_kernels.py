@@ -1,5 +1,5 @@
 """The kernel table of bench-gpu: what the kernels of one layer, and those that draw, take at the
-sizes of ../../benchmarks/gpu/README.md, beside torch's own.
+sizes of ../RESULTS.md, beside torch's own.
 
 Of each: ``ours_s``, ``torch_s`` or, of attention, ``sdpa_s``, over keys and values that lie in one
 piece, which a step would have to gather first; ``fa3_s`` and ``flashinfer_s`` where these can

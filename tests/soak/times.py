@@ -119,7 +119,7 @@ def _noticed(fault: Happened, lines: Sequence[Line]) -> Iterable[Line]:
 
 def _stood_still(noticed: Line, around: Sequence[Line]) -> bool:
     return any(
-        line.event == "stood still"
+        line.event == "event loop stalled"
         and line.component == noticed.component
         and line.time <= noticed.time + _CLOCK_S
         for line in around

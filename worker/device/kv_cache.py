@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 #: Bytes that a huge page has.
 _TAKEN_AT_ONCE = 2 << 20
 #: Bytes that are taken ahead, 0.17 s of a core where it was measured. Beside a batch that comes at
-#: once, much more of them made it slower (benchmarks/engine.md).
+#: once, much more of them made it slower (benchmarks/RESULTS.md).
 _TAKEN_AHEAD = 256 << 20
 
 

@@ -15,7 +15,7 @@ from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, Answer, ask
 from tests.support.scripted import scripted_cluster
 
-PAGE = Path(__file__).parents[3] / "deploy" / "guides" / "openai-api.md"
+PAGE = Path(__file__).parents[3] / "deploy" / "guides" / "openai-refusals.md"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BEHIND_OUTPUT = f"1.1.{token_digest([5]):016x}"
 #: A function with a name alone, and messages of one turn.
@@ -161,8 +161,7 @@ ELSEWHERE = (
 
 def rows() -> dict[str, str]:
     """Return the answers of the page's table of refusals, by field."""
-    _, _, table = PAGE.read_text().partition("## Refused on purpose")
-    cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in table.splitlines() if "|" in line)
+    cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if "|" in line)
     return {field: answer for field, answer, _ in list(cells)[2:]}
 
 

@@ -76,10 +76,10 @@ def test_each_routers_first_word_about_a_worker_counts() -> None:
 
 def test_a_router_that_stood_still_noticed_nothing() -> None:
     words = lines(
-        (10.4, "router-1", "stood still", ""),
+        (10.4, "router-1", "event loop stalled", ""),
         (10.8, "router-0", "worker lost", "w"),
         (11.3, "router-1", "worker lost", "w"),
-        (11.4, "router-0", "stood still", ""),
+        (11.4, "router-0", "event loop stalled", ""),
     )
     assert detections([KILL], words) == {"kill worker": pytest.approx([0.8])}
 

@@ -1,4 +1,4 @@
-"""proto/README.md says what is held."""
+"""proto/LIMITS.md states the limits that hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from router.chat import messages, tools
 from router.config import RouterConfig
 from router.requests import tokenizer
 
-README = Path(__file__).resolve().parents[5] / "proto" / "README.md"
+PAGE = Path(__file__).resolve().parents[5] / "proto" / "LIMITS.md"
 CHARACTERS = tokenizer._MAX_CHARACTERS_PER_TOKEN
 LIMITS = Limits()
 
@@ -40,7 +40,7 @@ def rows() -> dict[str, str]:
 
 
 def table() -> list[list[str]]:
-    text = README.read_text().partition("## Limits")[2].partition("\n## ")[0]
+    text = PAGE.read_text()
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
