@@ -117,7 +117,7 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
 ]
-RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="Request id.")]
 
 
 @app.command(
@@ -145,13 +145,15 @@ def up(
     ] = None,
     load_format: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help="auto, or dummy for weights that are pseudo-random."),
+        typer.Option(metavar="FORMAT", help="auto, or dummy for pseudo-random weights."),
     ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers.")] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks that share the model in each worker.")
+        int | None, typer.Option(metavar="N", help="Number of ranks (GPUs) of each worker.")
     ] = None,
-    no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
+    no_ray: Annotated[
+        bool, typer.Option("--no-ray", help="Use plain processes instead of Ray.")
+    ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Allow `everlift chaos`.")] = False,
     config: SettingsFile = None,
     assignments: Assignments = None,
@@ -204,9 +206,9 @@ def build(
 def doctor(
     config: SettingsFile = None,
     assignments: Assignments = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is missing here, or in a cluster, and how to mend it."""
+    """Check this machine or a cluster, and say how to fix what is missing."""
     from cluster.doctor import command as doctoring
 
     findings = doctoring.examine(configuration.load(config, os.environ, assignments or ()))
@@ -257,16 +259,16 @@ app.add_typer(tenants.app, name="tenant", rich_help_panel=_OPERATE)
 @app.command(rich_help_panel=_ASK, epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
 def attach(
     request_id: RequestId,
-    from_offset: Annotated[int, typer.Option(help="The first token to show.")] = 0,
+    from_offset: Annotated[int, typer.Option(help="Offset of the first token to show.")] = 0,
     address: Address = None,
 ) -> None:
-    """Stream a request that was submitted before. Ctrl-C only leaves it."""
+    """Stream an existing request. Ctrl-C disconnects without cancelling it."""
     asyncio.run(_attach(address, request_id, from_offset))
 
 
 @app.command(rich_help_panel=_ASK, epilog="**Example:** `everlift cancel 3f2a…`")
 def cancel(request_id: RequestId, address: Address = None) -> None:
-    """End a request."""
+    """Cancel a request."""
     asyncio.run(_cancel(address, request_id))
 
 
@@ -278,7 +280,7 @@ def forget(request_id: RequestId, address: Address = None) -> None:
 
 @app.command(rich_help_panel=_LOOK, epilog="**Example:** `everlift status --watch`")
 def status(
-    watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     address: Address = None,
 ) -> None:
     """Show workers, queue and requests."""
@@ -287,24 +289,22 @@ def status(
 
 @app.command(rich_help_panel=_LOOK, epilog="**Example:** `everlift capacity --json`")
 def capacity(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     address: Address = None,
 ) -> None:
-    """Show what the cluster can hold and do, and how long the queue will take."""
+    """Show capacity, use and the estimated queue wait."""
     asyncio.run(_capacity(address, as_json))
 
 
 @app.command(rich_help_panel=_OPERATE, epilog="**Example:** `everlift drain 3f2a --wait`")
 def drain(
-    worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="Worker id, or its first characters.")
-    ],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Worker id or a unique prefix.")],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until it has no request left.")
+        bool, typer.Option("--wait", help="Wait until the worker has no request left.")
     ] = False,
     address: Address = None,
 ) -> None:
-    """Let a worker hand what it runs back to the queue, and take no more."""
+    """Drain a worker: its requests resume elsewhere, and it accepts no more."""
     asyncio.run(_drain(address, worker, wait))
 
 
@@ -319,12 +319,14 @@ def drain(
 )
 def demo(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there.")
+        Path | None, typer.Option("--json", metavar="FILE", help="File for the summary as JSON.")
     ] = None,
     picture: Annotated[
-        Path, typer.Option(metavar="FILE", help="Picture of the batch slots over time.")
+        Path, typer.Option(metavar="FILE", help="File for a picture of the batch slots over time.")
     ] = Path("everlift-demo.png"),
-    no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
+    no_ray: Annotated[
+        bool, typer.Option("--no-ray", help="Use plain processes instead of Ray.")
+    ] = False,
 ) -> None:
     """Start a cluster, load it, kill a worker in the middle, and count what was lost."""
     from cluster.demo import demonstrate

@@ -61,26 +61,24 @@ def _default_state_dir() -> Path:
 class Config:
     """Relative paths are taken from the working directory, once."""
 
-    #: Hugging Face directory of the model that routers and workers serve, its hub id (org/name),
-    #: or "fake"
+    #: Hugging Face directory of the served model, its hub id (org/name), or "fake"
     model: str = str(DEMO_MODEL)
-    #: of a hub id: a branch, a tag or a commit; not set: its main branch
+    #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
     num_routers: Count = 1
-    #: the custom resource of Ray's nodes that may have a router, of which each takes one; not set:
-    #: any node
+    #: custom resource of Ray's nodes for routers, of which each takes one; not set: any node
     router_resource: str = ""
-    #: workers, where their number is fixed: without autoscale.max_workers
+    #: number of workers, if it is fixed (without autoscale.max_workers)
     num_workers: Count = 1
-    #: nodes of Ray over which the ranks of a worker are spread; 1: one node, where any is large
-    #: enough for all of them
+    #: Ray nodes over which the ranks of a worker are spread; 1: one node
     nodes_per_worker: Count = 1
-    #: the embedded ledger's data, the logs, and where the other commands find the cluster
+    #: directory of the embedded ledger's data, the logs, and the cluster's address for other
+    #: commands
     state_dir: Path = field(default_factory=_default_state_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    #: allow faults on purpose (everlift chaos): sets router.chaos and worker.chaos
+    #: allow fault injection (everlift chaos): sets router.chaos and worker.chaos
     chaos: bool = False
-    #: a running Ray cluster's address or "auto"; "local" starts one on this machine
+    #: address of a running Ray cluster, or "auto"; "local" starts one on this machine
     ray_address: str = "local"
     #: TLS between routers and workers: each shows its certificate
     internal_tls: InternalTls = field(default_factory=InternalTls)

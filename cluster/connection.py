@@ -112,8 +112,8 @@ async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
         running = running_url(config.state_dir)
         if running is None:
             raise ClusterFailed(
-                f"no ledger has ever run on {config.state_dir}: start a cluster with `everlift up`,"
-                " or set ledger.url"
+                f"{config.state_dir} has no ledger: start a cluster with `everlift up`, or set "
+                "ledger.url"
             )
         url = running
     ledger = await connect(replace(config.ledger, url=url))

@@ -13,7 +13,7 @@ import typer
 from everlift.errors import InvalidRequest
 from everlift.options import GenerateOptions
 
-_SAMPLING, _FORM, _REQUEST = "How tokens are drawn", "What the output looks like", "The request"
+_SAMPLING, _FORM, _REQUEST = "Sampling", "Output", "The request"
 _TEXT_OR_FILE = "TEXT|@FILE"
 
 
@@ -38,34 +38,38 @@ def _switch(name: str, text: str, panel: str) -> object:
 
 #: By their names in GenerateOptions, as typer takes them.
 OPTIONS: Mapping[str, Any] = {
-    "max_tokens": _number(int, "Most tokens to generate.", _REQUEST),
+    "max_tokens": _number(int, "Largest number of tokens to generate.", _REQUEST),
     "clamp_max_tokens": _switch(
         "--clamp-max-tokens", "Lower max_tokens to what the context leaves.", _REQUEST
     ),
-    "n": _number(int, "So many outputs of the same prompt; default 1.", _REQUEST),
+    "n": _number(int, "Number of outputs of the prompt; default 1.", _REQUEST),
     "temperature": _number(float, "0 is greedy; default: the model's, else 1."),
     "top_p": _number(float, "Nucleus sampling."),
-    "top_k": _number(int, "Only the K likeliest tokens."),
-    "min_p": _number(float, "Only tokens at least so many times as likely as the best."),
-    "seed": _number(int, "Same seed, same output."),
+    "top_k": _number(int, "Sample only from the K most likely tokens."),
+    "min_p": _number(float, "Least probability of a token, relative to the most likely one."),
+    "seed": _number(int, "Seed of the sampling."),
     "repetition_penalty": _number(
-        float, "Divides logits of tokens that occurred; default: the model's, else 1."
+        float, "Divide the logits of tokens that occurred by this; default: the model's, else 1."
     ),
-    "presence_penalty": _number(float, "Taken from logits of tokens in the output; default 0."),
+    "presence_penalty": _number(
+        float, "Subtract this from the logits of tokens in the output; default 0."
+    ),
     "frequency_penalty": _number(
-        float, "Taken from a token's logit for each time that it is in the output; default 0."
+        float, "Subtract this from a token's logit for each occurrence in the output; default 0."
     ),
-    "logit_bias": _texts("Added to a token's logit.", _SAMPLING, metavar="ID=VALUE"),
-    "min_tokens": _number(int, "So many tokens before a stop counts."),
-    "logprobs": _number(int, "Show log probabilities, and so many alternatives.", _FORM),
+    "logit_bias": _texts("Add VALUE to the logit of token ID.", _SAMPLING, metavar="ID=VALUE"),
+    "min_tokens": _number(int, "Least number of tokens before a stop counts."),
+    "logprobs": _number(int, "Show log probabilities with this many alternatives.", _FORM),
     "prompt_logprobs": _number(
-        int, "Show those of the prompt's tokens, and so many alternatives.", _FORM
+        int, "Show log probabilities of the prompt with this many alternatives.", _FORM
     ),
-    "json_schema": _text("JSON of this schema.", _FORM, metavar=_TEXT_OR_FILE),
-    "regex": _text("What this regular expression matches.", _FORM),
-    "ebnf": _text('A grammar in GBNF, its rule "root" first.', _FORM, metavar=_TEXT_OR_FILE),
-    "choice": _texts("One of these texts.", _FORM),
-    "stop": _texts("The output ends before this text.", _FORM),
+    "json_schema": _text("JSON schema of the output.", _FORM, metavar=_TEXT_OR_FILE),
+    "regex": _text("Regular expression of the output.", _FORM),
+    "ebnf": _text(
+        'Grammar of the output in GBNF, with a rule "root".', _FORM, metavar=_TEXT_OR_FILE
+    ),
+    "choice": _texts("Allowed output.", _FORM),
+    "stop": _texts("End the output before this text.", _FORM),
     "stop_token_ids": Annotated[
         list[int] | None,
         typer.Option(
@@ -75,20 +79,24 @@ OPTIONS: Mapping[str, Any] = {
         ),
     ],
     "include_stop": _switch("--include-stop", "Keep the stop text in the output.", _FORM),
-    "ignore_eos": _switch("--ignore-eos", "Go on after an end-of-sequence token.", _FORM),
-    "cache_salt": _text("Share computed blocks with the same salt alone.", _REQUEST),
+    "ignore_eos": _switch("--ignore-eos", "Continue after an end-of-sequence token.", _FORM),
+    "cache_salt": _text("Share prefix-cache blocks only with the same salt.", _REQUEST),
     "timeout_s": Annotated[
         float | None,
-        typer.Option("--timeout", help="Seconds until it fails.", rich_help_panel=_REQUEST),
+        typer.Option("--timeout", help="Deadline in seconds.", rich_help_panel=_REQUEST),
     ],
-    "priority": _number(int, "From -10 to 10: a larger one goes first.", _REQUEST),
+    "priority": _number(
+        int, "Class from -10 to 10; a higher one leaves the queue first.", _REQUEST
+    ),
     "ttft_target_s": Annotated[
         float | None,
         typer.Option(
-            "--ttft-target", help="Seconds to the first token, wanted.", rich_help_panel=_REQUEST
+            "--ttft-target",
+            help="Target for the time to first token, in seconds.",
+            rich_help_panel=_REQUEST,
         ),
     ],
-    "request_id": _text("The same id again is the same request.", _REQUEST),
+    "request_id": _text("Name of the request; the same id is the same request.", _REQUEST),
 }
 
 
@@ -140,7 +148,7 @@ def _read(text: str) -> str:
     except UnicodeDecodeError:
         raise InvalidRequest(f"{name} is not UTF-8") from None
     except RuntimeError:
-        raise InvalidRequest(f"{name}: whose home that is is not known") from None
+        raise InvalidRequest(f"{name}: the home directory of this user is unknown") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

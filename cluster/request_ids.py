@@ -38,7 +38,7 @@ async def last(client: AsyncClient) -> str:
     """Return the id of the newest request. Raises UnknownRequest if there is none."""
     async for each in listed(client, limit=1):
         return each.request_id
-    raise UnknownRequest("there is no request yet")
+    raise UnknownRequest("there are no requests yet")
 
 
 async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> str:
@@ -56,6 +56,6 @@ async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> s
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UnknownRequest(f"no request has the id {prefix!r}, or one that begins so")
+        raise UnknownRequest(f"no request id is or begins with {prefix!r}")
     shown = ", ".join(found[:_SHOWN]) + ", …" * (len(found) > _SHOWN)
-    raise InvalidRequest(f"{len(found)} requests have ids that begin with {prefix!r}: {shown}")
+    raise InvalidRequest(f"{len(found)} request ids begin with {prefix!r}: {shown}")

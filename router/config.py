@@ -53,110 +53,105 @@ class RouterConfig:
     #: Hugging Face directory or hub id (org/name) of the model, for its tokenizer; "fake" for the
     #: fake runner's bytes
     model: str = ""
-    #: of a hub id: a branch, a tag or a commit; not set: its main branch
+    #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
-    #: where clients connect
+    #: address of the clients' gRPC port
     host: str = "127.0.0.1"
     port: Port = 50051
-    #: PEM files with the certificate that clients are shown, and its key; not set: no TLS
+    #: PEM files with the certificate and the key of the clients' ports; not set: no TLS
     tls_cert: str = ""
     tls_key: str = ""
-    #: PEM file with who signed the certificates of clients, which then have to show one; not set:
-    #: they need none
+    #: PEM file with the authority that signs clients' certificates, which are then required; not
+    #: set: none is required
     tls_client_ca: str = ""
-    #: of a client's call, uncompressed; a larger one is refused with RESOURCE_EXHAUSTED. A prompt
-    #: of a million tokens has about 5 MB
+    #: largest message of a client's call, uncompressed; a larger one is refused with
+    #: RESOURCE_EXHAUSTED. A prompt of a million tokens has about 5 MB
     max_message_bytes: Annotated[int, Field(ge=1 << 10, lt=1 << 31)] = 8 << 20
-    #: where clients of OpenAI's API connect (HTTP); an empty host: nowhere
+    #: address of the OpenAI API (HTTP); empty: disabled
     http_host: str = "127.0.0.1"
     http_port: Port = 8000
-    #: the console, a page that shows the cluster, at /console there
+    #: serve the console, a page that shows the cluster, at /console
     console: bool = True
-    #: web pages that may ask there, as https://chat.example.com; "*": all
+    #: web pages that may use the OpenAI API, as https://chat.example.com; "*": all
     cors_origins: tuple[str, ...] = ()
-    #: of an HTTP request; a larger one is refused with 413
+    #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
     #: a stream of server-sent events without an event for this many seconds sends its headers, then
     #: an SSE comment line each time; 0 disables both
     keep_alive: NotNegative = 15.0
-    #: which streams get comment lines: those of requests with Accept: text/event-stream (accept),
-    #: or all (always)
+    #: streams that get comment lines: those of requests with Accept: text/event-stream (accept), or
+    #: all (always)
     keep_alive_comments: Literal["accept", "always"] = "accept"
-    #: where workers and other routers connect
+    #: address of the port for workers and other routers
     internal_host: str = "127.0.0.1"
     internal_port: Port = 0
-    #: TLS there, as workers have it
+    #: TLS of that port, as for workers
     internal_tls: InternalTls = field(default_factory=InternalTls)
-    #: where Prometheus reads metrics (GET /metrics) and probes ask (GET /ready, GET /live), without
-    #: TLS; an empty host: nowhere
+    #: address of Prometheus metrics (GET /metrics) and probes (GET /ready, GET /live), without TLS;
+    #: empty: disabled
     metrics_host: str = "127.0.0.1"
     metrics_port: Port = 0
-    #: who may come in: off, everybody; file or ledger, who has one of the keys there
+    #: whether clients need an API key: off, no; file or ledger, a key that is stored there
     access: Literal["off", "file", "ledger"] = "off"
-    #: with access: file: the file that `everlift key` makes, with hashes of keys and limits of
+    #: with access: file: the file that `everlift key` writes, with hashes of keys and limits of
     #: tenants
     access_file: str = ""
-    #: under vLLM's names too, for dashboards that know these
+    #: also export metrics under vLLM's names
     vllm_metrics: bool = False
-    #: OTLP collector (gRPC) that gets traces of requests, as http://127.0.0.1:4317; empty: nobody
+    #: OTLP collector (gRPC) for traces of requests, as http://127.0.0.1:4317; empty: no traces
     trace_endpoint: str = ""
-    #: part of the requests that is traced; those that come in a trace follow its sampled flag
+    #: share of the requests to trace; requests of a caller's trace follow its sampled flag
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 1.0
     #: lower max_tokens to what the context leaves; off: refuse the request
     #: (context_length_exceeded)
     clamp_max_tokens: bool = False
-    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets at
-    #: run time this, queue_ttl, refuse_late, order, undated_due, ageing_factor, starvation,
-    #: class_floor,
-    #: fair_share and tpot_target
+    #: largest number of queued requests; more are refused with RESOURCE_EXHAUSTED. everlift policy
+    #: sets this, queue_ttl, refuse_late, order, undated_due, ageing_factor, starvation,
+    #: class_floor, fair_share and tpot_target at run time
     max_queued: Count = 10_000
-    #: a request that no worker had by then is refused with RESOURCE_EXHAUSTED (queue_timeout); 0:
-    #: it waits on
+    #: reject requests that are still queued after this many seconds (queue_timeout); 0 disables
     queue_ttl: NotNegative = 0.0
-    #: a request whose first token will come after its deadline or its ttft_target_ms, or whose
-    #: output will end after its deadline, as far as one can tell, is refused with
-    #: RESOURCE_EXHAUSTED (deadline_unmeetable) when it comes, or (queue_timeout) when it has waited
-    #: for too long. Off: it comes later rather than never, as the contract has it
+    #: reject requests that cannot meet their TTFT target or deadline, by the estimated wait: on
+    #: arrival (deadline_unmeetable) or while queued (queue_timeout)
     refuse_late: bool = False
-    #: who was refused and comes again before the time that it was told: of a tenant so many a
-    #: second are looked at, and so many at once; the others are refused (retried_too_soon)
+    #: premature retries of a tenant that are forgiven per second, and at once; further ones are
+    #: refused (retried_too_soon)
     retry_rate: NotNegative = 1.0
     retry_burst: Amount = 10
-    #: which request leaves the queue first, within a class: the one that came first (fifo), whose
-    #: deadline or ttft_target_ms comes first (deadline), that probably takes the fewest tokens
-    #: (shortest), whose outputs are predicted to be shorter than others' (ranked), or that has
-    #: waited longest for what it takes (hrrn)
+    #: order of the queue within a class: earliest arrival (fifo), earliest deadline or
+    #: ttft_target_ms (deadline), fewest predicted tokens (shortest), shortest predicted output by
+    #: rank (ranked), or longest wait relative to its tokens (hrrn)
     order: Order = "fifo"
-    #: deadline: a request without one is due so long after it came
+    #: deadline: due time of a request without a deadline, in seconds after its arrival
     undated_due: Positive = 60.0
-    #: shortest, ranked: how long a request yields to shorter ones on average, in multiples of the
-    #: wait that was estimated when it came; short requests yield for less of it, long ones for more
+    #: shortest, ranked: how long a request yields to shorter ones, in multiples of its estimated
+    #: wait; short requests yield for less, long ones for more
     ageing_factor: NotNegative = 1.5
-    #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
-    #: is taken at once. Empty: each is expected to be as long as those before it
+    #: file of `everlift train-predictor` that predicts output lengths; a new version is loaded at
+    #: once. Empty: the mean of the last outputs
     predictor: str = ""
-    #: predictions whose order is less like that of what came (Kendall's tau) are not used: while it
-    #: is, shortest, ranked and hrrn are fifo
+    #: predictions with a lower Kendall's tau are not used: shortest, ranked and hrrn are then fifo
     predictor_min_tau: Annotated[float, Field(ge=-1, le=1)] = 0.1
-    #: who has waited for so long leaves before all others of its class, whatever the order; 0:
-    #: nobody
+    #: a request that has waited for this many seconds leaves its class first, whatever the order; 0
+    #: disables
     starvation: NotNegative = 0.0
-    #: of the work that higher classes get while a class waits, the part that it gets as well
+    #: share of the work of higher classes that a waiting class receives
     class_floor: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    #: where tenants are told apart (access), those of a class take turns by the tokens that they
-    #: were served, whatever the order; within a tenant's turn the order holds
+    #: with access: share each class fairly between tenants, by the tokens that they were served;
+    #: the order applies within a tenant
     fair_share: bool = True
-    #: what a token of a prompt and one of an output count there
+    #: weight of a prompt token and of an output token in fair_share
     prompt_token_weight: Positive = 1.0
     output_token_weight: Positive = 2.0
-    #: dispatched to a worker beyond what it can run at once
+    #: requests dispatched to a worker beyond its free slots
     local_depth: Amount = 2
-    #: prompt tokens that a worker may have waiting to be computed
+    #: largest number of prompt tokens waiting for prefill at a worker
     max_pending_prefill: Count = 4096
-    #: time per output token that is wanted: a worker runs as many sequences at once as its steps,
-    #: by what was learned of them, take no longer than this; 0: as many as it can
+    #: target time per output token, which limits the batch of a worker by its predicted step time;
+    #: 0 disables
     tpot_target: NotNegative = 0.0
-    #: a dispatch that its worker has not acknowledged by then no longer counts as load
+    #: a dispatch that its worker has not acknowledged after this many seconds no longer counts as
+    #: load
     dispatch_ack: Positive = 1.0
     #: a request fails after it lost this many workers in a row without a new token, each while it
     #: was in a step
@@ -164,51 +159,51 @@ class RouterConfig:
     #: a request fails after it lost this many workers in a row without a new token, in a step or
     #: not
     max_losses_total: Count = 20
-    #: times that a preempted request may be moved to another worker; then it waits where it is. To
-    #: make room for a higher class is something else, and not counted here
+    #: how often a preempted request may be moved to another worker; evictions for a higher class do
+    #: not count
     max_moves: Amount = 3
-    #: part of a worker's blocks that must stay free when a preempted request is moved there
+    #: share of a worker's blocks that must stay free when a preempted request is moved there
     move_reserve: NotNegative = 0.05
-    #: a worker whose steps take so many times as long as the others' gets nothing while they have
-    #: room
+    #: a worker whose steps take this many times as long as the others' gets no requests while they
+    #: have room
     slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
-    #: allow faults on purpose: everlift chaos
+    #: allow fault injection: everlift chaos
     chaos: bool = False
-    #: how long a request without a client goes on under on_disconnect: grace
+    #: how long a request without a client continues under on_disconnect: grace
     grace: NotNegative = 30.0
-    #: a worker that says nothing for so long is lost: it is taken for lost between 0.85 and 0.9 of
-    #: it, so that everybody has heard by then (it says something five times a second)
+    #: a worker without a message for this long is lost; it is declared lost after 0.85 to 0.9 of
+    #: it. Workers send five messages a second
     worker_silence: Positive = 1.0
-    #: the leader forgets a worker that it could not reach for so long
+    #: the leader forgets a worker that was unreachable for this long
     worker_forget: Positive = 10.0
-    #: a gateway or leader that did not renew for so long is gone; of the 2 s in which another one
-    #: has to lead, the rest is for a busy machine
+    #: a router that did not renew its lease for this long is lost; a new leader takes over within 2
+    #: s
     lease: Positive = 1.2
     #: how long a request waits while there is no worker; then it ends with UNAVAILABLE (no_worker).
     #: A worker may need a machine, an image and a model first
     worker_wait: NotNegative = 1800.0
-    #: between renewals
+    #: interval of renewals
     heartbeat: Positive = 0.25
-    #: before_delivery: a client sees a token when the ledger has it; behind: at once, marked
-    #: unledgered, and the ledger gets it within some ten milliseconds
+    #: before_delivery: a client receives a token after the ledger stored it; behind: at once,
+    #: marked unledgered, and the ledger stores it some ten milliseconds later
     durability: Literal["before_delivery", "behind"] = "before_delivery"
-    #: while the ledger is away streams go on, marked unledgered, or pause (strict)
+    #: while the ledger is away: streams continue, marked unledgered (available), or pause (strict)
     on_ledger_loss: Literal["available", "strict"] = "available"
-    #: available: they go on for so long, then pause too
+    #: available: streams continue for this long, then pause
     unledgered: NotNegative = 10.0
-    #: what ended so short a while ago is told to the ledger again if its server lost its last
+    #: requests that ended this recently are sent to the ledger again if its server lost its last
     #: second
     reassert: NotNegative = 5.0
     #: source of the defaults for sampling parameters that a request does not set: the model's
     #: generation_config.json (model), or Everlift's own defaults (none)
     sampling_defaults: Literal["model", "none"] = "model"
-    #: how the model writes a tool call; auto: as its chat template shows
+    #: format of the model's tool calls; auto: detected from its chat template
     tool_format: Literal["auto", "hermes", "llama3"] = "auto"
-    #: CPU time that the model's chat template may take over one chat; then its process is killed
+    #: CPU time of the model's chat template for one chat; beyond it its process is killed
     template_timeout: Positive = 2.0
     #: processes that render chats, each one at a time
     template_processes: Count = 1
-    #: a stopping router lets its streams finish for so long, then sends them elsewhere
+    #: how long a stopping router lets its streams finish before it sends them elsewhere
     drain: NotNegative = 5.0
 
     def __post_init__(self) -> None:
@@ -261,9 +256,9 @@ def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
     missing = [name for name, is_there in ways if not is_there]
     hosts = filter(None, (config.host, config.http_host))
     if missing and not all(map(_is_loopback, hosts)):
-        yield f"other machines reach the clients' ports without {' or '.join(missing)}"
+        yield f"other machines can reach the clients' ports without {' or '.join(missing)}"
     if not config.internal_tls.is_on and not _is_loopback(config.internal_host):
-        yield "other machines reach the port of workers and routers: set internal_tls"
+        yield "other machines can reach the port of workers and routers: set internal_tls"
 
 
 def _is_loopback(host: str) -> bool:

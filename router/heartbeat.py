@@ -139,7 +139,7 @@ class Heartbeat:
         try:
             await self._gateway.generation_changed(generation)
         except Exception:
-            log.exception("the ledger was not told again")
+            log.exception("state not re-sent to the ledger")
 
     async def _dial(self) -> None:
         async with self._dialling:

@@ -487,5 +487,5 @@ async def _guarded(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("a part of the router failed")
+        log.exception("part of the router failed")
         raise

@@ -149,7 +149,7 @@ class WorkerLink:
         except _Replaced:
             raise
         except Exception:
-            log.exception("what a worker said failed")
+            log.exception("message of a worker failed")
 
     async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
         first = session_pb2.RouterFrame(hello=self._hello, engine_policy=self._policy)

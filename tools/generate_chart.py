@@ -5,7 +5,6 @@
     helm/files/run_time_settings.yaml   settings that change without a restart
     helm/files/alerts.yaml, dashboard.json   copies of deploy/'s: a chart reads no file beside it
     helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
-    helm/README.md                   its table of values, from values.yaml
 
 With ``--check`` it writes nothing, and fails where one of them is not current.
 """
@@ -33,7 +32,6 @@ from worker.config import WorkerConfig
 
 CHART = Path(__file__).parents[1] / "helm"
 DEPLOY = CHART.parent / "deploy"
-BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
 #: By these workers of one ledger must agree, beside the model.
 _MODEL_SETTINGS = ("dtype", "load_format", "max_model_len")
 #: A router's pod has time for its drain.
@@ -140,7 +138,6 @@ def _generated() -> dict[Path, str]:
         CHART / "files" / "alerts.yaml": (DEPLOY / "prometheus" / "alerts.yaml").read_text(),
         CHART / "files" / "dashboard.json": (DEPLOY / "grafana" / "everlift.json").read_text(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
-        CHART / "README.md": readme((CHART / "README.md").read_text()),
     }
 
 
@@ -239,34 +236,6 @@ def _descriptions(text: str) -> Iterator[tuple[str, str]]:
             if description:
                 yield ".".join(name for _, name in above), description
             description = ""
-
-
-def readme(text: str) -> str:
-    """``text`` with the table of values as they are."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + "".join(_table()) + END + tail
-
-
-def _table() -> Iterator[str]:
-    text = (CHART / "values.yaml").read_text()
-    descriptions = dict(_descriptions(text))
-    yield "| value | default | what |\n|---|---|---|\n"
-    for path, value in _leaves(yaml.safe_load(text), descriptions, ""):
-        shown = json.dumps(value, separators=(", ", ": ")) if value != "" else ""
-        yield f"| `{path}` | {f'`{shown}`' if shown else ''} | {descriptions.get(path, '')} |\n"
-
-
-def _leaves(
-    values: Mapping[str, Any], descriptions: Mapping[str, str], section: str
-) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        path = section + name
-        whole = path in _SHAPES or name in _SHAPES or path == "config"
-        if isinstance(value, dict) and not whole:
-            yield from _leaves(value, descriptions, f"{path}.")
-        else:
-            yield path, value
 
 
 if __name__ == "__main__":

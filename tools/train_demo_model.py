@@ -5,7 +5,7 @@
 
 The weights are a function of the recipe and of the text (`cluster/demo/tasks.py`): two processes of
 one thread each draw their own text and average their gradients, in full precision, so equal
-machines give equal weights. Took 29 minutes on two cores that other work shared; tools/README.md
+machines give equal weights. Took 29 minutes on two shared cores; benchmarks/RESULTS.md
 has the accuracy that it reached.
 """
 

@@ -27,21 +27,21 @@ class FakeModel:
     """Behaviour of the fake runner."""
 
     vocab_size: _AtLeast2 = 1024
-    #: most tokens of one sequence, prompt and output
+    #: longest sequence in tokens, prompt and output
     max_model_len: _AtLeast2 = 4096
-    #: seconds that every step takes
+    #: seconds of every step
     step_time: NotNegative = 0.0
-    #: and for each token that it computes
+    #: further seconds for each computed token
     token_time: NotNegative = 0.0
-    #: the token that ends a sequence; never made while eos_one_in is 0
+    #: token that ends a sequence; never produced while eos_one_in is 0
     eos_token_id: int = 0
-    #: one token of so many is the end, 0 for none; which one is decided by the tokens before it
+    #: one token in this many ends the sequence, decided by the tokens before it; 0: none
     eos_one_in: Amount = 0
-    #: all tokens but one of so many are the same one, 0 for none: a text that drafts can guess
+    #: all tokens but one in this many are equal, so that drafts can guess them; 0: none
     surprise_one_in: Amount = 0
-    #: what a block takes of kv_cache_mib
+    #: size of a block in kv_cache_mib
     block_kib: Count = 512
-    #: its steps are launched before the ones before them are committed, as those of a GPU
+    #: launch steps before the previous one is committed, as on a GPU
     runs_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -54,11 +54,11 @@ class Speculation:
     """Guesses at the next tokens, which one step then checks: what followed the last tokens where
     they occurred before, in prompt or output, is guessed to follow them again."""
 
-    #: most tokens guessed for one sequence in a step; 0 guesses nothing
+    #: largest number of draft tokens of a sequence in a step; 0 disables
     num_draft_tokens: Amount = 0
-    #: so many of the last tokens must have occurred before
+    #: number of last tokens that must have occurred before
     min_match: Count = 2
-    #: the longest match counts, up to so many tokens
+    #: longest match that is looked for, in tokens
     max_match: int = 4
 
     def __post_init__(self) -> None:
@@ -72,17 +72,15 @@ class Speculation:
 class Scheduling:
     """Scheduling policy of the engine."""
 
-    #: continuous: whoever there is room for comes into the batch in any step. slai: decodes whose
-    #: deadline is near go before prefills, the others behind them, and short prompts before long
-    #: ones. static: a batch is closed, and nobody comes in until all of it are done. magnus: the
-    #: same with batches of outputs that are predicted to be similarly long. everlift policy sets
-    #: another one at run time
+    #: continuous: admit sequences whenever there is room. slai: decodes near their deadline before
+    #: prefill, short prompts first. static: closed batches. magnus: closed batches of similar
+    #: predicted output length. everlift policy changes it at run time
     policy: EnginePolicy = "continuous"
-    #: slai: how long after the one before it a token is due
+    #: slai: a token is due this long after the previous one
     tbt_target: Positive = 0.1
-    #: slai: so many tokens shorter does a prompt count for each sequence that comes after it
+    #: slai: a waiting prompt counts as this many tokens shorter for each later arrival
     ageing_tokens: Count = 16
-    #: magnus: part of a batch's slot steps that may be wasted, as outputs are predicted
+    #: magnus: share of a batch's slot steps that may be wasted, by predicted lengths
     batch_waste: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
@@ -95,9 +93,9 @@ class Grammars:
 
     #: CPU seconds to compile a grammar
     compile_timeout: Positive = 30.0
-    #: CPU seconds to find out which tokens a grammar allows next
+    #: CPU seconds to compute the allowed next tokens of a grammar
     step_budget: Positive = 0.1
-    #: memory that a grammar and its sequences may take
+    #: memory of a grammar and its sequences
     process_mib: Count = 256
     #: memory of grammars that are kept for later requests
     cache_mib: Amount = 512
@@ -115,77 +113,77 @@ _CPU_KV_CACHE_MIB = 256
 class WorkerConfig:
     """Settings of a worker, the same for all its ranks. Durations are in seconds."""
 
-    #: Hugging Face directory of the model, hub id (org/name), or "fake"; a rank needs one
+    #: Hugging Face directory of the model, hub id (org/name), or "fake"; required
     model: str = ""
-    #: of a hub id; ranks need a commit, so that all of them read the same
+    #: commit of a hub id, so that all ranks read the same files
     model_revision: str = ""
-    #: dummy: pseudo-random weights in place of the checkpoint's; config.json is all that is read
+    #: dummy: pseudo-random weights; only config.json is read
     load_format: Literal["auto", "dummy"] = "auto"
-    #: threads of a rank that read its weights at the same time
+    #: threads of a rank that read weights
     weight_readers: Count = 4
-    #: where routers dial, so no wildcard; other ranks find rank 0 here too
+    #: address for routers and other ranks; no wildcard
     host: str = "127.0.0.1"
-    #: 0 takes a free one
+    #: port for routers; 0: any free one
     port: Port = 0
-    #: TLS there, as routers have it; what ranks say to each other has none
+    #: TLS of that port, as for routers; traffic between ranks has none
     internal_tls: InternalTls = field(default_factory=InternalTls)
-    #: ranks that share the model
+    #: number of ranks
     tensor_parallel: Count = 1
     #: blocks of the KV cache; not set: what fits into kv_cache_mib
     num_blocks: Count | None = None
-    #: memory of the KV cache, over all ranks; not set: on a GPU what the weights and the largest
-    #: step leave of gpu_memory_utilization, on CPUs a little
+    #: memory of the KV cache over all ranks; not set: on a GPU what weights and the largest step
+    #: leave of gpu_memory_utilization, on CPUs 256 MiB
     kv_cache_mib: Count | None = None
-    #: part of a GPU's memory that may be in use, by whomever
+    #: share of a GPU's memory that may be in use, by all processes
     gpu_memory_utilization: Part = 0.9
-    #: sequences in one batch
+    #: largest number of sequences in a batch
     max_num_seqs: Count = 256
-    #: tokens computed in one step: one for each sequence that decodes, the rest for prefill; not
-    #: set: what suits the device, and at least max_num_seqs
+    #: tokens computed in one step: one for each decoding sequence, the rest for prefill; not set:
+    #: depends on the device, and at least max_num_seqs
     max_num_batched_tokens: Count | None = None
-    #: most tokens of one sequence, prompt and output; not set: what the model was made for
+    #: longest sequence in tokens, prompt and output; not set: the model's own limit
     max_model_len: _AtLeast2 | None = None
-    #: part of the blocks that admission leaves free, so that what runs can grow
+    #: share of the blocks that admission leaves free for growing sequences
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    #: what becomes of the blocks of a preempted sequence when others need them: recompute drops
-    #: them, swap keeps copies in the host's memory, if copying them is quicker than computing them
+    #: what happens to the blocks of a preempted sequence when others need them: recompute drops
+    #: them, swap copies them to host memory if that is faster than recomputing
     preemption: Literal["recompute", "swap"] = "recompute"
     #: host memory for swap, over all ranks
     swap_mib: Amount = 1024
-    #: whom a step is for
+    #: batching policy
     scheduling: Scheduling = field(default_factory=Scheduling)
-    #: drafts of several tokens a step
+    #: draft tokens
     speculation: Speculation = field(default_factory=Speculation)
     #: structured output
     grammar: Grammars = field(default_factory=Grammars)
-    #: auto is a GPU where there is one
+    #: auto: a GPU if there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: auto is bfloat16 where the device computes in it natively
+    #: auto: bfloat16 if the device computes in it natively
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: int8 quantises the weights at load, one scale for each output channel, on CPUs only
+    #: int8: quantise the weights at load, one scale for each output channel, on CPUs only
     quantization: Literal["none", "int8"] = "none"
-    #: CPU threads of one rank; not set: the process's share of cores
+    #: CPU threads of a rank; not set: the process's share of cores
     num_threads: Count | None = None
-    #: the only cluster whose routers are served; empty serves any
+    #: cluster whose routers are accepted; empty: any
     cluster_id: str = ""
-    #: a router hears from the worker at least so often
+    #: largest interval between messages to a router
     heartbeat: Positive = 0.15
     #: how long the ranks wait for each other to start
     join_timeout: Positive = 120.0
-    #: what has been handed back has so long to reach the routers when the worker stops
+    #: time for returned sequences to reach the routers when the worker stops
     drain_timeout: Positive = 1.0
-    #: a step that takes so long, and ten times as long as the last ones lead to expect, will not
-    #: end any more: the worker ends
+    #: a step that takes this long, and ten times as long as expected from the last ones, is
+    #: considered stuck: the worker ends
     step_timeout: Positive = 5.0
-    #: asked every two seconds; it answers 200 when the machine is about to be taken away, and the
-    #: worker hands everything back. Not set: SIGUSR1 alone says so
+    #: url that answers 200 when the machine is about to be reclaimed, asked every two seconds; the
+    #: worker then returns everything. Not set: only SIGUSR1
     reclaim_url: str = ""
     #: directory in which each rank keeps a file named after its process id while it serves, for
     #: readiness probes; not set: none
     ready_dir: str = ""
-    #: allow faults on purpose: everlift chaos
+    #: allow fault injection: everlift chaos
     chaos: bool = False
-    #: used with the model "fake" only
+    #: only with the model "fake"
     fake: FakeModel = field(default_factory=FakeModel)
 
     def __post_init__(self) -> None:

@@ -22,11 +22,11 @@ from router.auth.key import Key
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Keys by which clients come in, where `router.access` is `file` or `ledger`.",
+    help="API keys of clients, if `router.access` is `file` or `ledger`.",
 )
 
 KeyId = Annotated[
-    str, typer.Argument(metavar="ID", help="The part of a key between its two underscores.")
+    str, typer.Argument(metavar="ID", help="Id of a key: the part between its two underscores.")
 ]
 
 
@@ -44,9 +44,12 @@ def create(
         list[Scope] | None,
         typer.Option(help="Scope that the key grants; default infer. Repeatable."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
+    name: Annotated[str, typer.Option(help="Display name of the key.")] = "",
     expires: Annotated[
-        str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d. Default: never.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time until the key expires: 30m, 12h, 90d. Default: never."
+        ),
     ] = None,
     config: SettingsFile = None,
     assignments: Assignments = None,
@@ -91,7 +94,8 @@ def revoke(key_id: KeyId, config: SettingsFile = None, assignments: Assignments 
 def rotate(
     key_id: KeyId,
     overlap: Annotated[
-        str, typer.Option(metavar="TIME", help="The old key holds for so long: 30m, 12h, 1d.")
+        str,
+        typer.Option(metavar="TIME", help="Time for which the old key stays valid: 30m, 12h, 1d."),
     ] = "1d",
     config: SettingsFile = None,
     assignments: Assignments = None,

@@ -54,8 +54,8 @@ async def _opened(config: Config) -> AsyncIterator[Store]:
     match config.router.access:
         case "off":
             raise SettingsError(
-                "router.access is off, and everybody may come in: set it to ledger, or to file "
-                "with router.access_file, here and for `everlift up`"
+                "router.access is off, so clients need no key: set it to ledger, or to "
+                "file with router.access_file, here and for `everlift up`"
             )
         case "file":
             from router.auth.file_store import FileStore

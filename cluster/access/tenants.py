@@ -24,12 +24,15 @@ _NONE, _DEFAULT = "none", "default"
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Limits of tenants, where `router.access` is `file` or `ledger`.",
+    help="Limits of tenants, if `router.access` is `file` or `ledger`.",
 )
 
 Tenant = Annotated[
     str,
-    typer.Argument(metavar="TENANT", help=f"Its name; '{EVERYBODY}' is all that have no other."),
+    typer.Argument(
+        metavar="TENANT",
+        help=f"Name of the tenant; '{EVERYBODY}' applies to every tenant without its own limits.",
+    ),
 ]
 
 
@@ -50,19 +53,17 @@ def _limit(text: str) -> Any:
 )
 def change(
     tenant: Tenant,
-    requests_per_minute: Annotated[
-        str | None, _limit("Requests that may begin in a minute.")
-    ] = None,
+    requests_per_minute: Annotated[str | None, _limit("Most requests per minute.")] = None,
     tokens_per_minute: Annotated[
-        str | None, _limit("Tokens of prompts and outputs in a minute.")
+        str | None, _limit("Most tokens of prompts and outputs per minute.")
     ] = None,
     max_concurrent: Annotated[
-        str | None, _limit("Requests at a time, waiting ones counted in.")
+        str | None, _limit("Most unfinished requests, including queued ones.")
     ] = None,
     max_tokens: Annotated[
-        str | None, _limit("Output tokens of a request, of all its choices.")
+        str | None, _limit("Most output tokens of a request, over all choices.")
     ] = None,
-    max_priority: Annotated[str | None, _limit("The highest class of a request.")] = None,
+    max_priority: Annotated[str | None, _limit("Highest priority of a request.")] = None,
     weight: Annotated[
         str | None,
         typer.Option(

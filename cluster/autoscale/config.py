@@ -11,28 +11,28 @@ from everlift.settings import CHECKED, Amount, Count, NotNegative, Part, Positiv
 class AutoscaleConfig:
     """Durations are seconds."""
 
-    #: with max_workers, how many there are at least; 0: none while there is nothing to do
+    #: with max_workers: least number of workers; 0: none while there is no work
     min_workers: Amount = 1
-    #: how many there are at most; not set: their number is fixed (num_workers)
+    #: largest number of workers; not set: it is fixed (num_workers)
     max_workers: Count | None = None
-    #: routers at most, where num_routers is how many there are at least; not set: that many
+    #: largest number of routers, with num_routers as the least; not set: fixed
     max_routers: Count | None = None
-    #: running and queued requests that a router is planned to have: 512 streams of 40 tokens per
-    #: second are about what a core of a router carries
+    #: running and queued requests per router: 512 streams of 40 tokens per second are about what a
+    #: core carries
     requests_per_router: Positive = 512.0
-    #: a request is to leave the queue so soon: when it is going to take longer, workers are added
+    #: target for the queue wait: workers are added when it would be exceeded
     ttft_target: Positive = 2.0
-    #: so many are added that what waits is done in so long, beside what comes
+    #: time in which added workers shall drain the queue
     drain_target: Positive = 20.0
-    #: part of what workers can do that is planned with
+    #: share of the workers' throughput that is planned with
     utilisation: Part = 0.8
-    #: part of their KV blocks that is planned with
+    #: share of the workers' KV blocks that is planned with
     kv_utilisation: Part = 0.9
-    #: workers go when fewer would have been enough for so long
+    #: workers are removed when fewer would have sufficed for this long
     down_delay: NotNegative = 120.0
-    #: the last one goes when there was nothing to do for so long
+    #: with min_workers 0: the last worker is removed after this long without work
     idle_delay: NotNegative = 300.0
-    #: what the leader said longer ago changes nothing
+    #: age beyond which a load report changes nothing
     stale: Positive = 5.0
 
     def __post_init__(self) -> None:

@@ -50,17 +50,17 @@ class Decisions:
 #: that begin like others come first.
 REASONS = (
     *("the load is not known", "limits", "requests wait", "nothing to do", "requests would wait"),
-    *("enough are on their way", "enough", "fewer are enough"),
-    "another cluster serves too",
+    *("enough workers are starting", "enough", "fewer are enough"),
+    "another cluster serves as well",
 )
 _GAUGES = {
-    "everlift_autoscaler_workers": "Workers that there are to be.",
-    "everlift_autoscaler_max_workers": "Workers that there may be.",
-    "everlift_autoscaler_need_workers": "Workers that the work there is needs.",
-    "everlift_autoscaler_wait_seconds": "What a request that comes now would wait.",
-    "everlift_autoscaler_load_age_seconds": "How long ago the leader said what work there is.",
-    "everlift_autoscaler_queue_tokens": "Tokens to be computed for all that wait, as told.",
-    "everlift_autoscaler_worker_tokens_per_second": "What a full worker computes, as told.",
+    "everlift_autoscaler_workers": "Wanted number of workers.",
+    "everlift_autoscaler_max_workers": "Maximum number of workers.",
+    "everlift_autoscaler_need_workers": "Number of workers that the present work needs.",
+    "everlift_autoscaler_wait_seconds": "Estimated queue wait of a new request, in seconds.",
+    "everlift_autoscaler_load_age_seconds": "Age of the leader's load report, in seconds.",
+    "everlift_autoscaler_queue_tokens": "Reported tokens to compute for all queued requests.",
+    "everlift_autoscaler_worker_tokens_per_second": "Reported tokens/s of a saturated worker.",
 }
 _REASON = "everlift_autoscaler_reason"
 

@@ -128,7 +128,7 @@ class Autoscaler:
             # Either cluster may go. Each can take all of the load until one has gone.
             self._needs.clear()
             target = self._within(max(workers, others, replaced))
-            reason = "another cluster serves too"
+            reason = "another cluster serves as well"
         else:
             self._needs.note(need, now)
             target, reason = self._target(load, need, wait_s, workers, now)
@@ -177,7 +177,7 @@ class Autoscaler:
             more = enough if self._capacity.rate else workers + has_settled
             if more > workers:
                 return self._within(more), f"requests would wait {wait_s:.1f} s"
-            return workers, "enough are on their way" if self._own < workers else "enough"
+            return workers, "enough workers are starting" if self._own < workers else "enough"
         return self._fewer(load, workers, now)
 
     def _is_rush(self, workers: int) -> bool:

@@ -48,10 +48,12 @@ def batch(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines.")],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The results. Default: FILE with .out in its name."),
+        typer.Option(
+            metavar="FILE", help="File for the results. Default: FILE with .out in its name."
+        ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most requests at once.")
+        int, typer.Option(metavar="N", min=1, help="Largest number of concurrent requests.")
     ] = _CONCURRENCY,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run the lines again whose results are errors.")
@@ -61,11 +63,11 @@ def batch(
     model: Model = None,
     assignments: Assignments = None,
 ) -> None:
-    """Answer a file of prompts. Ctrl-C leaves the rest for another time."""
+    """Run a file of prompts. After Ctrl-C the same command continues it."""
     config = local_config(local, model, assignments)
     known, path = Survey(file), output or file.with_suffix(f".out{file.suffix}")
     if path.exists() and path.samefile(file):
-        raise BatchFailed("the results cannot go into the file that is read")
+        raise BatchFailed("the results cannot be written to the file of prompts")
     with Results(path, retry_failed=retry_failed) as results:
         job = _Job(file, known, results, concurrency)
         if not job.num_left:

@@ -163,7 +163,7 @@ class Results(Container[Key]):
         raise self._something_else(number)
 
     def _something_else(self, number: int) -> BatchFailed:
-        return BatchFailed(f"{self.path} holds something else than results (line {number})")
+        return BatchFailed(f"{self.path} is not a file of results (line {number})")
 
     def _take(self, record: Mapping[str, Any]) -> None:
         line = _key(record)

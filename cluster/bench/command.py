@@ -28,7 +28,7 @@ from cluster.simulator.workloads import options as workloads
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Load on any endpoint, and reports of it.",
+    help="Send a load to an endpoint and report latencies.",
 )
 
 _SERVE_EXAMPLES = """
@@ -150,7 +150,12 @@ Settings that differ are named: figures under different loads say nothing of eac
 
 @app.command(epilog=_COMPARE_EXAMPLES)
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="A report, of vLLM's too.")],
+    a: Annotated[
+        Path,
+        typer.Argument(
+            metavar="A.json", help="Report of `everlift bench serve` or `vllm bench serve`."
+        ),
+    ],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
     html_file: options.HtmlFile = None,
 ) -> None:

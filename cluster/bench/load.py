@@ -135,7 +135,7 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.trace is not None and self.workloads:
-            raise BenchFailed("requests are of --workload or of --trace, not of both")
+            raise BenchFailed("--workload and --trace exclude each other")
         if self.trace is None and (self.begin_s, self.end_s, self.speed) != (0.0, None, 1.0):
             raise BenchFailed("--from, --to and --speed need --trace")
         if self.rate is None and self.burstiness != 1.0:

@@ -24,15 +24,17 @@ Url = Annotated[
         "--url",
         panel=_WHERE,
         metavar="URL",
-        help="One of OpenAI's API, as http://127.0.0.1:8000/v1. Default: a cluster, by gRPC.",
+        help="OpenAI endpoint, as http://127.0.0.1:8000/v1. Default: a cluster, over gRPC.",
     ),
 ]
 Chat = Annotated[
-    bool, _option("--chat", panel=_WHERE, help="Chats instead of completions, with --url.")
+    bool, _option("--chat", panel=_WHERE, help="Send chats instead of completions, with --url.")
 ]
 Model = Annotated[
     str | None,
-    _option("--model", panel=_WHERE, help="With --url. Default: the first that is listed."),
+    _option(
+        "--model", panel=_WHERE, help="Model to request, with --url. Default: the first listed one."
+    ),
 ]
 ApiKey = Annotated[
     str | None,
@@ -41,7 +43,7 @@ ApiKey = Annotated[
         panel=_WHERE,
         envvar=API_KEY_VARIABLE,
         metavar="KEY",
-        help="Better in the environment: others see what is typed.",
+        help="API key. Prefer the environment variable: command lines are visible to others.",
     ),
 ]
 IgnoreEos = Annotated[
@@ -49,7 +51,7 @@ IgnoreEos = Annotated[
     _option(
         "--ignore-eos/--no-ignore-eos",
         panel=_WHERE,
-        help="Outputs become as long as they may. Not every endpoint knows it.",
+        help="Generate outputs of the full length. Not every endpoint supports it.",
     ),
 ]
 Temperature = Annotated[float, _option("--temperature", panel=_WHERE, min=0, help="Of sampling.")]
@@ -63,30 +65,48 @@ TokenizerFile = Annotated[
         "--tokenizer",
         panel=_WHERE,
         metavar="DIR",
-        help="A model's: prompts get their exact lengths, and outputs are counted by it where "
-        "the endpoint does not.",
+        help="Directory of the model's tokenizer, for exact prompt lengths and for counting "
+        "outputs.",
     ),
 ]
 
 InputTokens = Annotated[
     int,
     _option(
-        "--input-tokens", panel=_WHICH, min=1, help="Tokens of each prompt, if no dataset says it."
+        "--input-tokens",
+        panel=_WHICH,
+        min=1,
+        help="Tokens of each prompt, without a workload or trace.",
     ),
 ]
 OutputTokens = Annotated[
     int,
     _option(
-        "--output-tokens", panel=_WHICH, min=1, help="Tokens of each output, if no dataset says it."
+        "--output-tokens",
+        panel=_WHICH,
+        min=1,
+        help="Tokens of each output, without a workload or trace.",
     ),
 ]
 LongestInput = Annotated[
     int | None,
-    _option("--max-input", panel=_WHICH, min=1, metavar="N", help="Longer prompts are cut."),
+    _option(
+        "--max-input",
+        panel=_WHICH,
+        min=1,
+        metavar="N",
+        help="Longest prompt in tokens; longer ones are cut.",
+    ),
 ]
 LongestOutput = Annotated[
     int | None,
-    _option("--max-output", panel=_WHICH, min=1, metavar="N", help="Longer outputs are cut."),
+    _option(
+        "--max-output",
+        panel=_WHICH,
+        min=1,
+        metavar="N",
+        help="Longest output in tokens; longer ones are cut.",
+    ),
 ]
 Number = Annotated[
     int | None,
@@ -95,7 +115,7 @@ Number = Annotated[
         panel=_WHICH,
         min=1,
         metavar="N",
-        help=f"So many at most. Default: {REQUESTS}, a whole trace, or what comes in --duration.",
+        help=f"Number of requests. Default: {REQUESTS}, the whole trace, or those of --duration.",
     ),
 ]
 
@@ -105,8 +125,8 @@ Rate = Annotated[
         "--rate",
         panel=_WHEN,
         metavar="R",
-        help="Requests a second on average, or inf. Default: the workload's or the trace's own "
-        "moments, else all at once.",
+        help="Mean requests per second, or inf. Default: the arrival times of the workload or "
+        "trace, else all at once.",
     ),
 ]
 Burstiness = Annotated[
@@ -121,7 +141,10 @@ Burstiness = Annotated[
 Duration = Annotated[
     float | None,
     _option(
-        "--duration", panel=_WHEN, metavar="S", help="So long requests come; of a ramp each stage."
+        "--duration",
+        panel=_WHEN,
+        metavar="S",
+        help="Seconds of arrivals; with --ramp, of each stage.",
     ),
 ]
 RampText = Annotated[
@@ -130,7 +153,7 @@ RampText = Annotated[
         "--ramp",
         panel=_WHEN,
         metavar="FIRST:MOST",
-        help="Rates between these two, until saturation is found.",
+        help="Range of rates in which to find saturation, as in 1:64.",
     ),
 ]
 Concurrency = Annotated[
@@ -140,11 +163,18 @@ Concurrency = Annotated[
         panel=_WHEN,
         min=1,
         metavar="N",
-        help="Most requests at once. Without --rate a closed loop of N clients.",
+        help="Largest number of concurrent requests. Without --rate, a closed loop of N clients.",
     ),
 ]
 WarmUp = Annotated[
-    int, _option("--warm-up", panel=_WHEN, min=0, metavar="N", help="Requests that do not count.")
+    int,
+    _option(
+        "--warm-up",
+        panel=_WHEN,
+        min=0,
+        metavar="N",
+        help="Number of warm-up requests, which are not counted.",
+    ),
 ]
 Timeout = Annotated[
     float, _option("--timeout", panel=_WHEN, min=0.001, metavar="S", help="Timeout of one request.")
@@ -167,13 +197,19 @@ DEFAULT_PERCENTILES = "50,90,95,99"
 JsonFile = Annotated[
     Path | None,
     _option(
-        "--json", panel=_OUT, metavar="FILE", help="Write it there, with vLLM's keys and more."
+        "--json",
+        panel=_OUT,
+        metavar="FILE",
+        help="File for the report as JSON, with the keys of vLLM and more.",
     ),
 ]
 HtmlFile = Annotated[
-    Path | None, _option("--html", panel=_OUT, metavar="FILE", help="Write a page there.")
+    Path | None,
+    _option("--html", panel=_OUT, metavar="FILE", help="File for the report as an HTML page."),
 ]
 Detailed = Annotated[
-    bool, _option("--detailed", panel=_OUT, help="With --json: each request's times, too.")
+    bool, _option("--detailed", panel=_OUT, help="Add the times of each request to the JSON.")
 ]
-Label = Annotated[str, _option("--label", panel=_OUT, help="Stands in the reports.")]
+Label = Annotated[
+    str, _option("--label", panel=_OUT, help="Label of the load in reports. Repeatable.")
+]

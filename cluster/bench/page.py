@@ -193,7 +193,7 @@ def _over_time(found: Json) -> Iterator[Chart]:
     yield Chart("Not ended", "seconds", "requests", [line("due and not ended", "in_flight")])
     yield Chart("Output", "seconds", "tokens a second", [line("output tokens", "tokens_per_s")])
     yield Chart(
-        "Time to first token, by when a request was due",
+        "Time to first token, by due time",
         "seconds",
         "ms, median",
         [line("time to first token", "ttft_ms")],
@@ -207,17 +207,17 @@ def _ramp(stages: Sequence[Json]) -> Iterator[Chart]:
 
     last = stages[-1]["rate"]
     yield Chart(
-        "Requests answered, by how many came",
-        "requests a second that came",
+        "Answered requests by arrival rate",
+        "arrivals per second",
         "requests a second",
         [
             line("answered", "request_throughput", 0),
-            Line("as many as came", [(0.0, 0.0), (last, last)], 3),
+            Line("all arrivals", [(0.0, 0.0), (last, last)], 3),
         ],
     )
     yield Chart(
-        "Time to first token, by how many came",
-        "requests a second that came",
+        "Time to first token by arrival rate",
+        "arrivals per second",
         "ms",
         [line("median", "median_ttft_ms", 0), line("p99", "p99_ttft_ms", 1)],
     )
@@ -276,8 +276,8 @@ def report_page(found: Json) -> str:
     body = [
         *_notes(more.get("marks", ())),
         _cards(found),
-        *_section("Latency, in ms from when a request was due", _latencies(found, found)),
-        *_section("From when it was sent", _latencies(found, more.get("from_sent", {}))),
+        *_section("Latency in ms, from the due time", _latencies(found, found)),
+        *_section("From the send time", _latencies(found, more.get("from_sent", {}))),
         *_stages(more.get("stages", ())),
         *_section("Curves", _figures(charts(found))),
         *_section("Summary", _pairs(wording.summary_rows(found))),
@@ -295,7 +295,7 @@ def comparison_page(a: Json, b: Json, comparison: Comparison) -> str:
         *_section("A", _pairs(wording.setting_rows(a))),
         *_section("B", _pairs(wording.setting_rows(b))),
     ]
-    return _page("Two loads beside each other", f"A: {_under(a)} · B: {_under(b)}", body)
+    return _page("Comparison of two loads", f"A: {_under(a)} · B: {_under(b)}", body)
 
 
 def _under(found: Json) -> str:

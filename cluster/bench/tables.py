@@ -16,9 +16,9 @@ from cluster.bench.report import Json, ours
 
 def tables(found: Json) -> Iterator[RenderableType]:
     yield _pairs(wording.summary_rows(found))
-    yield _latencies(found, found, "ms, from when it was due")
+    yield _latencies(found, found, "ms, from the due time")
     if sent := ours(found).get("from_sent"):
-        yield _latencies(found, sent, "ms, from when it was sent")
+        yield _latencies(found, sent, "ms, from the send time")
     if stages := ours(found).get("stages"):
         yield _table(wording.STAGE_COLUMNS, map(wording.stage_row, stages))
     if errors := list(wording.error_rows(found)):

@@ -20,10 +20,10 @@ NOTHING = "-"
 
 LATENCIES = {
     "ttft": "time to first token",
-    "itl": "between two pieces (ITL)",
+    "itl": "inter-token latency (ITL)",
     "tpot": "per output token (TPOT)",
     "e2el": "end to end (E2E)",
-    "norm": "E2E by output tokens",
+    "norm": "E2E per output token",
 }
 
 
@@ -63,7 +63,7 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
         yield f"good ones a second {wanted}".rstrip(), f"{shown(found['request_goodput'])}{part}"
     yield "output tokens a second", shown(found["output_throughput"])
     yield "input and output tokens a second", shown(found["total_token_throughput"])
-    yield "most at once", shown(found.get("max_concurrent_requests"))
+    yield "largest concurrency", shown(found.get("max_concurrent_requests"))
     if more:
         yield from _generator_rows(more)
         yield from _saturation_rows(more)
@@ -76,7 +76,7 @@ def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
     yield "model", shown(found.get("model_id"))
     yield "rate, requests a second", shown(found.get("request_rate"))
     yield "burstiness", shown(found.get("burstiness"))
-    yield "most requests at once", shown(found.get("max_concurrency"))
+    yield "largest concurrency", shown(found.get("max_concurrency"))
     for name, value in more.get("load", {}).items():
         yield name, shown(value)
     if more:
@@ -111,9 +111,9 @@ def _generator_rows(more: Json) -> Iterator[tuple[str, str]]:
         "generator's lag p50, p99, most",
         ", ".join(f"{1e3 * late[name]:.1f}" for name in ("p50", "p99", "most")) + " ms",
     )
-    yield "generator's part of a core", f"{late['cpu_share']:.0%}"
+    yield "generator's share of a core", f"{late['cpu_share']:.0%}"
     if more["held_s"] > 0:
-        yield "held back for want of room, at most", f"{shown(more['held_s'])} s"
+        yield "longest delay by --concurrency", f"{shown(more['held_s'])} s"
 
 
 def _saturation_rows(more: Json) -> Iterator[tuple[str, str]]:

@@ -25,14 +25,14 @@ from everlift.v1 import chaos_pb2 as pb
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Faults on purpose, in a cluster started with `everlift up --chaos`.",
+    help="Inject faults into a cluster started with `everlift up --chaos`.",
 )
 
 Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="A worker's or router's id or its beginning, any-worker, any-router, leader, ledger.",
+        help="Id or unique prefix of a worker or router, any-worker, any-router, leader or ledger.",
     ),
 ]
 Seconds = Annotated[float, typer.Option(help="Duration in seconds.")]
@@ -56,7 +56,8 @@ def partition(
     target: Target,
     seconds: Seconds = 5.0,
     peer: Annotated[
-        str, typer.Option(help="From this router, worker or ledger alone. Default: from all.")
+        str,
+        typer.Option(help="Cut off only from this router, worker or ledger. Default: from all."),
     ] = "",
     address: Address = None,
 ) -> None:
@@ -69,10 +70,10 @@ def slow(
     target: Target,
     seconds: Seconds = 5.0,
     factor: Annotated[
-        float, typer.Option(help="A worker's steps take so many times as long.")
+        float, typer.Option(help="Factor by which a worker's steps take longer.")
     ] = 10.0,
     delay: Annotated[
-        float, typer.Option(help="Every call of the ledger takes so many seconds longer.")
+        float, typer.Option(help="Seconds by which every call of the ledger takes longer.")
     ] = 0.2,
     address: Address = None,
 ) -> None:
@@ -84,8 +85,8 @@ def slow(
 @app.command("run", epilog="**Example:** `everlift chaos run --minutes 10 --every 5`")
 def run_many(
     minutes: Annotated[float, typer.Option(help="How long.")] = 1.0,
-    every: Annotated[float, typer.Option(help="Seconds from one fault to the next.")] = 5.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same choices.")] = None,
+    every: Annotated[float, typer.Option(help="Seconds between faults.")] = 5.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random faults.")] = None,
     address: Address = None,
 ) -> None:
     """Random faults, of which at least one worker is spared. Ctrl-C ends them."""
@@ -99,7 +100,8 @@ def check_ledger(
     ledger: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Default: the configuration's, or the one that runs here."
+            metavar="URL",
+            help="Url of the ledger. Default: the configured one, or the one on this machine.",
         ),
     ] = None,
     assignments: Annotated[
@@ -107,7 +109,7 @@ def check_ledger(
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.shards=4."),
     ] = None,
     patience: Annotated[
-        float, typer.Option(help="Seconds after which what is wrong is looked at again.")
+        float, typer.Option(help="Seconds after which a finding is checked again.")
     ] = TIMEOUT_S,
     as_lines: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:

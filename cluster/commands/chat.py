@@ -35,12 +35,14 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System prompt of the conversation.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Largest number of tokens of an answer.")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     address: Address = None,
 ) -> None:
     """Chat with the model of a running cluster."""

@@ -38,7 +38,7 @@ EXAMPLES = """
 #: The variable is the one by which OpenTelemetry's tools pass a context on to a process.
 TraceParent = Annotated[
     str,
-    typer.Option(envvar="TRACEPARENT", help="The span that asks, as W3C Trace Context writes it."),
+    typer.Option(envvar="TRACEPARENT", help="Trace context of the caller, in W3C's form."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each choice.")]
 
@@ -147,8 +147,8 @@ def _write_logprobs(
 
 
 _CAUSES = {
-    FinishReason.STOP: "the model ended it at once, or it began with a stop; see --min-tokens",
-    FinishReason.LENGTH: "max_tokens came before a whole character",
+    FinishReason.STOP: "the model ended it at once, or it began with a stop (--min-tokens)",
+    FinishReason.LENGTH: "max_tokens was reached before a whole character",
 }
 
 

@@ -42,7 +42,9 @@ meanwhile.
 
 
 def measure(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, NAME.json.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File for the step times, NAME.json.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(
@@ -54,23 +56,26 @@ def measure(
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of a worker."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of a worker."),
     ] = None,
     running: Annotated[
-        bool, typer.Option("--running", help="Measure nothing: ask a cluster what it has learned.")
+        bool,
+        typer.Option(
+            "--running", help="Write what a running cluster has learned instead of measuring."
+        ),
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="--running: of its workers, those on this device."),
+        typer.Option(metavar="NAME", help="--running: device of the workers."),
     ] = None,
     address: Address = None,
 ) -> None:
-    """Measure what this machine's steps take, for forecasts."""
+    """Measure the step times of this machine for the simulator."""
     if file.suffix != ".json":
         raise ForecastFailed(f"{file}: its name must end with .json")
     if running:
         if model or config or assignments:
-            raise ForecastFailed("--running: the cluster has its model and settings")
+            raise ForecastFailed("--running: model and settings are the cluster's")
         asyncio.run(_ask(file, device, address))
     else:
         _measure(file, model, config, assignments or ())

@@ -39,7 +39,7 @@ Wanted = Annotated[
     typer.Option(
         "--slo",
         metavar="TARGETS",
-        help="Targets to meet: any percentile, or the mean, of ttft, tpot and latency.",
+        help="Targets: any percentile or the mean of ttft, tpot and latency.",
     ),
 ]
 Kinds = Annotated[
@@ -51,7 +51,7 @@ Kinds = Annotated[
         f"Default: {machines.DEFAULT_KIND}.",
     ),
 ]
-Most = Annotated[int, typer.Option(min=1, metavar="N", help="So many workers at most.")]
+Most = Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of workers.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
 Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it there.")]
 
@@ -78,7 +78,7 @@ def plan(
     json_file: JsonFile = None,
     picture: Picture = None,
 ) -> None:
-    """Find out how many workers are enough, of each kind."""
+    """Find the number of workers that meets a target, for each kind."""
     if picture is not None:
         picture_file.check("--picture", picture)
     targets = target.targets(slo)
@@ -145,5 +145,5 @@ def _plan(
 def _guess(asked: Requests, spec: WorkerSpec) -> int:
     arrivals = list(islice(asked.arrivals(()), load.SAMPLE))
     if not arrivals:
-        raise ForecastFailed("there is no request to plan for")
+        raise ForecastFailed("there are no requests to plan for")
     return ceil(asked.average_rate() / saturation_rate(arrivals, spec))

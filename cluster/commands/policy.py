@@ -35,18 +35,22 @@ _Text: TypeAlias = str | None
 
 def policy(
     order: Annotated[
-        _Text, _option("ORDER", "Who leaves first: fifo, deadline, shortest, ranked or hrrn.")
+        _Text, _option("ORDER", "Order of the queue: fifo, deadline, shortest, ranked or hrrn.")
     ] = None,
-    max_queued: Annotated[_Text, _option("N", "Requests that may wait.")] = None,
+    max_queued: Annotated[_Text, _option("N", "Largest number of queued requests.")] = None,
     queue_ttl: Annotated[
         _Text,
-        _option("SECONDS", "What comes now and no worker had after these is refused; 0: nothing."),
+        _option("SECONDS", "Reject requests still queued after this many seconds. 0 disables."),
     ] = None,
     refuse_late: Annotated[
-        _Text, _option("BOOL", "What comes now is refused if its first token would be too late.")
+        _Text, _option("BOOL", "Reject requests whose first token would be too late.")
     ] = None,
     undated_due: Annotated[
-        _Text, _option("SECONDS", "deadline: after these a request without one is due.")
+        _Text,
+        _option(
+            "SECONDS",
+            "deadline: seconds after its arrival when a request without a deadline is due.",
+        ),
     ] = None,
     ageing_factor: Annotated[
         _Text,
@@ -57,24 +61,29 @@ def policy(
         ),
     ] = None,
     starvation: Annotated[
-        _Text, _option("SECONDS", "Who has waited for these leaves first; 0: nobody.")
+        _Text,
+        _option("SECONDS", "Seconds of waiting after which a request leaves first. 0 disables."),
     ] = None,
     class_floor: Annotated[
-        _Text, _option("PART", "Of the work of higher classes, what one that waits gets as well.")
+        _Text, _option("PART", "Share of the work of higher classes that a waiting class receives.")
     ] = None,
     fair_share: Annotated[
-        _Text, _option("BOOL", "Tenants take turns by the tokens that they were served.")
+        _Text, _option("BOOL", "Share each class fairly between tenants, by their tokens.")
     ] = None,
     tpot_target: Annotated[
         _Text,
-        _option("SECONDS", "Per output token: a worker runs no more at once than keep it; 0: any."),
+        _option(
+            "SECONDS",
+            "Target seconds per output token, which limits the batch of a worker. 0 disables.",
+        ),
     ] = None,
     engine_policy: Annotated[
-        _Text, _option("POLICY", "Whom a step is for: continuous, slai, static or magnus.")
+        _Text,
+        _option("POLICY", "Batching policy of the workers: continuous, slai, static or magnus."),
     ] = None,
     address: Address = None,
 ) -> None:
-    """Show or change how queue and engines work, in the whole cluster."""
+    """Show or change the policies of queue and engines in the whole cluster."""
     given = {
         "order": order,
         "max_queued": max_queued,

@@ -62,11 +62,11 @@ def replay(
     foresight: machines.Foresight = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Forecast what recorded requests would have met under other policies."""
+    """Replay recorded requests in the simulator under other policies."""
     from cluster.simulator.simulate import simulate
 
     if from_ledger == (trace is not None):
-        raise ForecastFailed("requests come --from-ledger or from a --trace")
+        raise ForecastFailed("give --from-ledger or --trace")
     specs = machines.specs_of(workers, model, config, assignments)
     policies = _routers(policy, config, assignments)
     settings = machines.config_of(config, assignments)

@@ -36,14 +36,19 @@ EXAMPLES = """
 
 def requests(
     state: Annotated[
-        list[str] | None, typer.Option(metavar="STATE", help="Only these, e.g. running.")
+        list[str] | None,
+        typer.Option(metavar="STATE", help="State of the requests, e.g. running. Repeatable."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="So many at most.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Largest number of requests.")
+    ] = 100,
     tenant: Annotated[
         str | None,
         typer.Option(metavar="NAME", help='Tenant; "" for all. Default: your own.'),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A line for each, for programs.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a request.")
+    ] = False,
     address: Address = None,
 ) -> None:
     """List requests, newest first."""

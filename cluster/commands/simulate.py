@@ -48,7 +48,7 @@ Groups = Annotated[
     bool,
     typer.Option(
         "--groups",
-        help="Also a row for each class, tenant and application.",
+        help="Add a row for each class, tenant and application.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -90,7 +90,7 @@ def simulate(
     json_file: JsonFile = None,
     picture_directory: PictureDirectory = None,
 ) -> None:
-    """Forecast what a cluster would do with a workload."""
+    """Simulate a cluster with a workload in virtual time."""
     from cluster.simulator import simulate as simulation
 
     settings = machines.config_of(config, assignments)

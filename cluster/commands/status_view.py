@@ -111,7 +111,7 @@ def _engine_policy(status: pb.GetStatusResponse) -> str:
 
 
 def _http(address: str) -> str:
-    return f"\nOpenAI's API of this router {address}" if address else ""
+    return f"\nOpenAI API of this router http://{address}/v1" if address else ""
 
 
 def _metrics(address: str) -> str:
@@ -128,4 +128,4 @@ def _ledger(ledger: pb.LedgerStatus) -> str:
         facts.append("away")
     facts_line = "   ".join(filter(None, facts))
     promise = PROMISES.get(ledger.durability_class)
-    return f"{facts_line}\n{ledger.durability_class} {promise}" if promise else facts_line
+    return f"{facts_line}\n{ledger.durability_class}: {promise}" if promise else facts_line

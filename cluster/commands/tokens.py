@@ -24,7 +24,7 @@ TOKENIZE_EXAMPLES = """
 """
 DETOKENIZE_EXAMPLES = "**Example:** `everlift detokenize 18 301 7`"
 
-_Model = Annotated[str, typer.Option("--model", help="Default: the one that is served.")]
+_Model = Annotated[str, typer.Option("--model", help="Model name. Default: the served model.")]
 _Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -39,7 +39,7 @@ def tokenize(
     as_json: _Json = False,
     address: Address = None,
 ) -> None:
-    """Show the token ids of a text, as a prompt is read."""
+    """Show the token ids of a text."""
     asyncio.run(_tokenize(address, text, model, as_json))
 
 

@@ -35,7 +35,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         yield broken("ledger", str(error), "change the server's settings, or ledger.*")
     except LedgerUnavailable as error:
         if config.ledger.url == EMBEDDED:
-            yield fine("ledger", "embedded; its server does not run now, and starts with a cluster")
+            yield fine("ledger", "embedded; its server starts with a cluster")
         else:
             yield broken("ledger", str(error), f"check its url ({URL_VARIABLE}) and the network")
     else:
@@ -70,7 +70,7 @@ async def _looked_at(ledger: RedisLedger) -> AsyncIterator[Finding]:
 def _latency(wait_s: float) -> Finding:
     says = f"{wait_s * 1000:.1f} ms a call"
     if wait_s > _SLOW_S:
-        return doubtful("latency", says, "put the ledger's server nearer to the routers")
+        return doubtful("latency", says, "move the ledger's server nearer to the routers")
     return fine("latency", says)
 
 

@@ -69,7 +69,7 @@ def _packages() -> Finding:
     needed = [each for each in map(Requirement, listed) if _is_needed(each)]
     missing = {each.name for each in needed if _version(each) is None}
     if missing - {_RAY}:
-        return broken("packages", f"there is no {', '.join(sorted(missing))}", "make install")
+        return broken("packages", f"missing: {', '.join(sorted(missing))}", "make install")
     if missing:
         return doubtful("packages", f"there is no {_RAY}", "make install, or start with --no-ray")
     if other := [says for each in needed if (says := _other_version(each))]:
@@ -109,7 +109,7 @@ def _device(config: Config) -> Iterator[Finding]:
         mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
         yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
     elif wanted == "cuda":
-        mend = "run it where a GPU is, or set worker.device to cpu"
+        mend = "run it on a machine with a GPU, or set worker.device to cpu"
         yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
@@ -225,7 +225,9 @@ def _model(config: Config) -> Finding:
             return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
         is_tried = _try_architecture(config)
     except UnsupportedModel as error:
-        return broken("model", f"{config.model}: {error}", "worker/README.md says what runs")
+        return broken(
+            "model", f"{config.model}: {error}", "see worker/model/README.md for what runs"
+        )
     except (EverliftError, ValueError) as error:
         return broken("model", str(error), mend)
     says = f"{model.name}: {model.context} tokens of context"
@@ -254,7 +256,7 @@ def _missing_weights(config: Config) -> list[str]:
 
 def _state(config: Config) -> Finding:
     directory = config.state_dir
-    mend = "set state_dir to a directory that is yours"
+    mend = "set state_dir to a writable directory"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(directory).free // _MIB
@@ -276,7 +278,7 @@ def _ports(config: Config) -> Finding:
         places.append(("router.http_port", router.http_host, router.http_port))
     for setting, host, port in places:
         if (cause := _taken(host, port)) is not None:
-            mend = f"end who listens there (ss -ltnp), or set {setting}"
+            mend = f"stop the process that listens there (ss -ltnp), or set {setting}"
             return broken("port", f"{host}:{port}: {cause}", mend)
     return fine("port", ", ".join(f"{host}:{port or 'any'} is free" for _, host, port in places))
 

@@ -36,11 +36,12 @@ def explain(
     newest: Annotated[bool, typer.Option("--last", help="Explain the newest request.")] = False,
     for_programs: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Draw it there, by kind of time.")
+        Path | None,
+        typer.Option("--png", metavar="FILE", help="File for a picture by kind of time."),
     ] = None,
     address: Address = None,
 ) -> None:
-    """Tell where the time of a request went."""
+    """Show where the time of a request went."""
     if bool(request_id) == newest:
         raise InvalidRequest("explain needs a request id or --last, not both")
     if png is not None:

@@ -34,7 +34,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
     yield f"[bold]{escape(explanation.request_id)}[/]: {state}, {total_s:.3f} s"
     tokens = f"{explanation.prompt_tokens} prompt tokens, {explanation.output_tokens} output tokens"
     if explanation.predicted_output_tokens:
-        by_mean = " by the last outputs" if explanation.prediction_distrusted else ""
+        by_mean = " by recent outputs" if explanation.prediction_distrusted else ""
         tokens += f" ({explanation.predicted_output_tokens} predicted{by_mean})"
     yield tokens
     if explanation.HasField("ttft_s"):
@@ -42,7 +42,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
         if explanation.HasField("predicted_ttft_s"):
             first += f" ({explanation.predicted_ttft_s:.3f} s predicted)"
         if explanation.HasField("ledger_s"):
-            first += f", of which {explanation.ledger_s:.3f} s until the ledger had it"
+            first += f", including {explanation.ledger_s:.3f} s to store it"
         yield first
     if explanation.missing_workers:
         yield f"workers: {escape(explanation.missing_workers)}"
@@ -52,8 +52,8 @@ def reading(explanation: pb.Explanation) -> Iterator[str]:
     """What lies beside the spans: nothing waits for a client."""
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
-        now = f"; {unread} are unread now" if unread else ""
-        yield f"for {unread_s:.3f} s its client left tokens unread{now}"
+        now = f"; {unread} unread now" if unread else ""
+        yield f"tokens unread by the client for {unread_s:.3f} s{now}"
 
 
 def spans(explanation: pb.Explanation) -> Table:
@@ -71,9 +71,9 @@ def spans(explanation: pb.Explanation) -> Table:
             others_s += span.seconds
         at += span.seconds
     if others_s:
-        table.add_row("", *_share(others_s, whole_s), f"what took less than {_LEAST_PART:.1%} each")
+        table.add_row("", *_share(others_s, whole_s), f"parts below {_LEAST_PART:.1%} each")
     table.columns[1].footer, table.columns[2].footer = _share(at, whole_s)
-    table.columns[3].footer = "together"
+    table.columns[3].footer = "total"
     return table
 
 
@@ -118,13 +118,13 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
     for attempt in explanation.attempts:
         number = attempt.number
         others = {
-            f"at other workers, without room for attempt {number}": attempt.occupants,
-            f"at its worker before attempt {number}": attempt.neighbours,
-            f"came to its worker during attempt {number}": attempt.newcomers,
+            f"at other workers without room, attempt {number}": attempt.occupants,
+            f"at the worker before attempt {number}": attempt.neighbours,
+            f"arrived at the worker during attempt {number}": attempt.newcomers,
         }
         for where, names in others.items():
             if names:
-                yield f"{where}, of your own: {', '.join(map(escape, names))}"
+                yield f"your requests {where}: {', '.join(map(escape, names))}"
 
 
 def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
@@ -133,19 +133,19 @@ def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
         reasons = ", ".join(_reasons(attempt.queue))
         if reasons:
             names = ", ".join(map(escape, attempt.queue.before))
-            last = f"; the last of your own: {names}" if names else ""
+            last = f"; your last ones: {names}" if names else ""
             yield (
                 f"queue before attempt {attempt.number} ({attempt.queue.order}): "
-                f"{attempt.queue.found} waited when it came; before it left {reasons}{last}"
+                f"{attempt.queue.found} queued on arrival; left first: {reasons}{last}"
             )
 
 
 def _reasons(queue: pb.QueueBypass) -> Iterator[str]:
     reasons = {
-        "that came earlier": queue.earlier,
-        "later ones of higher classes": queue.higher,
-        "later ones by turns": queue.fair_share,
-        "later ones by the order": queue.ordered,
-        "later ones of lower classes": queue.lower,
+        "earlier arrivals": queue.earlier,
+        "later arrivals of higher classes": queue.higher,
+        "later arrivals by fair share": queue.fair_share,
+        "later arrivals by the order": queue.ordered,
+        "later arrivals of lower classes": queue.lower,
     }
     return (f"{count} {reason}" for reason, count in reasons.items() if count)

@@ -55,7 +55,7 @@ def local_config(
     for name, given in (("--model", model), ("--set", assignments)):
         if given:
             raise SettingsError(
-                f"{name} needs --local: a cluster has its model and its settings from `everlift up`"
+                f"{name} needs --local: model and settings of a cluster come from `everlift up`"
             )
     return None
 

@@ -30,18 +30,22 @@ def train_predictor(
     ],
     examples: Annotated[
         list[Path] | None,
-        typer.Option(metavar="JSONL", help="Outputs that ended. Default: those of the ledger."),
+        typer.Option(metavar="JSONL", help="File of examples. Repeatable. Default: the ledger."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="JSONL", help="Write down what is learnt from.")
+        Path | None, typer.Option(metavar="JSONL", help="File for the examples, without prompts.")
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests of the ledger, the newest ones.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Number of requests to read from the ledger, newest first."
+        ),
     ] = 50_000,
     ledger: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Default: the configuration's, or the one that runs here."
+            metavar="URL",
+            help="Url of the ledger. Default: the configured one, or the one on this machine.",
         ),
     ] = None,
     config: Annotated[
@@ -51,10 +55,10 @@ def train_predictor(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. model=org/name."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The report, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="File for the report as JSON.")] = False,
 ) -> None:
-    """Learn how long outputs become, and say how well it is learnt. Routers take a new file within
-    a second or two."""
+    """Train a predictor of output lengths and report its accuracy. Routers load a new file within
+    two seconds."""
     from cluster.prediction.report import table
     from cluster.prediction.run import train
 

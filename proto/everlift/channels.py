@@ -37,13 +37,18 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 #: At this end nothing more is known: the server says nothing, or says it too late.
-_HUNG_UP = "it hung up at once: it may want TLS, or a certificate of yours, or another one"
+_HUNG_UP = (
+    "connection closed during the handshake; the server may require TLS or a client certificate"
+)
 #: What gRPC's details contain, and what that means. The first one that fits counts.
 _REFUSALS = (
-    ("certificate has expired", "its certificate has expired"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by an authority that is trusted"),
-    ("Hostname Verification Check failed", "its certificate is for another name or address"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("certificate has expired", "the server's certificate has expired"),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by a trusted authority"),
+    (
+        "Hostname Verification Check failed",
+        "the server's certificate is for another name or address",
+    ),
+    ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
     ("Socket closed", _HUNG_UP),
     ("Connection reset", _HUNG_UP),
 )

@@ -15,19 +15,19 @@ _KIND, _STATE = "SPAN_KIND_", "REQUEST_STATE_"
 #: What each kind of span is, for people.
 LABELS = MappingProxyType(
     {
-        pb.SPAN_KIND_RECEIVE: "received: checked, rendered, tokenised",
+        pb.SPAN_KIND_RECEIVE: "receiving: checking, rendering, tokenising",
         pb.SPAN_KIND_LEDGER: "ledger",
-        pb.SPAN_KIND_NETWORK: "to and from leader and worker",
+        pb.SPAN_KIND_NETWORK: "network to leader and worker",
         pb.SPAN_KIND_NO_WORKER: "queued: no worker",
         pb.SPAN_KIND_QUEUE: "queued",
-        pb.SPAN_KIND_WORKER_WAIT: "at the worker, before its first step",
+        pb.SPAN_KIND_WORKER_WAIT: "waiting at the worker",
         pb.SPAN_KIND_PREFILL: "prefill",
         pb.SPAN_KIND_DECODE: "decode",
-        pb.SPAN_KIND_INTERFERENCE: "other sequences of the batch",
+        pb.SPAN_KIND_INTERFERENCE: "batch interference",
         pb.SPAN_KIND_PREEMPTED: "preempted",
         pb.SPAN_KIND_RECOMPUTE: "computed again",
         pb.SPAN_KIND_MIGRATION: "migration: worker lost or changed",
-        pb.SPAN_KIND_CLIENT: "its client read on",
+        pb.SPAN_KIND_CLIENT: "client reading after the end",
         pb.SPAN_KIND_OTHER: "other",
     }
 )

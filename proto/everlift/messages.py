@@ -197,9 +197,8 @@ def _check_best_of(message: pb.GenerateRequest) -> None:
     check_field("best_of", message.best_of)
     if message.best_of > _num_choices(message):
         raise OutOfRange(
-            "best_of above n is not served: the best outputs are only known when the last of them "
-            "has finished, so nothing could be streamed. Ask for n choices with logprobs, and "
-            "choose by these",
+            "best_of above n is not supported, because nothing could be streamed: request "
+            "n choices with logprobs and choose by these",
             field="best_of",
         )
 

@@ -178,5 +178,5 @@ def _grammar(options: GenerateOptions) -> pb.Grammar | None:
     }
     given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:
-        raise InvalidRequest(f"an output has one form, not {' and '.join(given)}")
+        raise InvalidRequest(f"an output can have only one of {' and '.join(given)}")
     return pb.Grammar(**given) if given else None  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class Reloaded(Generic[T]):
 
     def _complain(self, cause: str) -> None:
         if cause != self._complaint:
-            log.error("changed files are of no use: what they held before stays", cause=cause)
+            log.error("changed files are invalid: the previous ones stay in use", cause=cause)
         self._complaint = cause
 
     def _look(self) -> _Versions:

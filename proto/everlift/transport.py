@@ -103,7 +103,7 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
 
 
 def _taken(address: str) -> OSError:
-    return OSError(f"cannot listen on {address}: is another server there?")
+    return OSError(f"cannot listen on {address}: is the port in use?")
 
 
 GRPC: Transport = _Plain()

@@ -137,19 +137,17 @@ class RetryLimiter:
 
 
 _CAUSES = {
-    QueueFull.slug: "too many requests wait",
-    Shed.slug: "requests of a higher class came, and too many wait",
-    QueueTimeout.slug: "it waited for as long as it may",
-    DeadlineUnmeetable.slug: "by all that waits its first token would come too late",
+    QueueFull.slug: "the queue is full",
+    Shed.slug: "displaced from the full queue by requests of a higher class",
+    QueueTimeout.slug: "queued for longer than router.queue_ttl",
+    DeadlineUnmeetable.slug: "estimated queue wait exceeds the request's TTFT target or deadline",
 }
 #: Retry-After where the drain rate of the queue is unknown, and the longest one, in seconds.
 _UNKNOWN_S, _MOST_S = 1.0, 60.0
 #: Retry-After is the time in which the queue drains times a random factor between these two, so
 #: that refused requests come back spread out.
 _JITTER = 0.5, 2.5
-_OUTPUT_TOO_LONG = (
-    "its first token would come in time, but its output, {} tokens at the least, would end too late"
-)
+_OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after the deadline"
 
 
 class EarlyRejection:
@@ -165,7 +163,7 @@ class EarlyRejection:
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """``queued`` wait. Raises RetriedTooSoon, QueueFull."""
         if early_s := self._retrying.too_soon_s(request_id, now):
-            raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
+            raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
 

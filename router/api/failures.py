@@ -13,4 +13,4 @@ def answerable(error: Exception) -> EverliftError:
     if isinstance(error, EverliftError):
         return error
     log.exception("unforeseen error")
-    return EverliftError("internal error; the router's log says more")
+    return EverliftError("internal error; see the router's log")

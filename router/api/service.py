@@ -61,7 +61,7 @@ def read(token: str) -> Position:
             raise ValueError
         return Position(microseconds / 1e6, check_qualified(request_id))
     except (ValueError, binascii.Error, InvalidRequest):
-        raise InvalidRequest("page_token is none that a page ended with") from None
+        raise InvalidRequest("page_token is not one that a page returned") from None
 
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -420,7 +420,7 @@ class Inference:
     def stop(self) -> None:
         """End the streams that are left, so that their clients resume through another router."""
         for stream in list(self._streams):
-            stream.fail(RouterStopping("this router stops: attach through another one"))
+            stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
     def turned_away(self, error: EverliftError) -> None:
         """A submission that could not even be read."""

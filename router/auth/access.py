@@ -45,7 +45,7 @@ class Table:
         key_id, secret = shown or ("", "")
         key = self.document.keys.get(key_id, _NOBODYS)
         if not key.opens_with(secret) or key is _NOBODYS:
-            raise Unauthenticated("this API key is not known")
+            raise Unauthenticated("unknown API key")
         if key.has_expired(now):
             raise Unauthenticated(f"the API key {key_id} has expired")
         return self._callers[key_id]
@@ -58,12 +58,12 @@ def _shown(headers: Mapping[str, str]) -> str:
     if authorization := headers.get("authorization"):
         scheme, _, shown = authorization.partition(" ")
         if scheme.lower() != _BEARER:
-            raise Unauthenticated("the authorization must be a Bearer's: Bearer KEY")
+            raise Unauthenticated("the authorization header must be: Bearer KEY")
         return shown.strip()
     for name in _OTHER_HEADERS:
         if headers.get(name):
             return headers[name].strip()
-    raise Unauthenticated("an API key is needed: send it as authorization: Bearer KEY")
+    raise Unauthenticated("an API key is required: send it as authorization: Bearer KEY")
 
 
 log = logs.get_logger(__name__)
@@ -104,7 +104,7 @@ class Access:
             ) from None
         assert document is not None
         if not document.keys:
-            log.warning("there is no key yet, and nobody may come in: everlift key create")
+            log.warning("there is no key yet: create one with everlift key create")
         return cls(store, document)
 
     def admit(self, headers: Mapping[str, str]) -> Caller:
@@ -141,5 +141,5 @@ class Access:
 
     def _keep(self, cause: str) -> None:
         if cause != self._cause:
-            log.error("access is not read again", cause=cause)
+            log.error("access not read again", cause=cause)
         self._cause = cause

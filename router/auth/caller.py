@@ -42,7 +42,7 @@ class Caller:
         """Check that the caller has one of these scopes. Raises Forbidden."""
         if not self.scopes.intersection(scopes):
             names = " or ".join(scope.value for scope in scopes)
-            raise Forbidden(f"this credential is not for {names}")
+            raise Forbidden(f"this key lacks the scope {names}")
 
     def qualify(self, request_id: str) -> str:
         """The name inside the cluster of what this caller calls ``request_id``. Who administers the

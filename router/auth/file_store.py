@@ -71,10 +71,10 @@ class FileStore:
 
     def _check_mode(self, mode: int) -> None:
         if mode & stat.S_IWOTH:
-            raise SettingsError(f"{self._path}: everybody may write to it: chmod o-w")
+            raise SettingsError(f"{self._path} is writable by everyone: chmod o-w")
         if mode & stat.S_IROTH and not self._is_open_told:
             self._is_open_told = True
-            log.warning("everybody may read the hashes of keys", path=str(self._path))
+            log.warning("the file of keys is readable by everyone", path=str(self._path))
 
     def _change(self, edit: Edit) -> Document:
         with self._locked():

@@ -99,7 +99,7 @@ def _part(at: str, part: object) -> str:
     if kind == "refusal":
         return _text(f"{at}.refusal", part.get("refusal"))
     if kind not in _TEXT_PARTS:
-        raise UnsupportedContent(f"{at}: this model takes text, not {kind[:64]}")
+        raise UnsupportedContent(f"{at}: this model accepts only text, not {kind[:64]}")
     return _text(f"{at}.text", part.get("text"))
 
 

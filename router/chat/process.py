@@ -87,7 +87,7 @@ class RendererProcess:
         try:
             await self._exchange(frames.encode(asdict(self._launch)), _START_S)
         except (_Ended, TimeoutError):
-            raise EverliftError("no chat can be rendered: the router's log says why") from None
+            raise EverliftError("no chat can be rendered; see the router's log") from None
 
     async def _exchange(self, request: bytes, timeout_s: float) -> Frame:
         assert self._socket is not None

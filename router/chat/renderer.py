@@ -75,7 +75,7 @@ def _answer(request: Frame, launch: Launch) -> bytes:
     except jinja2.exceptions.TemplateSyntaxError as error:
         return _refusal(f"the chat template is wrong in line {error.lineno}: {error.message}")
     except jinja2.exceptions.SecurityError as error:
-        return _refusal(f"the chat template may not do that: {error}")
+        return _refusal(f"the chat template did something that is not allowed: {error}")
     except jinja2.exceptions.TemplateError as error:
         return _refusal(str(error))
     except MemoryError:

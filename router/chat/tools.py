@@ -82,9 +82,9 @@ class ToolUse:
         choice, named = _choice(tool_choice)
         names = [function.name for function in functions]
         if choice in (Choice.REQUIRED, Choice.NAMED) and not functions:
-            raise InvalidRequest("tool_choice asks for a call, but there are no tools")
+            raise InvalidRequest("tool_choice requires a call, but there are no tools")
         if choice is Choice.NAMED and named not in names:
-            raise InvalidRequest(f"tool_choice names {named}, which is none of the tools")
+            raise InvalidRequest(f"tool_choice names {named}, which is not in tools")
         if not functions:
             choice = Choice.NONE
         return cls(functions, choice, named, parallel)

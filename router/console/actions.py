@@ -113,10 +113,10 @@ def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
         raise UnsupportedMediaType("the body must be application/json")
     host = headers.get("host", "")
     if (origin := headers.get("origin")) and origin.partition("://")[2] != host:
-        raise Forbidden("a page of another site may not ask for this")
+        raise Forbidden("requests from another site's page are refused")
     if not has_access and not _is_own_name(_without_port(host)):
         raise Forbidden(
-            "without keys (router.access) this is done at an address or at localhost alone"
+            "without keys (router.access) this is allowed only at an IP address or localhost"
         )
 
 

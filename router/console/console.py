@@ -54,7 +54,7 @@ class Audience:
     def check_room(self) -> None:
         """Raises TooManyConnections."""
         if self._size >= MOST_VIEWERS:
-            raise TooManyConnections(f"{MOST_VIEWERS} consoles watch this router")
+            raise TooManyConnections(f"this router already serves {MOST_VIEWERS} consoles")
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Feed:
             await _say(send, "error", encode(errors.described(error, {})))
         except Exception:
             log.exception("a console's feed failed")
-            unknown = EverliftError("internal error; the router's log says more")
+            unknown = EverliftError("internal error; see the router's log")
             await _say(send, "error", encode(errors.described(unknown, {})))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -149,7 +149,7 @@ class Console:
         try:
             self._sections, self._encoded = self._snapshot.update(now()), {}
         except Exception:
-            self._log_failure("the console's look failed")
+            self._log_failure("the console's snapshot failed")
 
     def _log_failure(self, what: str) -> None:
         if what not in self._failed:
@@ -168,7 +168,7 @@ class Console:
                 self._snapshot.load = load
                 self._snapshot.scaling = described(scaling, now())
             except Exception:
-                self._log_failure("the console's question to the ledger failed")
+                self._log_failure("the console could not read the ledger")
             await asyncio.sleep(_ASK_S)
 
     async def _said(self) -> tuple[LoadReport | None, ScalingReport | None]:
@@ -193,7 +193,7 @@ class Console:
             # It knows who the others are: until it is back their last counts stand.
             pass
         except Exception:
-            self._log_failure("the console's question to other routers failed")
+            self._log_failure("the console could not read other routers")
 
     async def feed(self, call: Call) -> ASGIApp:
         """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not

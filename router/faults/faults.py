@@ -60,13 +60,13 @@ def _check_slow(fault: pb.Fault, target: Part) -> None:
         case Part.LEDGER:
             check_range("delay", fault.delay_s, _SHORTEST_S, MAX_DELAY_S)
         case Part.ROUTER:
-            raise InvalidRequest("a router cannot be slowed: a worker can, and the ledger")
+            raise InvalidRequest("only workers and the ledger can be slowed")
 
 
 def _check_rank(fault: pb.Fault, target: Part, num_ranks: int) -> None:
     has_ranks = fault.kind in (pb.FAULT_KIND_KILL, pb.FAULT_KIND_PAUSE) and target is Part.WORKER
     if fault.rank and not has_ranks:
-        raise InvalidRequest("a rank is named where one of a worker is to be killed or paused")
+        raise InvalidRequest("rank is for killing or pausing a rank of a worker")
     if fault.rank >= num_ranks:
         raise OutOfRange(f"rank must be from 0 to {num_ranks - 1}, not {fault.rank}")
 
@@ -75,7 +75,7 @@ def _check_peer(fault: pb.Fault, target: Part, peer: Part | None) -> None:
     if peer is None:
         return
     if fault.kind != pb.FAULT_KIND_PARTITION:
-        raise InvalidRequest("a peer is named where something is to be cut off from it")
+        raise InvalidRequest("peer is for partitions")
     if peer not in _PEERS[target]:
         others = " or ".join(each.value for each in _PEERS[target])
         raise InvalidRequest(

@@ -151,7 +151,7 @@ class Chaos:
         if name == ANY_ROUTER:
             name = random.choice(sorted(routers))
         if name == LEADER and not (name := self._heartbeat.leader_id):
-            raise UnknownWorker("nobody leads at this moment")
+            raise UnknownWorker("no router leads now")
         found = find_id(name, [*workers, *routers])
         if found is None:
             raise UnknownWorker(f"no worker or router {name!r} is connected")

@@ -22,10 +22,11 @@ MAX_SHARDS = 1024
 DurabilityClass = Literal["memory", "everysec", "always", "replicated"]
 #: What an acknowledged move survives.
 PROMISES: dict[str, str] = {
-    "memory": "survives routers and workers, not the server's end",
-    "everysec": "survives the server's restart but for its last second, which routers tell again",
-    "always": "survives the server's restart, not the loss of its disk",
-    "replicated": "begins and ends of requests survive the loss of the server",
+    "memory": "writes survive routers and workers, not the end of the server",
+    "everysec": "writes survive a restart of the server, except the last second, which "
+    "routers send again",
+    "always": "writes survive a restart of the server, not the loss of its disk",
+    "replicated": "the begin and end of requests survive the loss of the server",
 }
 
 
@@ -42,30 +43,31 @@ class LedgerConfig:
     #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://... (TLS),
     #: redis+sentinel://host:port,host:port/service, redis+cluster://host:port,host:port
     url: str = field(default=EMBEDDED, repr=False)
-    #: clusters that share a server differ in this
+    #: prefix of the cluster's keys; clusters that share a server need different ones
     key_prefix: str = "everlift"
-    #: key that clusters of different models share on the server while one replaces another: its
-    #: value is the key_prefix of the one that serves clients. Not set: all serve
+    #: key that clusters of different models share while one replaces another; its value is the
+    #: key_prefix of the cluster that serves clients. Not set: all serve
     active_key: str = ""
-    #: hash tags that the requests are spread over; more than one only pays on Redis Cluster
+    #: hash tags over which requests are spread; more than one only helps on Redis Cluster
     shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
     #: how long a request is kept after its end
     retention: Positive = 3600.0
-    #: the longest that one call takes, its retries counted in
+    #: longest duration of a call, including its retries
     timeout: Positive = 3.0
-    #: connections of one process to a cluster's servers, or to one where a replica is waited for;
-    #: calls beyond that wait for one. Other calls share one connection
+    #: connections of a process to the servers of a cluster, or to one with replicas; further calls
+    #: wait. Other calls share one connection
     max_connections: Count = 32
-    #: what the embedded server may keep; at the limit it refuses writes
+    #: memory limit of the embedded server; at the limit it refuses writes
     maxmemory_mib: Count = 1024
-    #: new requests are refused when a server uses so much of its memory bound
+    #: share of a server's memory limit above which new requests are refused
     memory_limit: Part = 0.8
-    #: what an acknowledged write survives, at least: the embedded server is started so, others are
-    #: refused where they promise less
+    #: what an acknowledged write survives: the embedded server is started accordingly, other
+    #: servers are refused if they promise less
     durability_class: DurabilityClass = "everysec"
-    #: PEM file with who signed the servers' certificates, for rediss://; not set: the system's
+    #: PEM file with the authority of the servers' certificates, for rediss://; not set: the
+    #: system's
     tls_ca: str = ""
-    #: our own certificate and its key, where the server asks for one
+    #: client certificate and key, if the server requires them
     tls_cert: str = ""
     tls_key: str = ""
 

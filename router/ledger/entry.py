@@ -37,7 +37,7 @@ MAX_EVENTS = 64
 
 def lost_too_often(losses: int, cause: str) -> str:
     """Return the error of a request that has no attempt left."""
-    return f"given up after {losses} lost attempts, the last one because {cause}"
+    return f"given up after {losses} lost attempts; cause of the last one: {cause}"
 
 
 class State(Enum):

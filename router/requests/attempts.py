@@ -305,7 +305,7 @@ class Attempts:
             return []
         is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
         cause = bare(eviction.request_id) if is_own else "a higher class"
-        return self._remove(live, "evicted", f"made room for {cause}", now)
+        return self._remove(live, "evicted", f"preempted for {cause}", now)
 
     def _remove(self, live: LiveRequest, event: str, end: str, now: float) -> list[Effect]:
         worker_id, epoch = live.worker_id, live.epoch
@@ -332,7 +332,7 @@ class Attempts:
         offset = len(choice.output)
         if not _add_output(live, choice, progress):
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
-            loss = f"worker {worker_id} left out tokens"
+            loss = f"worker {worker_id} skipped tokens"
             return self._lost(live, loss, now, was_in_step=True)
         effects = self._note(live, choice, progress, len(choice.output) - offset)
         stop = progress.stop

@@ -199,7 +199,7 @@ class LedgerClient:
             "state re-sent to the ledger", request_id=live.request_id, tokens=live.num_tokens
         )
         if answer is Reasserted.DIVERGED:
-            error = DataLoss("the ledger came back with other tokens than were streamed")
+            error = DataLoss("the ledger has other tokens than were streamed")
             entry = await self._end_as_failed(live, error) or entry
             self._registry.fail(live, error)
             self._registry.trace_end(live)

@@ -158,7 +158,9 @@ class Requests:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             if opening.cancelled() and not _is_cancelled():
-                raise RouterStopping("this router stops: send the request to another one") from None
+                raise RouterStopping(
+                    "this router is stopping: send the request to another router"
+                ) from None
             # The client is gone, and the ledger may have the request.
             opening.add_done_callback(self._left_unread)
             raise
@@ -251,7 +253,7 @@ class Requests:
         await self._ledger_client.check_ownerless(entry.gateway)
         async with self._registry.locks.hold(request_id):
             if await self._ledger.erase(request_id) is not None:
-                raise Moved("another router goes on with this request: forget it again")
+                raise Moved("another router owns this request: retry forget there")
             self._recent.add_erased(request_id, entry.arrived)
         log.info("forgotten", request_id=request_id)
 
@@ -427,7 +429,9 @@ class Requests:
             self.attempts.drop(live)
         await self._write_delivered()
         for live in self._registry:
-            live.settle(now(), RouterStopping("this router stops: attach through another one"))
+            live.settle(
+                now(), RouterStopping("this router is stopping: attach through another router")
+            )
         # A stopping router does not wait for a ledger that is unavailable.
         with suppress(LedgerUnavailable):
             await self.quotas.flush()

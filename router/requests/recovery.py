@@ -193,14 +193,14 @@ class Takeover:
 
     async def _take_from(self, request_id: str, owner: str) -> LiveRequest:
         if self._registry.is_closing:
-            raise RouterStopping("this router is stopping: attach through another one")
+            raise RouterStopping("this router is stopping: attach through another router")
         ledger, me = self._ledger.ledger, self._registry.router_id
         stored = await self._ledger.retry(lambda: ledger.take_over(request_id, me, owner))
         if stored.entry.state.is_final:
             return await self._ended(stored)
         if stored.entry.gateway != me:
             await self._ledger.check_ownerless(stored.entry.gateway)
-            raise Moved("another router goes on with this request: attach again")
+            raise Moved("another router owns this request: attach again")
         return await self._continue(stored)
 
     async def _continue(self, stored: Stored) -> LiveRequest:

@@ -255,4 +255,4 @@ class RequestRegistry:
 def _error_of(entry: Entry) -> EverliftError:
     if entry.state.is_final:
         return from_slug(entry.error_slug, entry.error_message)
-    return Moved("another router goes on with this request: attach again")
+    return Moved("another router owns this request: attach again")

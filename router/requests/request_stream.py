@@ -101,7 +101,7 @@ class RequestStream(Source):
             return False
         opening, self._opening = self._opening, None
         if opening.cancelled():
-            raise RouterStopping("this router stops: attach through another one")
+            raise RouterStopping("this router is stopping: attach through another router")
         self._source = opening.result()
         self._opened_at = now()
         self._source.on_more = self._wake
@@ -170,6 +170,5 @@ class RequestStream(Source):
 def lost(error: UnknownRequest) -> DataLoss:
     """Return the error of a request that is unknown although its client has output of it."""
     return DataLoss(
-        f"the cluster has lost output that it had delivered: {error}, which is neither forgotten"
-        " nor refused; its retention may be over"
+        f"the cluster lost delivered output: {error}; the retention of the request may be over"
     )

@@ -98,7 +98,7 @@ class Submissions:
         """
         request_id = request.request_id
         if self._registry.is_closing:
-            raise RouterStopping("this router is stopping: send the request to another one")
+            raise RouterStopping("this router is stopping: send the request to another router")
         try:
             self._health.check_room()
             self._early_rejection.admit(request_id, request.priority, self._line.queued, now())
@@ -221,10 +221,12 @@ class Submissions:
 
 def given_up() -> Moved:
     """Return the error of a submission whose request was rejected or erased on another router."""
-    return Moved("another router gave this request up meanwhile: send it again")
+    return Moved("another router discarded this request: send it again")
 
 
 def check_same_body(request: Request, body_hash: bytes) -> None:
     """Raise RequestConflict if the request of this id was submitted with another body."""
     if request.body_hash != body_hash:
-        raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
+        raise RequestConflict(
+            f'request id "{bare(request.request_id)}" already exists with a different request body'
+        )

@@ -57,7 +57,7 @@ class TaskGroup:
         except (EverliftError, Elsewhere):
             raise
         except Exception:
-            await self._fail(live, EverliftError("internal error; the router's log says more"))
+            await self._fail(live, EverliftError("internal error; see the router's log"))
             raise
 
     def _done(self, task: asyncio.Task[Any]) -> None:

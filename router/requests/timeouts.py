@@ -48,7 +48,7 @@ class Timeouts:
     def begin_grace(self, live: LiveRequest) -> None:
         """Cancel the request if no client comes within the grace period, unless it continues."""
         if live.on_disconnect is not OnDisconnect.CONTINUE:
-            cause = f"no client came back within {self._grace_s:g} s"
+            cause = f"no client attached again within {self._grace_s:g} s"
             live.end_grace()
             loop = asyncio.get_running_loop()
             live.grace = loop.call_later(self._grace_s, self._cancel, live, cause)
@@ -90,4 +90,4 @@ class WorkerWait:
 
     def _expire(self, live: LiveRequest) -> None:
         if live.phase is Phase.WAITING:
-            self._fail(live, NoWorker(f"no worker was there for {self._longest_s:g} s"))
+            self._fail(live, NoWorker(f"no worker was connected for {self._longest_s:g} s"))

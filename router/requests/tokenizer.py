@@ -228,7 +228,7 @@ class ServedModel:
     def check_name(self, request: Request) -> None:
         """Raises UnknownModel for a request of another model."""
         if request.model != self.name:
-            raise UnknownModel(f"the model {request.model!r} is not served any more")
+            raise UnknownModel(f"the model {request.model!r} is no longer served")
 
     def check_asked(self, name: str) -> None:
         """Check that a request is for this model; an empty name is.
@@ -238,7 +238,7 @@ class ServedModel:
         """
         if name in ("", self.name):
             return
-        cause = f"the model {name!r} is not served here; {self.name!r} is"
+        cause = f"the model {name!r} is not served; the served model is {self.name!r}"
         if self.is_switching:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")
@@ -302,7 +302,7 @@ class ServedModel:
     def _room_behind(self, num_prompt: int) -> int:
         room = self.longest_sequence - num_prompt
         if room < 1:
-            what = f"the {num_prompt} tokens of the prompt leave no room for one of an output"
+            what = f"the prompt of {num_prompt} tokens leaves no room for an output token"
             raise PromptTooLong(self._too_long(what), field="prompt")
         return room
 
@@ -312,7 +312,7 @@ class ServedModel:
             return prompt
         ids = self.encode_prompt(prompt)
         if not ids:
-            raise EmptyPrompt("the prompt has no token", field="prompt")
+            raise EmptyPrompt("the prompt has no tokens", field="prompt")
         return ids
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:

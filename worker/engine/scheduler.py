@@ -383,7 +383,9 @@ class Scheduler:
     def _outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
         if blocks_for(sequence.num_known) > self._limits.num_blocks:
             blocks = self._limits.num_blocks
-            return Stop.FAILED, EngineFailed(f"outgrew the worker's KV cache of {blocks} blocks")
+            return Stop.FAILED, EngineFailed(
+                f"the sequence outgrew the worker's KV cache of {blocks} blocks"
+            )
         return None, None
 
     def _learn(self, sequence: Sequence, row: Row, result: RowResult) -> None:

@@ -131,8 +131,8 @@ class Sequence:
             )
         if self.num_prompt >= limits.max_model_len or self.num_known > limits.max_model_len:
             raise PromptTooLong(
-                f"{self.num_prompt} prompt tokens and {self.num_output} so far leave no room for "
-                f"more in a context of {limits.max_model_len}"
+                f"{self.num_prompt} prompt tokens and {self.num_output} output tokens fill the "
+                f"context of {limits.max_model_len}"
             )
         if max(self.tokens) >= limits.vocab_size:
             raise OutOfRange(f"a token id is {limits.vocab_size}, the vocabulary's size, or more")

@@ -12,7 +12,7 @@ class NoGrammars:
     """Refuses them all."""
 
     def compile(self, grammar: Grammar, done: Callable[[InvalidRequest], None]) -> None:
-        done(InvalidRequest("the fake model follows no grammar"))
+        done(InvalidRequest("the fake model supports no grammar"))
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -75,7 +75,7 @@ class GrammarCompiler:
         elif grammar in self._dones:
             self._dones[grammar].append(done)
         elif len(self._waiting) >= self._settings.max_queued:
-            done(QueueFull("too many grammars wait to be compiled"))
+            done(QueueFull("too many grammars are being compiled"))
         else:
             self._dones[grammar] = [done]
             self._waiting.append(grammar)
@@ -138,7 +138,7 @@ class GrammarCompiler:
         try:
             await replies.next()
         except (EOFError, OSError):
-            raise EngineFailed("no grammar can be compiled: the worker's log says why") from None
+            raise EngineFailed("no grammar can be compiled; see the worker's log") from None
         request = {"do": "compile", "kind": grammar.kind.value, "texts": grammar.texts}
         # A grammar process that has ended meanwhile gives no answer below.
         with suppress(ConnectionError):

@@ -179,7 +179,7 @@ class CompiledStack:
             torch.get_num_threads(),
         )
         if not done:
-            raise IndexError("a token is not in the vocabulary, or a position beyond the longest")
+            raise IndexError("a token is outside the vocabulary, or a position beyond the longest")
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

@@ -82,7 +82,7 @@ class LivenessMonitor:
             self._end(cause)
         for rank, beat in self._beats.items():
             if self._now - beat > _SILENCE_S:
-                self._end(f"rank {rank} says nothing for more than {_SILENCE_S:g} s")
+                self._end(f"rank {rank} was silent for more than {_SILENCE_S:g} s")
 
     def _miss_rank_0(self, log: StepLogReader) -> None:
         if not log.is_cut_off():

@@ -86,11 +86,11 @@ class StepLogListener:
         try:
             hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
         except Exception as error:  # whatever a stranger may send
-            log.warning("a stranger at the step log", error=type(error).__name__)
+            log.warning("unknown connection at the step log", error=type(error).__name__)
             return None
         knows = hmac.compare_digest(hello.token.encode(), self._token.encode())
         if not knows or not 0 < hello.rank < ranks:
-            log.warning("a stranger at the step log", rank=hello.rank)
+            log.warning("unknown connection at the step log", rank=hello.rank)
             return None
         if hello.fingerprint != self._fingerprint:
             raise ChannelBroken(f"rank {hello.rank} has another model than rank 0")
@@ -156,7 +156,7 @@ class StepLogReader:
         try:
             line = socket.create_connection((host, int(port)), timeout=_HELLO_S)
         except OSError as error:
-            raise ChannelBroken(f"rank 0 is not to be reached: {error}") from error
+            raise ChannelBroken(f"rank 0 cannot be reached: {error}") from error
         _prepare(line)
         # A line that breaks meanwhile is noticed where it is read.
         with suppress(OSError):

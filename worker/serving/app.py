@@ -144,7 +144,7 @@ class WorkerDeployment:
     async def _announce(self) -> None:
         refusal = await self._router.announce.remote(self._info)
         if refusal:
-            raise Refused(f"the router refuses this worker: {refusal}")
+            raise Refused(f"the router refused this worker: {refusal}")
 
     async def _announce_when_alone(self) -> None:
         while True:

@@ -163,9 +163,9 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
                 await self._wire.whole(session.router_id)
                 self._receive(session, frame)
         except DecodeError:
-            log.warning("bytes that are no frame", router_id=session.router_id)
+            log.warning("malformed frame", router_id=session.router_id)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
-            context.set_details("these bytes are no frame")
+            context.set_details("malformed frame")
         except Exception:
             log.exception("session failed", router_id=session.router_id)
             context.set_code(grpc.StatusCode.INTERNAL)

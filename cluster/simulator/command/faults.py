@@ -19,19 +19,20 @@ def _events(text: str, example: str) -> object:
     return typer.Option(metavar=example, help=f"{text} Repeatable.", rich_help_panel=_PANEL)
 
 
-Lose = Annotated[list[str] | None, _events("That worker (from 0) is lost then.", "WORKER@S")]
-Drain = Annotated[list[str] | None, _events("It hands back what it has, and leaves.", "WORKER@S")]
+Lose = Annotated[list[str] | None, _events("Lose WORKER (from 0) at S seconds.", "WORKER@S")]
+Drain = Annotated[list[str] | None, _events("Drain WORKER (from 0) at S seconds.", "WORKER@S")]
 Add = Annotated[
     list[str] | None,
-    _events("So many more are started then, like the first one without its --slow.", "N@S"),
+    _events("Start NUMBER workers like the first one at S seconds.", "N@S"),
 ]
 Slow = Annotated[
-    list[str] | None, _events("All its steps take so many times as long.", "WORKER=FACTOR")
+    list[str] | None,
+    _events("Factor by which the steps of WORKER take longer.", "WORKER=FACTOR"),
 ]
 StartTime = Annotated[
     float,
     typer.Option(
-        min=0, metavar="S", help="Seconds that a worker takes to start.", rich_help_panel=_PANEL
+        min=0, metavar="S", help="Start time of a worker, in seconds.", rich_help_panel=_PANEL
     ),
 ]
 

@@ -21,7 +21,7 @@ FromLedger = Annotated[
     bool,
     typer.Option(
         "--from-ledger",
-        help="The requests that the cluster's ledger still knows.",
+        help="Use the requests in the ledger of the cluster.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -30,7 +30,7 @@ Limit = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="So many of the ledger, the newest.",
+        help="Number of requests to read from the ledger, newest first.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -65,7 +65,7 @@ class LedgerRequests:
         async with connected_ledger(self._config) as ledger:
             records = await finished_requests(ledger, self._limit)
             if not records:
-                raise ForecastFailed("the ledger knows no request that finished")
+                raise ForecastFailed("the ledger has no finished request")
             tenants = {record.arrival.tenant for record in records}
             return records, await weights(ledger, self._config.router, tenants)
 

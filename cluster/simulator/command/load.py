@@ -29,7 +29,7 @@ Rate = Annotated[
     float | None,
     typer.Option(
         metavar="R",
-        help="Requests a second, instead of the workload's own.",
+        help="Requests per second, instead of the workload's rate.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -38,7 +38,7 @@ Load = Annotated[
     typer.Option(
         "--load",
         metavar="PART",
-        help="The rate as a part of what the workers can do at most, by estimate.",
+        help="Rate as a share of the estimated capacity of the workers.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -46,7 +46,7 @@ Duration = Annotated[
     float | None,
     typer.Option(
         metavar="S",
-        help=f"So long requests come. Default: {_DURATION_S:g}, or all that is recorded.",
+        help=f"Seconds of arrivals. Default: {_DURATION_S:g}, or all recorded requests.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -75,7 +75,7 @@ class Requests:
         """Raises ForecastFailed."""
         made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
         if self.trace is not None and self.ledger is not None:
-            raise ForecastFailed("requests come --from-ledger or from a --trace, not from both")
+            raise ForecastFailed("--from-ledger and --trace exclude each other")
         if self._is_recorded and any(option is not None for option in made_up):
             raise ForecastFailed(
                 "--workload, --rate, --load and --steady are not for recorded requests; those of a "
@@ -84,7 +84,7 @@ class Requests:
         if self.trace is None and (self.begin_s, self.end_s, self.speed) != (0.0, None, 1.0):
             raise ForecastFailed("--from, --to and --speed need --trace")
         if self.rate is not None and self.load is not None:
-            raise ForecastFailed("--rate and --load say the same")
+            raise ForecastFailed("--rate and --load exclude each other")
         for name in ("rate", "load", "duration_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:

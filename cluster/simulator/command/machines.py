@@ -38,7 +38,7 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="MODEL",
-        help=f"What GPUs serve, in bfloat16: {', '.join(MODELS)}, or a directory with a "
+        help=f"Model of GPU workers, in bfloat16: {', '.join(MODELS)}, or a directory with a "
         "config.json.",
         rich_help_panel=_PANEL,
     ),

@@ -20,7 +20,7 @@ Workloads = Annotated[
     typer.Option(
         "--workload",
         metavar="NAME[=SHARE]",
-        help=f"Made up like {', '.join(WORKLOADS)}. Repeatable, by shares.",
+        help=f"Synthetic workload: {', '.join(WORKLOADS)}. Repeatable, with shares.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -29,31 +29,37 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Recorded requests instead: Azure's, Mooncake's or BurstGPT's format.",
+        help="File of recorded requests in Azure's, Mooncake's or BurstGPT's format.",
         rich_help_panel=PANEL,
     ),
 ]
 Begin = Annotated[
     float,
     typer.Option(
-        "--from", min=0, metavar="S", help="Begin of the trace's part.", rich_help_panel=PANEL
+        "--from",
+        min=0,
+        metavar="S",
+        help="First second of the trace to use.",
+        rich_help_panel=PANEL,
     ),
 ]
 End = Annotated[
     float | None,
-    typer.Option("--to", metavar="S", help="End of the trace's part.", rich_help_panel=PANEL),
+    typer.Option(
+        "--to", metavar="S", help="Last second of the trace to use.", rich_help_panel=PANEL
+    ),
 ]
 Speed = Annotated[
     float,
     typer.Option(
         metavar="FACTOR",
-        help="The trace's requests come so many times as fast.",
+        help="Factor by which the trace is replayed faster.",
         rich_help_panel=PANEL,
     ),
 ]
 Steady = Annotated[
     bool,
-    typer.Option("--steady", help="The workload's rate does not drift.", rich_help_panel=PANEL),
+    typer.Option("--steady", help="Keep the rate of the workload constant.", rich_help_panel=PANEL),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", rich_help_panel=PANEL)]
 

@@ -158,7 +158,7 @@ class AsyncClient:
         check_request_id(request_id)
         offsets = [from_offset] if isinstance(from_offset, int) else from_offset
         if any(offsets) and received:
-            raise InvalidRequest("an offset says less than what was received: give one of them")
+            raise InvalidRequest("give either received or offset")
         with sendable():
             reception = Reception(request_id, offsets, received)
             reception.attach_request()

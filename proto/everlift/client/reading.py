@@ -127,7 +127,7 @@ class Reading:
         is_unknown = isinstance(error, UnknownRequest | OffsetOutOfRange)
         is_forgotten = isinstance(error, ForgottenRequest)
         if self._reception.is_accepted and is_unknown and not is_forgotten:
-            return DataLoss(f"the cluster has lost what it had acknowledged: {error}")
+            return DataLoss(f"the cluster lost a request that it had accepted: {error}")
         return error
 
     def _hang_up(self) -> None:

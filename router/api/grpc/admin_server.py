@@ -53,7 +53,7 @@ class AdminServer:
         alive = (link.info.worker_id for link in self._sessions.links if link.is_up)
         worker_id = find_id(beginning, alive)
         if worker_id is None:
-            raise UnknownWorker(f"no worker {beginning!r} is connected")
+            raise UnknownWorker(f"no worker with the id {beginning!r} is connected")
         return worker_id
 
     async def _set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:

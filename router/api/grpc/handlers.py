@@ -200,7 +200,7 @@ async def _only(messages: AsyncIterator[bytes]) -> bytes:
     single messages would leave such a call without an answer."""
     async for data in messages:
         return data
-    raise InvalidRequest("the call ended before its message")
+    raise InvalidRequest("the call ended without a message")
 
 
 async def _abort(context: Context, error: Exception) -> None:

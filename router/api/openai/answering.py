@@ -224,7 +224,7 @@ def _transcript(
         return transcript
     event = EventId.parse(last)
     if not fields.stream:
-        raise InvalidRequest("last-event-id is for streams", field=_LAST_EVENT_ID)
+        raise InvalidRequest("last-event-id needs stream to be true", field=_LAST_EVENT_ID)
     if len(event.positions) != transcript.num_choices:
-        raise InvalidRequest("last-event-id is of another request", field=_LAST_EVENT_ID)
+        raise InvalidRequest("last-event-id belongs to another request", field=_LAST_EVENT_ID)
     return Transcript(name, len(messages), choices_each, event.positions)

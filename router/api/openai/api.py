@@ -104,7 +104,7 @@ class Api:
     async def _one_model(self, call: Call) -> Response:
         asked = call.request.path_params["model"]
         if not asked:
-            raise UnknownPath("there is nothing at this path")
+            raise UnknownPath("no such path")
         self._model.check_asked(asked)
         return JsonResponse(self._described())
 
@@ -127,7 +127,7 @@ class Api:
 
     async def _ready(self, call: Call) -> Response:
         if not self._readiness.takes_new:
-            raise RouterStopping("this router takes no new requests now")
+            raise RouterStopping("this router accepts no new requests now")
         return JsonResponse({"status": "ready"})
 
     async def _document(self, call: Call) -> Response:
@@ -135,4 +135,4 @@ class Api:
 
 
 async def _nothing_here(call: Call) -> Response:
-    raise UnknownPath("there is nothing at this path")
+    raise UnknownPath("no such path")

@@ -67,7 +67,7 @@ def _int(text: str) -> int:
 
 def _float(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise MalformedBody("a number is larger than any that can be held")
+        raise MalformedBody("a number is too large")
     return number
 
 

@@ -86,7 +86,7 @@ class Call:
                     if len(data) > self.max_body_bytes:
                         raise self._too_large()
         except TimeoutError:
-            raise BodyTooSlow(f"the body was not there after {_BODY_TIMEOUT_S:g} s") from None
+            raise BodyTooSlow(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
         return bytes(data)
 
     def _too_large(self) -> MessageTooLarge:
@@ -139,7 +139,7 @@ class Endpoint:
             return refusal(error, call.params)
         except Exception:
             log.exception("a request failed", path=call.request.url.path)
-            unknown = EverliftError("internal error; the router's log says more")
+            unknown = EverliftError("internal error; see the router's log")
             return refusal(unknown, call.params)
 
     def _check_method(self, call: Call) -> None:
@@ -148,7 +148,7 @@ class Endpoint:
         allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
         if call.request.method not in allowed:
             call.told["allow"] = ", ".join(allowed)
-            raise MethodNotAllowed(f"this is asked for by {self._method}")
+            raise MethodNotAllowed(f"this path needs the method {self._method}")
 
 
 class Gone(Exception):

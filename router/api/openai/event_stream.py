@@ -180,7 +180,7 @@ class EventStream:
             self._fail(writer, error)
         except Exception:
             log.exception("a stream of events failed")
-            self._fail(writer, EverliftError("internal error; the router's log says more"))
+            self._fail(writer, EverliftError("internal error; see the router's log"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _fail(self, writer: Writer, error: EverliftError) -> None:

@@ -179,13 +179,13 @@ class Generation(Fields):
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, InRange("priority")] | None = Field(
-        None, description="a larger one goes first"
+        None, description="a higher class leaves the queue first"
     )
     cache_salt: str | None = None
     timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
     ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
     on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
-        None, description="what becomes of a request when its client goes"
+        None, description="what happens to the request when its client disconnects"
     )
 
     # What changes nothing here.

@@ -84,18 +84,18 @@ _PATHS = (
     _Path(
         "post",
         "/v1/completions",
-        "Text after a prompt. Events, if stream is true, are of the same form.",
+        "Completion of a prompt. With stream true, events have the same form.",
         {_JSON: "Completion", _EVENTS: ""},
         "CompletionFields",
     ),
     _Path(
         "post",
         "/v1/chat/completions",
-        "The next message of a chat. Events, if stream is true, are ChatChunks.",
+        "The next message of a chat. With stream true, events are ChatChunks.",
         {_JSON: "ChatCompletion", _EVENTS: ""},
         "ChatFields",
     ),
-    _Path("get", "/v1/models", "What may be asked for as model", {_JSON: "ModelList"}),
+    _Path("get", "/v1/models", "The served model", {_JSON: "ModelList"}),
     _Path("get", "/v1/models/{model}", "One of them", {_JSON: "Model"}),
     _Path(
         "get",
@@ -110,7 +110,7 @@ _PATHS = (
     ),
     _Path("get", "/metrics", "For Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
-    _Path("get", "/ready", "This router takes requests", {_JSON: "Condition"}, is_open=True),
+    _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),
 )
 
 
@@ -139,7 +139,7 @@ def _operation(path: _Path) -> Json:
                 "content": {media: _media(name) for media, name in path.answers.items()},
             },
             "default": {
-                "description": "It is not; code says why.",
+                "description": "Not ready; code gives the cause.",
                 "content": {_JSON: _media("ErrorBody")},
             },
         },

@@ -31,7 +31,7 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
     if len(prompts) > MAX_PROMPTS:
         raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
     if fields.suffix:
-        raise Unsupported("no text is made to fit before a suffix", field="suffix")
+        raise Unsupported("models are not trained to fill in the middle", field="suffix")
     if fields.echo and fields.logprobs is not None:
         raise Unsupported("echo has no log probabilities", field="echo")
     message = _message(fields)
@@ -153,7 +153,7 @@ def _grammar(fields: Generation) -> pb.Grammar | None:
     given = [form for form in forms if form is not None]
     if len(given) > 1:
         raise InvalidRequest(
-            "response_format and structured_outputs each ask for a form of the output",
+            "response_format and structured_outputs exclude each other",
             field="structured_outputs",
         )
     return given[0] if given else None

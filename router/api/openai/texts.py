@@ -39,7 +39,7 @@ class Texts:
 
     async def _tokens(self, fields: TokenizeFields) -> tuple[int, ...]:
         if (fields.prompt is None) == (fields.messages is None):
-            raise InvalidRequest("either prompt or messages is to be tokenised", field="prompt")
+            raise InvalidRequest("give either prompt or messages", field="prompt")
         if fields.messages is not None:
             tools = ToolUse.of(fields.tools, None, parallel=True)
             return await self._conversations.prompt(fields, tools)

@@ -61,7 +61,7 @@ export class Admin {
 
   async drain() {
     const id = $("drain-worker").value;
-    if (await confirmed(`Drain worker ${short(id)}?`)) await this.ask("drain", { worker_id: id }, `worker ${short(id)} drains`);
+    if (await confirmed(`Drain worker ${short(id)}?`)) await this.ask("drain", { worker_id: id }, `worker ${short(id)} is draining`);
   }
 
   async setPolicy() {
@@ -70,13 +70,13 @@ export class Admin {
       const value = input.type === "checkbox" ? input.checked : input.type === "number" ? Number(input.value) : input.value;
       if (value !== this.policy[name]) changes[name] = value;
     }
-    await this.ask("policy", changes, "the policy holds");
+    await this.ask("policy", changes, "policy set");
   }
 
   // What was written into a field and not set would be set with the next change.
   async resetPolicy() {
     for (const [name, value] of Object.entries(this.policy)) write(this.inputs[name], value);
-    await this.ask("policy", { reset: Object.keys(this.policy) }, "all is as configured");
+    await this.ask("policy", { reset: Object.keys(this.policy) }, "policy reset to the configuration");
   }
 
   async inject() {

@@ -70,7 +70,7 @@ export function count(number) {
 
 // A number and its unit stay on one line.
 export function seconds(value) {
-  if (value === null || value === undefined) return "not known";
+  if (value === null || value === undefined) return "unknown";
   if (value === 0) return "0\u00a0s";
   if (value < 0.0995) return `${(value * 1000).toPrecision(2)}\u00a0ms`;
   if (value < 0.9995) return `${Math.round(value * 1000)}\u00a0ms`;

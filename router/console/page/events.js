@@ -6,9 +6,9 @@ const workers = (it) =>
   `${it.count === 1 ? "worker" : `${count(it.count)} workers`} ${it.workers.map(short).join(", ")}${it.count > it.workers.length ? ", ..." : ""}`;
 
 const CAUSES = {
-  worker_lost: "its worker was lost",
-  worker_drained: "its worker drains",
-  moved: "there was room sooner",
+  worker_lost: "worker lost",
+  worker_drained: "worker draining",
+  moved: "moved to free blocks",
 };
 
 const TEXTS = {
@@ -17,15 +17,15 @@ const TEXTS = {
   worker_lost: (it) => `${workers(it)} lost`,
   worker_draining: (it) => `${workers(it)} drains`,
   worker_slow: (it) => `${workers(it)} is slow`,
-  leader: (it) => (it.router_id ? `router ${short(it.router_id)} leads` : "nobody leads"),
+  leader: (it) => (it.router_id ? `router ${short(it.router_id)} is the leader` : "no leader"),
   ledger_away: () => "the ledger does not answer",
   ledger_back: () => "the ledger answers again",
-  ledger_rollback: () => "the ledger came back with less than it had",
+  ledger_rollback: () => "the ledger lost data",
   policy: (it) => `policy: ${Object.entries(it.changed).map(([name, value]) => `${name} ${value}`).join(", ")}`,
   preempted: (it) => `${count(it.count)} preemptions`,
   migrated: (it) =>
-    `${it.request ?? "a request"} went from worker ${short(it.from.worker)}, slot ${it.from.slot}, to worker ${short(it.to.worker)}, slot ${it.to.slot}: ${CAUSES[it.cause]}`,
-  resumed: (it) => `${it.request ?? "a request"} is back at worker ${short(it.to.worker)}, slot ${it.to.slot}, after a preemption`,
+    `${it.request ?? "a request"} migrated from worker ${short(it.from.worker)}, slot ${it.from.slot}, to worker ${short(it.to.worker)}, slot ${it.to.slot}: ${CAUSES[it.cause]}`,
+  resumed: (it) => `${it.request ?? "a request"} resumed on worker ${short(it.to.worker)}, slot ${it.to.slot}, after a preemption`,
 };
 
 // What is read out when it happens: not what happens all the time.
@@ -37,7 +37,7 @@ export class Events {
   announce({ happened, transfers }, now) {
     const news = happened.filter((it) => isNews(it, now)).map((it) => TEXTS[it.kind]?.(it) ?? it.kind);
     const moved = transfers.filter((it) => it.cause !== "preempted").length;
-    if (moved) news.push(`${moved === 1 ? "a request" : `${count(moved)} requests`} went on at another worker`);
+    if (moved) news.push(`${moved === 1 ? "a request" : `${count(moved)} requests`} migrated`);
     $("news").append(...news.map((it) => el("p", {}, it)));
     while ($("news").children.length > MOST_NEWS) $("news").firstChild.remove();
   }

@@ -8,11 +8,11 @@ const LEAST_PART = 1e-3;
 const MUCH_UNREAD = 0.05;
 
 const BEFORE = {
-  earlier: "that came earlier",
-  higher: "later ones of higher classes",
-  fair_share: "later ones by turns",
-  ordered: "later ones by the order",
-  lower: "later ones of lower classes",
+  earlier: "earlier arrivals",
+  higher: "later arrivals of higher classes",
+  fair_share: "later arrivals by fair share",
+  ordered: "later arrivals by the order",
+  lower: "later arrivals of lower classes",
 };
 
 // `labels` say kinds of spans in words; `onPick` is told the name of a request that is chosen.
@@ -22,8 +22,8 @@ export function explained(explanation, labels, onPick) {
     el("p", {}, headline(explanation)),
     ...missing(explanation),
     ...reading(explanation),
-    table(`Where its ${seconds(total)} went`, ["what for", "time", "part", "when"], rows(spans, total, labels)),
-    ...(attempts.length ? [table("Its attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
+    table(`Time breakdown of ${seconds(total)}`, ["kind", "time", "share", "at"], rows(spans, total, labels)),
+    ...(attempts.length ? [table("Attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
     ...attempts.flatMap((it) => [...others(it, onPick), ...stay(it, onPick)]),
   ];
 }
@@ -33,12 +33,12 @@ function headline(explanation) {
   const predicted = foreseen(explanation);
   if (ttft === undefined) return `No token yet${predicted}.`;
   const late = wait === undefined ? "" : ` (${seconds(wait)} predicted)`;
-  const stored = ledger === undefined ? "" : `, of which ${seconds(ledger)} until the ledger had it`;
-  return `The first token came after ${seconds(ttft)}${late}${stored}; ${count(made)} tokens of output${predicted}.`;
+  const stored = ledger === undefined ? "" : `, including ${seconds(ledger)} to store it`;
+  return `First token after ${seconds(ttft)}${late}${stored}; ${count(made)} output tokens${predicted}.`;
 }
 
 function foreseen({ predicted_output_tokens: tokens, prediction_distrusted: isDistrusted }) {
-  return tokens ? ` (${count(tokens)} predicted${isDistrusted ? " by the last outputs" : ""})` : "";
+  return tokens ? ` (${count(tokens)} predicted${isDistrusted ? " by recent outputs" : ""})` : "";
 }
 
 // Workers that it may wait for.
@@ -49,8 +49,8 @@ function missing({ missing_workers: workers }) {
 // What lies beside its spans: nothing waits for a client.
 function reading({ total_s: total, unread_s: unread, unread_tokens: tokens }) {
   if (!tokens && unread <= MUCH_UNREAD * total) return [];
-  const now = tokens ? `; ${count(tokens)} are unread now` : "";
-  return [el("p", {}, `For ${seconds(unread)} its client left tokens unread${now}.`)];
+  const now = tokens ? `; ${count(tokens)} unread now` : "";
+  return [el("p", {}, `Tokens unread by the client for ${seconds(unread)}${now}.`)];
 }
 
 function rows(spans, total, labels) {
@@ -58,7 +58,7 @@ function rows(spans, total, labels) {
   const rest = spans.filter((it) => it.seconds < LEAST_PART * total).reduce((sum, it) => sum + it.seconds, 0);
   return [
     ...long.map((it) => row(what(it, labels), seconds(it.seconds), part(it.seconds, total), stretch(it, total))),
-    ...(rest ? [row("what took less than 0.1 % each", seconds(rest), part(rest, total), "")] : []),
+    ...(rest ? [row("parts below 0.1 % each", seconds(rest), part(rest, total), "")] : []),
   ];
 }
 
@@ -78,7 +78,7 @@ function stretch({ start_s: start, seconds: long, kind }, total) {
   return el("div", { class: "span" }, bar);
 }
 
-const COLUMNS = ["attempt", "worker", "known tokens", "of these cached", "new", "preempted", "computed again", "beside at most", "end"];
+const COLUMNS = ["attempt", "worker", "known tokens", "cached", "new", "preempted", "recomputed", "largest batch", "end"];
 
 function attempt(it, onPick) {
   const beside = el("span", {}, count(it.most_neighbours), ...names(it.neighbours, onPick));
@@ -91,14 +91,14 @@ function attempt(it, onPick) {
 // How the attempt ended, or how far it is.
 function state(it) {
   if (it.end) return it.end.replaceAll("_", " ");
-  return it.prefilled_tokens ? `in prefill: ${count(it.prefilled_tokens)} of ${count(it.known_tokens)} tokens` : "goes on";
+  return it.prefilled_tokens ? `in prefill: ${count(it.prefilled_tokens)} of ${count(it.known_tokens)} tokens` : "running";
 }
 
 // Requests of its own tenant, beside those that its worker had when it came there.
 function others({ number, newcomers, occupants }, onPick) {
   const where = {
-    [`Your own at other workers, which had no room for attempt ${number}:`]: occupants,
-    [`Your own that came to its worker during attempt ${number}:`]: newcomers,
+    [`Your requests at other workers without room, attempt ${number}:`]: occupants,
+    [`Your requests that arrived at the worker during attempt ${number}:`]: newcomers,
   };
   return Object.entries(where).filter(([, it]) => it.length).map(([text, it]) => el("p", {}, text, ...names(it, onPick)));
 }
@@ -108,8 +108,8 @@ function stay({ number, queue }, onPick) {
   const before = Object.entries(BEFORE).filter(([name]) => queue?.[name]);
   if (!before.length) return [];
   const who = before.map(([name, words]) => `${count(queue[name])} ${words}`).join(", ");
-  const text = `Queue before attempt ${number} (${queue.order}): ${count(queue.found)} waited when it came; before it left ${who}`;
-  return [el("p", {}, text, ...(queue.before.length ? ["; the last of your own:", ...names(queue.before, onPick)] : ["."]))];
+  const text = `Queue before attempt ${number} (${queue.order}): ${count(queue.found)} queued on arrival; left first: ${who}`;
+  return [el("p", {}, text, ...(queue.before.length ? ["; your last ones:", ...names(queue.before, onPick)] : ["."]))];
 }
 
 function names(requests, onPick) {

@@ -30,7 +30,7 @@ export class Feed {
     while (!signal.aborted) {
       try {
         await this.read(signal, () => (pause = RETRY_MS));
-        this.onState("lost", "the router hung up");
+        this.onState("lost", "the router closed the connection");
       } catch (error) {
         if (signal.aborted) return;
         if (error instanceof Refusal && [401, 403].includes(error.status)) {

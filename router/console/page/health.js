@@ -14,11 +14,11 @@ export class Health {
   facts({ ledger, router, routers, totals }) {
     if (!ledger || !router || !routers || !totals) return;
     const facts = [
-      ["ledger", `${ledger.server || "not known"}${ledger.away ? " · does not answer" : ""}`],
+      ["ledger", `${ledger.server || "unknown"}${ledger.away ? " · does not answer" : ""}`],
       ["durability", `${ledger.durability_class}${ledger.promise ? `: ${ledger.promise}` : ""}`],
       ["delivery", ledger.durability.replace("_", " ")],
-      ["its memory", ledger.memory_used === null ? "no bound" : `${Math.round(100 * ledger.memory_used)} % used`],
-      ["came back with less", `${count(ledger.rollbacks)} times`],
+      ["memory", ledger.memory_used === null ? "no limit" : `${Math.round(100 * ledger.memory_used)} % used`],
+      ["lost data", `${count(ledger.rollbacks)} times`],
       ["leader", `${router.leader || "none"}${router.leader && router.leader_is_quiet ? " · does not answer" : ""}`],
       ["routers", `${count(routers.heard)}${routers.silent ? ` · ${count(routers.silent)} not answering` : ""}`],
       ["false alarms", count(totals.false_alarms)],

@@ -172,7 +172,7 @@ export class Lanes {
       lanes.length
         ? `${lanes.length} workers shown: ${seated.length - prefilling} slots decode, ${prefilling} prefill; ` +
             `${transfers.length} requests went on in another slot in the last minute.`
-        : "No worker is shown.",
+        : "No worker selected.",
     );
     if ($("seats-details").open) this.list(seated.slice(0, MOST_ROWS));
   }

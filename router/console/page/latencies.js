@@ -5,10 +5,10 @@ import { $, count, row, say, seconds } from "./dom.js";
 
 const TITLES = {
   ttft: "time to first token",
-  inter_token: "between two tokens",
-  queue_wait: "in the queue",
-  latency: "to the last token",
-  ledger: "a call to the ledger",
+  inter_token: "inter-token latency",
+  queue_wait: "queue wait",
+  latency: "request latency",
+  ledger: "ledger call",
 };
 const LINES = ["p50", "p90", "p99"];
 
@@ -16,7 +16,7 @@ export class Latencies {
   constructor() {
     const chart = (id, title, of) =>
       new Chart($(id), title, LINES.map((it, place) => [it, (point) => point[of][place]]), seconds, 0.001);
-    this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Between two tokens", "inter_token")];
+    this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Inter-token latency", "inter_token")];
   }
 
   show({ latencies, routers }, history) {
@@ -24,7 +24,7 @@ export class Latencies {
     const isMeasured = history.some((it) => [...it.ttft, ...it.inter_token].some(Boolean));
     if (isMeasured) $("latencies-measured").hidden = false;
     const isEmpty = $("latencies-measured").hidden;
-    if (routers) say($("latencies-of"), isEmpty ? "No request was measured yet." : whose(routers));
+    if (routers) say($("latencies-of"), isEmpty ? "No requests yet." : whose(routers));
     for (const chart of this.charts) chart.show(history);
     if (!latencies) return;
     $("percentiles").replaceChildren(
@@ -38,6 +38,6 @@ export class Latencies {
 }
 
 function whose({ heard, silent }) {
-  const of = heard === 1 ? "One router" : `${count(heard)} routers together`;
+  const of = heard === 1 ? "One router" : `${count(heard)} routers`;
   return silent ? `${of}; of ${count(silent)} more that ${silent === 1 ? "does" : "do"} not answer nothing is known.` : `${of}.`;
 }

@@ -82,6 +82,6 @@ $("key-form").addEventListener("submit", (event) => {
   say($("connection"), "connecting");
   feed.watch(feed.lanes);
 });
-$("key").placeholder = api.key ? "kept in this tab" : "none";
+$("key").placeholder = api.key ? "stored for this tab" : "none";
 
 feed.watch(null);

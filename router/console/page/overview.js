@@ -6,12 +6,12 @@ const TILES = [
   ["Workers up", (t) => count(t.up), (t) => words([t.lost, "lost"], [t.draining, "draining"], [t.slow, "slow"])],
   ["Slots in use", (t) => count(t.running), (t) => `of ${count(t.slots)}`, (t) => percent(t.running, t.slots)],
   ["KV blocks in use", (t) => `${percent(t.blocks_used, t.blocks)} %`, (t) => `${percent(t.blocks_cached, t.blocks)} % cached`, (t) => percent(t.blocks_used, t.blocks)],
-  ["Prefix hits", (t) => `${percent(t.prefix_hit_tokens, t.prompt_tokens)} %`, (t) => `of ${count(t.prompt_tokens)} tokens`],
-  ["Waiting", (t) => count(t.queued), (t) => words([t.waiting, "at workers"])],
-  ["Tokens a second", (t) => count(t.tokens_per_s), () => ""],
+  ["Prefix-cache hits", (t) => `${percent(t.prefix_hit_tokens, t.prompt_tokens)} %`, (t) => `of ${count(t.prompt_tokens)} tokens`],
+  ["Queued", (t) => count(t.queued), (t) => words([t.waiting, "at workers"])],
+  ["Tokens per second", (t) => count(t.tokens_per_s), () => ""],
   ["Finished", (t) => count(t.completed), (t) => words([t.failed, "failed"])],
   ["Migrated", (t) => count(t.migrated), (t) => words([t.moved, "moved"])],
-  ["Preempted", (t) => count(t.preempted), (t) => words([t.recomputed_tokens, "tokens again"])],
+  ["Preempted", (t) => count(t.preempted), (t) => words([t.recomputed_tokens, "tokens recomputed"])],
 ];
 
 function words(...counted) {
@@ -34,7 +34,7 @@ export class Overview {
 
   show({ router, totals }) {
     if (router) {
-      const leads = router.is_leading ? "leads" : `leader ${router.leader ? router.leader.slice(0, 8) : "none"}`;
+      const leads = router.is_leading ? "leader" : `leader ${router.leader ? router.leader.slice(0, 8) : "none"}`;
       say($("identity"), `${router.model} · router ${router.router_id.slice(0, 8)} · ${leads}`);
       $("key-form").hidden = !router.has_access;
     }

@@ -5,7 +5,7 @@ import { $, count, el, meter, percent, row, say, seconds } from "./dom.js";
 
 export class Queue {
   constructor() {
-    this.chart = new Chart($("queue-chart"), "Requests that wait", [["queued", (it) => it.queued]], (it) => count(Math.round(it)), 10);
+    this.chart = new Chart($("queue-chart"), "Queued requests", [["queued", (it) => it.queued]], (it) => count(Math.round(it)), 10);
   }
 
   show({ queue, tenants }, all, history) {
@@ -26,13 +26,13 @@ export class Queue {
 }
 
 function line(queue) {
-  const waits = `${count(queue.queued)} wait, in order ${queue.policy.order}.`;
-  if (!queue.is_known) return `${waits} The leader has not said more lately.`;
+  const waits = `${count(queue.queued)} queued, order ${queue.policy.order}.`;
+  if (!queue.is_known) return `${waits} No recent report of the leader.`;
   if (!queue.queued) return waits;
   // Without workers neither is known.
-  const left = queue.wait_s === null ? "when all will have left is not known" : `all will have left in ${seconds(queue.wait_s)}, as predicted`;
-  const rate = queue.worker_rate ? ` A full worker computes ${count(queue.worker_rate)} tokens a second.` : "";
-  return `${waits} ${count(queue.tokens)} tokens are to be computed for them; the next one has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;
+  const left = queue.wait_s === null ? "drain time unknown" : `estimated to drain in ${seconds(queue.wait_s)}`;
+  const rate = queue.worker_rate ? ` A saturated worker computes ${count(queue.worker_rate)} tokens per second.` : "";
+  return `${waits} ${count(queue.tokens)} tokens to compute; the head has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;
 }
 
 function bar(part, whole) {

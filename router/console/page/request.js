@@ -72,7 +72,7 @@ function facts(record) {
 function moves(events) {
   const first = events[0]?.time ?? 0;
   return table(
-    "Its moves",
+    "Moves",
     ["after", "move", "detail"],
     events.map((it) => row(seconds(it.time - first), it.move.replace("_", " "), it.detail)),
   );

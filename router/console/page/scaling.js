@@ -5,7 +5,7 @@ import { $, ago, count, row, say, seconds } from "./dom.js";
 export class Scaling {
   // `scaling` is null where the number of workers is fixed.
   show(scaling, now) {
-    say($("scaling-line"), scaling ? line(scaling) : "No autoscaler is at work: the number of workers is fixed.");
+    say($("scaling-line"), scaling ? line(scaling) : "No autoscaler: the number of workers is fixed.");
     const rows = (scaling?.changes ?? []).toReversed().map(([at, before, after, why]) =>
       row(ago(now - at), `${count(before)} → ${count(after)}`, why));
     $("scalings-table").hidden = !rows.length;
@@ -14,10 +14,10 @@ export class Scaling {
 }
 
 function line({ late_s, workers, max_workers, need, wait_s, reason }) {
-  const late = late_s === null ? "" : `It has said nothing for ${seconds(late_s)}. `;
-  const wait = reason.includes("wait") ? "" : ` A request that comes now would wait ${seconds(wait_s)}.`;
+  const late = late_s === null ? "" : `Last report ${seconds(late_s)} ago. `;
+  const wait = reason.includes("wait") ? "" : ` Estimated wait of a new request: ${seconds(wait_s)}.`;
   return (
-    `${late}${count(workers)} workers are wanted, ${count(max_workers)} at most: ${reason}. ` +
-    `The work there is needs ${need.toFixed(1)}.${wait}`
+    `${late}${count(workers)} workers wanted, at most ${count(max_workers)}: ${reason}. ` +
+    `The present work needs ${need.toFixed(1)}.${wait}`
   );
 }

@@ -37,7 +37,7 @@ export class TryIt {
   }
 
   async stream(began) {
-    say($("try-status"), "waiting for a first token");
+    say($("try-status"), "waiting for the first token");
     const [path, body] = asked();
     const answer = await this.api.post(path, body, this.stopping.signal);
     const name = answer.headers.get("idempotency-key");
@@ -53,14 +53,14 @@ export class TryIt {
       first ??= performance.now() - began;
       chunks += 1;
       $("try-output").append(text);
-      say($("try-status"), `streaming; the first token came after ${seconds(first / 1000)}`);
+      say($("try-status"), `streaming; first token after ${seconds(first / 1000)}`);
     }
     const all = (performance.now() - began) / 1000;
     const pieces = first === null ? "No text" : `${chunks} pieces`;
     const after = first === null ? "" : `, the first after ${seconds(first / 1000)}`;
     $("try-status").replaceChildren(
       `${pieces} in ${seconds(all)}${after}. `,
-      el("button", { type: "button", class: "link", click: () => this.onBegun(name, true) }, `Look ${name} up`),
+      el("button", { type: "button", class: "link", click: () => this.onBegun(name, true) }, `Look up ${name}`),
     );
   }
 

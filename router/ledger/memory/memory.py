@@ -142,7 +142,10 @@ class MemoryLedger:
                 self._run(record, dispatch.worker, dispatch.epoch)
             return Opened(record.entry, created=True)
         if record.request.body_hash != request.body_hash:
-            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
+            raise RequestConflict(
+                f'request id "{bare(request.request_id)}" already exists with a different '
+                "request body"
+            )
         return Opened(record.entry, created=False)
 
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Record:

@@ -182,7 +182,7 @@ class _Wire:
 
     def _answer(self, answer: Any) -> None:
         if not self._questions:
-            raise InvalidResponse("an answer to no question")
+            raise InvalidResponse("an unexpected answer")
         question = self._questions[0]
         question.answers.append(answer)
         question.missing -= 1

@@ -100,7 +100,7 @@ async def connect(config: LedgerConfig | str) -> RedisLedger:
     """
     config = LedgerConfig(url=config) if isinstance(config, str) else config
     if config.url == EMBEDDED:
-        raise ValueError("an embedded ledger is reached by the url that its start answers")
+        raise ValueError("an embedded ledger is reached by the url that its start returns")
     shards = Shards(config)
     try:
         server, cluster_id = await look(shards, config)
@@ -153,7 +153,10 @@ class RedisLedger:
         with _noticing_full():
             word, rest = await self._open(request, gateway, timeout_s, dispatch)
         if word == "conflict":
-            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
+            raise RequestConflict(
+                f'request id "{bare(request.request_id)}" already exists with a different '
+                "request body"
+            )
         return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
 
     async def _open(

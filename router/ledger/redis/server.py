@@ -30,7 +30,7 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
     """Returns the server's name and version. Raises LedgerSetupError; LedgerUnavailable for one
     that reads its data back, which says until then that it keeps none on its disk."""
     if info.get("loading"):
-        raise LedgerUnavailable("the ledger's server reads its data back")
+        raise LedgerUnavailable("the ledger's server is loading its data")
     name, version = _name(info), _version(info)
     if _parse(version) < _OLDEST[name]:
         oldest = " or ".join(f"{name} {major}.{minor}" for name, (major, minor) in _OLDEST.items())

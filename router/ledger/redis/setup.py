@@ -46,7 +46,7 @@ async def check_servers(shards: Shards, config: LedgerConfig) -> str:
     infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
     settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")
     if None in infos:
-        raise LedgerSetupError("the ledger's server does not let us ask for INFO")
+        raise LedgerSetupError("the ledger's user may not call INFO")
     known = [info for info in infos if info is not None]
     names = [check_server(info, is_cluster=is_cluster) for info in known]
     for info, setting in zip(known, settings, strict=True):
@@ -62,7 +62,7 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
         log.warning("appendfsync cannot be checked", durability_class=demanded)
     if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
         # It may be on its way.
-        log.warning("the ledger has no replica: it takes no request before there is one")
+        log.warning("the ledger has no replica: no request is accepted before there is one")
 
 
 async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
@@ -96,11 +96,11 @@ def _refusal(error: BaseException) -> str:
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, AuthenticationError):
-            return "the ledger's server refuses our user or password"
+            return "the ledger's server refuses the user or password"
         if isinstance(cause, NoPermissionError):
             return f"the ledger's server refuses our user {_command(cause)}; README.md has its rule"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"the ledger's server has a wrong certificate: {cause.verify_message}"
+            return f"the certificate of the ledger's server is invalid: {cause.verify_message}"
         if isinstance(cause, ResponseError) and "cluster support disabled" in str(cause):
             return "the ledger's server is no cluster: begin its url with redis:// or rediss://"
     return ""

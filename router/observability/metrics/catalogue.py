@@ -74,32 +74,32 @@ _REQUESTS = (
         "everlift_requests_accepted_total",
         "counter",
         "requests",
-        "New requests that this router has filed in the ledger.",
+        "New requests that this router has stored in the ledger.",
     ),
     Metric(
         "everlift_requests_total",
         "counter",
         "requests",
-        "Requests that ended at this router or were refused, by outcome: ok or the error's slug. "
-        "Those that moved or router_stopping ended go on at another router.",
+        "Requests that ended at this router or were refused, by outcome: ok or the error's "
+        "slug. Requests with outcome moved or router_stopping continue on another router.",
         ("outcome",),
     ),
     Metric(
         "everlift_choices_finished_total",
         "counter",
         "choices",
-        "Choices of requests with outcome ok, by how they ended.",
+        "Choices of requests with outcome ok, by finish reason.",
         ("reason",),
     ),
     Metric(
         "everlift_requests_in_flight",
         "gauge",
         "requests",
-        "Requests that this router has and that have not ended, queued or running.",
+        "Unfinished requests of this router, queued or running.",
     ),
     _of_class(
         "everlift_time_to_first_token_seconds",
-        "Time from a request's call until its first token could be read.",
+        "Time from a request's call to the delivery of its first token.",
     ),
     Metric(
         "everlift_ttft_prediction_error_ratio",
@@ -121,7 +121,7 @@ _REQUESTS = (
     ),
     _of_class(
         "everlift_inter_token_latency_seconds",
-        "Time between two moments at which more of a choice could be read.",
+        "Time between consecutive deliveries of output tokens of a choice.",
         _INTER_TOKEN_S,
     ),
     _of_class(
@@ -130,11 +130,11 @@ _REQUESTS = (
     ),
     _of_class(
         "everlift_queue_wait_seconds",
-        "Time from a request's acceptance until its first dispatch to a worker.",
+        "Time from a request's acceptance to its first dispatch to a worker.",
     ),
     _of_class(
         "everlift_prefill_seconds",
-        "Time from a request's first dispatch to a worker until its first token could be read.",
+        "Time from a request's first dispatch to a worker to the delivery of its first token.",
     ),
     _of_class(
         "everlift_decode_seconds",
@@ -163,37 +163,37 @@ _REQUESTS = (
         "everlift_prompt_tokens_total",
         "counter",
         "tokens",
-        "Prompt tokens of the requests that were accepted.",
+        "Prompt tokens of accepted requests.",
     ),
     Metric(
         "everlift_output_tokens_total",
         "counter",
         "tokens",
-        "Output tokens that the ledger has stored.",
+        "Output tokens stored in the ledger.",
     ),
     Metric(
         "everlift_migrations_total",
         "counter",
         "requests",
-        "Times that a worker went on with what another attempt had begun.",
+        "Attempts that resumed a request with tokens of an earlier attempt.",
     ),
     Metric(
         "everlift_moves_total",
         "counter",
         "requests",
-        "Times that a preempted request was sent to another worker.",
+        "Preempted requests that were moved to another worker.",
     ),
     Metric(
         "everlift_preemptions_total",
         "counter",
         "sequences",
-        "Times that a sequence gave up its KV blocks before its end.",
+        "Preemptions of sequences.",
     ),
     Metric(
         "everlift_recomputed_tokens_total",
         "counter",
         "tokens",
-        "Tokens that were computed again after a preemption, a loss or a move.",
+        "Tokens recomputed after a preemption, a lost worker or a move.",
     ),
 )
 
@@ -203,21 +203,21 @@ _PREDICTIONS = (
         "everlift_predictor_trusted",
         "gauge",
         "",
-        "1 while outputs' lengths are predicted by a model whose tau is high enough. 0 without a "
-        "model; and with one, while shortest, ranked and hrrn are fifo for what comes.",
+        "1 while predicted output lengths are trusted. 0 without a model, or while its tau "
+        "is too low and shortest, ranked and hrrn order new requests as fifo.",
     ),
     Metric(
         "everlift_predictor_tau",
         "gauge",
         "",
-        "Kendall's tau between the predicted and the actual lengths of the last 500 outputs that "
-        "ended at this router, as training found it until 100 did; absent without a model.",
+        "Kendall's tau between predicted and actual lengths of the last 500 outputs of "
+        "this router; the training's value until 100 outputs ended. Absent without a model.",
     ),
     Metric(
         "everlift_predictor_coverage_ratio",
         "gauge",
         "ratio",
-        "Part of these outputs that stayed within a predicted quantile; absent until one ended.",
+        "Share of these outputs within a predicted quantile. Absent until one ended.",
         ("quantile",),
     ),
 )
@@ -228,7 +228,7 @@ _LEDGER = (
         "everlift_ledger_call_seconds",
         "histogram",
         "seconds",
-        "Time until the ledger answered a call or the call failed, by the call's name.",
+        "Duration of ledger calls, including failed ones, by operation.",
         ("operation",),
         _LEDGER_S,
     ),
@@ -236,7 +236,7 @@ _LEDGER = (
         "everlift_ledger_failures_total",
         "counter",
         "calls",
-        "Calls that the ledger did not answer.",
+        "Ledger calls without an answer.",
         ("operation",),
     ),
     Metric(
@@ -249,13 +249,13 @@ _LEDGER = (
         "everlift_ledger_rollbacks_total",
         "counter",
         "times",
-        "Times that the ledger came back without what it had acknowledged.",
+        "Times that the ledger came back without acknowledged writes.",
     ),
     Metric(
         "everlift_ledger_memory_used_ratio",
         "gauge",
         "ratio",
-        "Part of the memory that the ledger may use; 0 where it has no bound.",
+        "Used share of the ledger's memory limit. 0 without a limit.",
     ),
 )
 
@@ -265,38 +265,38 @@ _ROUTER = (
         "everlift_router_ready",
         "gauge",
         "",
-        "1 while this router takes new requests: what grpc.health.v1 says of it.",
+        "1 while this router accepts new requests, as in grpc.health.v1.",
     ),
     Metric(
         "everlift_router_workers",
         "gauge",
         "workers",
-        "Workers that this router is connected with.",
+        "Workers that this router is connected to.",
     ),
     Metric(
         "everlift_false_alarms_total",
         "counter",
         "times",
-        "Times that this router took a worker for lost that spoke again.",
+        "Workers declared lost that answered again.",
     ),
     Metric(
         "everlift_leading",
         "gauge",
         "",
-        "1 while this router leads the admission queue. The metrics below that are said to be the "
-        "leader's are there only then.",
+        "1 while this router leads the admission queue. Only the leader exports metrics "
+        "marked Leader.",
     ),
     Metric(
         "everlift_leader_changes_total",
         "counter",
         "times",
-        "Times that this router took the lead.",
+        "Times that this router became the leader.",
     ),
     Metric(
         "everlift_worker_losses_total",
         "counter",
         "workers",
-        "Workers lost without a drain while this router led.",
+        "Workers lost without a drain while this router was the leader.",
     ),
 )
 
@@ -306,88 +306,90 @@ _CLUSTER = (
         "everlift_workers",
         "gauge",
         "workers",
-        "Leader: workers that are up and not about to leave.",
+        "Leader: workers that are ready and not draining.",
     ),
     Metric(
         "everlift_wanted_workers",
         "gauge",
         "workers",
-        "Leader: workers that the clusters on its ledger are to have, by setting or autoscaler.",
+        "Leader: wanted workers of all clusters on the ledger, by setting or autoscaler.",
     ),
     Metric(
-        "everlift_starting_workers", "gauge", "workers", "Leader: workers that load their model."
+        "everlift_starting_workers",
+        "gauge",
+        "workers",
+        "Leader: workers that are loading their model.",
     ),
-    Metric("everlift_queue_requests", "gauge", "requests", "Leader: requests that wait."),
+    Metric("everlift_queue_requests", "gauge", "requests", "Leader: queued requests."),
     Metric(
         "everlift_queue_tokens",
         "gauge",
         "tokens",
-        "Leader: tokens to be computed for all that wait, outputs as predicted.",
+        "Leader: tokens to compute for all queued requests, with predicted outputs.",
     ),
     Metric(
         "everlift_queue_head_wait_seconds",
         "gauge",
         "seconds",
-        "Leader: how long the request that leaves the queue next has waited.",
+        "Leader: time that the head of the queue has waited.",
     ),
     Metric(
         "everlift_service_gap_tokens",
         "gauge",
         "tokens",
-        "Leader: by how much one tenant that waits was served more than another one of its class, "
-        "in tokens as fair_share counts them; 0 where tenants are not told apart.",
+        "Leader: largest difference of service between backlogged tenants of a class, in "
+        "weighted tokens. 0 without tenants.",
     ),
     Metric(
         "everlift_offered_tokens_total",
         "counter",
         "tokens",
-        "Leader: tokens to be computed for all requests that came since it leads, as predicted.",
+        "Leader: predicted tokens of all requests since it became the leader.",
     ),
     Metric(
         "everlift_sequences",
         "gauge",
         "sequences",
-        "Leader: sequences at workers, those that wait there counted in.",
+        "Leader: sequences at workers, including waiting ones.",
     ),
-    Metric("everlift_slots", "gauge", "slots", "Leader: sequences that may run at once."),
+    Metric("everlift_slots", "gauge", "slots", "Leader: batch slots of all workers."),
     Metric(
         "everlift_queue_predicted_wait_seconds",
         "gauge",
         "seconds",
-        "Leader: until all that wait now have left the queue, as predicted; 0 while that is not "
-        "known.",
+        "Leader: estimated time until all queued requests have left the queue. 0 if unknown.",
     ),
     Metric(
         "everlift_full_worker_tokens_per_second",
         "gauge",
         "tokens/s",
-        "Leader: by how much requests get on, found prefixes counted in, at a worker that has all "
-        "it can take; 0 while that is not known.",
+        "Leader: estimated token throughput of one saturated worker, in tokens per second, "
+        "including prefix-cache hits. 0 if unknown.",
     ),
 )
 
 #: Of each worker, by the router that leads. Counters count from the worker's start.
 _WORKERS = (
     _of_worker("running_sequences", "gauge", "sequences", "Sequences in the batch."),
-    _of_worker("waiting_sequences", "gauge", "sequences", "Sequences that wait for a place in it."),
-    _of_worker("slots", "gauge", "slots", "Sequences that the batch may hold."),
-    _of_worker("draining", "gauge", "", "1 while it hands everything back."),
+    _of_worker("waiting_sequences", "gauge", "sequences", "Sequences waiting for a batch slot."),
+    _of_worker("slots", "gauge", "slots", "Batch slots."),
+    _of_worker("draining", "gauge", "", "1 while the worker is draining."),
     _of_worker(
-        "slow", "gauge", "", "1 while it gets nothing, being so much slower than the others."
+        "slow",
+        "gauge",
+        "",
+        "1 while the worker gets no requests because it is much slower than the others.",
     ),
     _of_worker(
         "kv_blocks",
         "gauge",
         "blocks",
-        "Blocks of the KV cache: used, cached (nobody uses them, and a prefix may be found there) "
-        "or free.",
+        "KV blocks by state: used, cached (unused, available for prefix-cache hits) or free.",
         "state",
     ),
+    _of_worker("kv_unfilled_tokens", "gauge", "tokens", "Empty token positions in used KV blocks."),
     _of_worker(
-        "kv_unfilled_tokens", "gauge", "tokens", "Places in used KV blocks that hold no token."
-    ),
-    _of_worker(
-        "pending_prefill_tokens", "gauge", "tokens", "Tokens that are known and not computed."
+        "pending_prefill_tokens", "gauge", "tokens", "Known tokens that are not computed yet."
     ),
     _of_worker("steps_total", "counter", "steps", "Engine steps."),
     _of_worker("busy_seconds_total", "counter", "seconds", "Time spent in engine steps."),
@@ -395,82 +397,83 @@ _WORKERS = (
         "step_seconds_total",
         "counter",
         "seconds",
-        "Time spent in a part of the steps, by rank 0's clock: schedule, model, sample or commit.",
+        "Time spent in a part of the steps, on rank 0: schedule, model, sample or commit.",
         "part",
     ),
     _of_worker(
-        "recent_step_seconds", "gauge", "seconds", "What a step took in its last second of work."
+        "recent_step_seconds", "gauge", "seconds", "Mean step time of the last second of work."
     ),
     _of_worker(
         "predicted_step_seconds",
         "gauge",
         "seconds",
-        "What a step of what it runs takes, by those of its kind; absent while that is not known.",
+        "Predicted step time of the present batch. Absent if unknown.",
     ),
     _of_worker(
         "step_prediction_error_ratio",
         "gauge",
         "ratio",
-        "Mean absolute error of the last predictions of its kind's steps, as a part of what they "
-        "took; absent while there was none.",
+        "Mean relative error of recent predictions of step times. Absent before the first one.",
     ),
     _of_worker(
         "allowed_sequences",
         "gauge",
         "sequences",
-        "Sequences that may run there at once: its slots, or fewer for router.tpot_target.",
+        "Allowed sequences: the batch slots, or fewer because of router.tpot_target.",
     ),
-    _of_worker("computed_tokens_total", "counter", "tokens", "Tokens computed, drafts counted in."),
-    _of_worker("output_tokens_total", "counter", "tokens", "Tokens drawn and kept."),
+    _of_worker(
+        "computed_tokens_total", "counter", "tokens", "Computed tokens, including draft tokens."
+    ),
+    _of_worker("output_tokens_total", "counter", "tokens", "Output tokens."),
     _of_worker(
         "slot_steps_total",
         "counter",
         "slots",
-        "Batch slots that computed something, over all steps.",
+        "Useful batch slots, summed over all steps.",
     ),
     _of_worker(
         "prompt_tokens_total",
         "counter",
         "tokens",
-        "Known tokens of sequences when they came into the batch.",
+        "Known tokens of sequences at admission into the batch.",
     ),
     _of_worker(
         "prefix_hit_tokens_total",
         "counter",
         "tokens",
-        "Of everlift_worker_prompt_tokens_total, those found in the KV cache.",
+        "Prefix-cache hits among everlift_worker_prompt_tokens_total.",
     ),
     _of_worker(
         "preemptions_total",
         "counter",
         "sequences",
-        "Times that a sequence gave up its blocks before its end.",
+        "Preemptions of sequences.",
     ),
     _of_worker(
         "recomputed_tokens_total",
         "counter",
         "tokens",
-        "Tokens computed again after a preemption, a loss or a move.",
+        "Tokens recomputed after a preemption, a lost worker or a move.",
     ),
-    _of_worker("draft_tokens_total", "counter", "tokens", "Tokens proposed by speculation."),
+    _of_worker("draft_tokens_total", "counter", "tokens", "Draft tokens."),
     _of_worker(
         "accepted_draft_tokens_total",
         "counter",
         "tokens",
-        "Of everlift_worker_draft_tokens_total, what the model itself drew.",
+        "Accepted tokens among everlift_worker_draft_tokens_total.",
     ),
     _of_worker(
         "swapped_blocks_total",
         "counter",
         "blocks",
-        "Blocks copied to the host's memory (out) and back (in).",
+        "KV blocks copied to host memory (out) and back (in).",
         "direction",
     ),
     _of_worker(
         "gpu_utilization_ratio",
         "gauge",
         "ratio",
-        "Part of the last while in which rank 0's GPU ran anything, by NVML; absent without one.",
+        "Share of time in which rank 0's GPU ran any kernel, by NVML. Absent without a GPU.",
     ),
 )
 

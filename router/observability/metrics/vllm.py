@@ -50,32 +50,32 @@ def _kv_usage(link: WorkerLink) -> float:
 
 
 _WORKER_GAUGES: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
-    "vllm:num_requests_running": ("Sequences in a batch.", lambda it: it.state.num_running),
+    "vllm:num_requests_running": ("Sequences in the batch.", lambda it: it.state.num_running),
     "vllm:num_requests_waiting": (
-        "Sequences that wait at a worker; engine 0: requests in the admission queue.",
+        "Sequences waiting at a worker; engine 0: requests in the admission queue.",
         lambda it: it.state.num_waiting,
     ),
-    "vllm:kv_cache_usage_perc": ("Part of the KV cache's blocks in use, 0 to 1.", _kv_usage),
+    "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", _kv_usage),
 }
 _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
     "vllm:prefix_cache_queries": (
-        "Known tokens of sequences when they came into the batch.",
+        "Known tokens of sequences at admission into the batch.",
         lambda it: it.state.counters.prompt_tokens,
     ),
     "vllm:prefix_cache_hits": (
-        "Of these, tokens found in the KV cache.",
+        "Prefix-cache hits among these tokens.",
         lambda it: it.state.counters.prefix_hit_tokens,
     ),
     "vllm:num_preemptions": (
-        "Times that a sequence gave up its blocks.",
+        "Preemptions of sequences.",
         lambda it: it.state.preemptions,
     ),
     "vllm:spec_decode_num_draft_tokens": (
-        "Tokens proposed by speculation.",
+        "Draft tokens.",
         lambda it: it.state.counters.draft_tokens,
     ),
     "vllm:spec_decode_num_accepted_tokens": (
-        "Of these, what the model itself drew.",
+        "Accepted tokens among the draft tokens.",
         lambda it: it.state.counters.accepted_tokens,
     ),
 }

@@ -262,7 +262,7 @@ async def test_a_request_id_with_another_body_is_refused(
     await anext(stream)
     other = message(dict(text="other", request_id="mine"))
     # In the words that the ledger has for it once nothing of it is in the router any more.
-    cause = "request id mine is taken by another body"
+    cause = 'request id "mine" already exists with a different request body'
     answer = await refused(parts.address, "Generate", other)
     assert answer == ("ALREADY_EXISTS", "request_conflict", cause)
     assert await stream.text() is not None

@@ -314,7 +314,7 @@ async def test_errors_hold_no_secret(redis_url: str) -> None:
     url = redis_url.replace("unix://", "unix://user:hunter2@")
     with pytest.raises(LedgerSetupError) as error:
         await connect(LedgerConfig(url=url))
-    assert str(error.value) == "the ledger's server refuses our user or password"
+    assert str(error.value) == "the ledger's server refuses the user or password"
     cause: BaseException | None = error.value
     while cause is not None:
         assert "hunter2" not in f"{cause!r} {cause}"

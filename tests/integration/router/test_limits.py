@@ -102,7 +102,7 @@ LIMITS = {
 }
 CASES = [(limit, front) for limit, it in LIMITS.items() for front in it.has.split()]
 #: The fake worker's word for a grammar, which came so far.
-NO_GRAMMAR = "the fake model follows no grammar"
+NO_GRAMMAR = "the fake model supports no grammar"
 
 
 @pytest.fixture

@@ -161,7 +161,8 @@ ELSEWHERE = (
 
 def rows() -> dict[str, str]:
     """Return the answers of the page's table of refusals, by field."""
-    cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if "|" in line)
+    lines = (line for line in PAGE.read_text().splitlines() if "|" in line)
+    cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in lines)
     return {field: answer for field, answer, _ in list(cells)[2:]}
 
 

@@ -157,7 +157,7 @@ async def _look_up(page: Page) -> None:
     name = next(word for word in told.split() if "/" in word)
     await page.fill("#request-id", name)
     await page.press("#request-id", "Enter")
-    await expect(page.locator("#request-answer")).to_contain_text("Its attempts")
+    await expect(page.locator("#request-answer")).to_contain_text("Attempts")
 
 
 async def _all(page: Page, folder: Path) -> None:

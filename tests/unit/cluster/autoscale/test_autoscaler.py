@@ -226,7 +226,7 @@ def test_new_cluster_of_another_model_starts_with_as_many_workers_as_serve() -> 
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0))
     for second in range(60):
         decision = new.decide(idle, 0.0, 1, float(second), replaced=5)
-        assert (decision.workers, decision.reason) == (5, "another cluster serves too")
+        assert (decision.workers, decision.reason) == (5, "another cluster serves as well")
 
 
 def test_neither_cluster_of_an_upgrade_gives_up_workers_while_both_serve() -> None:

@@ -11,14 +11,14 @@ def test_the_last_decision_and_the_changes_are_told_with_their_reasons() -> None
     decisions = Decisions()
     decisions.note(Decision(1, "enough"), 1, 10.0)
     decisions.note(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), 1, 11.0)
-    decisions.note(Decision(3, "enough are on their way", need=2.0, wait_s=6.0), 3, 12.0)
+    decisions.note(Decision(3, "enough workers are starting", need=2.0, wait_s=6.0), 3, 12.0)
     change = ScalingChange(ago_s=2.0, before=1, workers=3, reason="requests would wait 7.0 s")
     assert decisions.as_json(13.0, 8, "session") == Scaling(
         workers=3,
         max_workers=8,
         need=2.0,
         wait_s=6.0,
-        reason="enough are on their way",
+        reason="enough workers are starting",
         changes=[change],
         ray_cluster="session",
     )

@@ -69,10 +69,10 @@ def test_a_decision_and_its_inputs_are_shown() -> None:
 
 def test_one_reason_is_the_last_one() -> None:
     gauges = Gauges(FakeGauge)
-    for reason in ("enough", "enough", "enough are on their way", "something new"):
+    for reason in ("enough", "enough", "enough workers are starting", "something new"):
         gauges.show(Decision(1, reason), ClusterLoad(), 0.0, 8)
     reasons = FakeGauge.made["everlift_autoscaler_reason"].values
-    assert reasons == {"enough": 0, "enough are on their way": 0, "other": 1}
+    assert reasons == {"enough": 0, "enough workers are starting": 0, "other": 1}
 
 
 def test_every_reason_that_a_decision_has_is_a_label() -> None:
@@ -80,7 +80,7 @@ def test_every_reason_that_a_decision_has_is_a_label() -> None:
     fleet.run(300, load=4.0).run(600, load=0.3).run(400, load=0.0).run(200, load=9.0)
     decisions = [decision for _, decision in fleet.decisions]
     gauges = Gauges(FakeGauge)
-    others = ("the load is not known", "limits", "another cluster serves too")
+    others = ("the load is not known", "limits", "another cluster serves as well")
     for decision in [*decisions, *(Decision(1, reason) for reason in others)]:
         gauges.show(decision, ClusterLoad(), 0.0, 6)
     assert FakeGauge.made["everlift_autoscaler_reason"].values.keys() == set(REASONS)

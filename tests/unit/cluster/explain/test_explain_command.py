@@ -97,14 +97,14 @@ async def test_people_read_a_table_with_its_sum() -> None:
     assert "first token after 0.750 s (0.500 s predicted), of which 0.125 s" in result.stdout
     assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
     assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
-    assert ["2.000", "100.0", "together"] in lines
+    assert ["2.000", "100.0", "total"] in lines
     assert "worker [w1] was lost" in result.stdout
-    assert "at other workers, without room for attempt 1, of your own: o" in result.stdout
-    assert "at its worker before attempt 2, of your own: x, y" in result.stdout
-    assert "came to its worker during attempt 2, of your own: z" in result.stdout
+    assert "your requests at other workers without room, attempt 1: o" in result.stdout
+    assert "your requests at the worker before attempt 2: x, y" in result.stdout
+    assert "your requests arrived at the worker during attempt 2: z" in result.stdout
     assert (
-        "queue before attempt 1 (fifo): 7 waited when it came; before it left "
-        "3 later ones of higher classes; the last of your own: other" in result.stdout
+        "queue before attempt 1 (fifo): 7 queued on arrival; left first: "
+        "3 later arrivals of higher classes; your last ones: other" in result.stdout
     )
 
 

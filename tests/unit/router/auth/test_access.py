@@ -126,14 +126,14 @@ def test_a_key_may_come_in_several_headers(headers: dict[str, str]) -> None:
 )
 def test_any_other_key_is_refused_without_a_word_of_it(shown: str) -> None:
     said = refusal({"authorization": f"Bearer {shown}"})
-    assert said == "this API key is not known"
+    assert said == "unknown API key"
     assert refusal({"authorization": f"Basic {shown}"}) == (
-        "the authorization must be a Bearer's: Bearer KEY"
+        "the authorization header must be: Bearer KEY"
     )
 
 
 def test_who_shows_nothing_is_told_how() -> None:
-    assert refusal({}) == "an API key is needed: send it as authorization: Bearer KEY"
+    assert refusal({}) == "an API key is required: send it as authorization: Bearer KEY"
 
 
 def test_a_key_that_has_expired_opens_nothing() -> None:
@@ -324,7 +324,7 @@ async def test_a_file_that_everybody_may_read_is_told_once(
         os.utime(path)
         assert await store.news() == DOCUMENT
     assert [record.getMessage() for record in caplog.records] == [
-        "everybody may read the hashes of keys"
+        "the file of keys is readable by everyone"
     ]
 
 
@@ -408,7 +408,7 @@ async def test_a_file_that_is_broken_keeps_what_was_and_is_told_once(
     for _ in range(3):
         await access.reload()
         assert tenant(access) == "acme"
-    assert [record.getMessage() for record in caplog.records] == ["access is not read again"]
+    assert [record.getMessage() for record in caplog.records] == ["access not read again"]
     path.unlink(missing_ok=True)
     await FileStore(path).change(lambda _: Document({ID: make_key("other")}))
     await access.reload()

@@ -143,7 +143,7 @@ def test_the_fake_model_says_that_it_follows_none() -> None:
     assert progress.stop == session_pb2.STOP_CAUSE_REFUSED
     assert (progress.error_slug, progress.error) == (
         "invalid_request",
-        "the fake model follows no grammar",
+        "the fake model supports no grammar",
     )
 
 
