@@ -1,1 +1,1 @@
-"""``everlift doctor``: what is missing on a machine or in a cluster, and how to mend it."""
+"""``everlift doctor``: what is missing on a machine or in a cluster, and how to fix it."""

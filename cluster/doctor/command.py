@@ -46,7 +46,7 @@ def _nodes(address: str) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    table = Table("", "what", "finding", "to mend it", box=None, pad_edge=False)
+    table = Table("", "what", "finding", "to fix it", box=None, pad_edge=False)
     for each in findings:
         level = f"[{_COLOURS[each.level]}]{each.level.value}[/]"
         table.add_row(level, each.subject, escape(each.says), escape(each.mend))

@@ -74,7 +74,7 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
     directory = Path(model).expanduser()
     if not directory.is_dir():
         raise ModelUnavailable(
-            f"no model at {model!r}: there is no such directory, and it is no hub id (org/name)"
+            f"no model at {model!r}: no such directory, and not a hub id (org/name)"
         )
     return directory
 

@@ -104,7 +104,7 @@ async def test_a_directory_needs_no_hub(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_directory_nor_hub_id_is_told_both() -> None:
-    with pytest.raises(ModelUnavailable, match="no such directory, and it is no hub id"):
+    with pytest.raises(ModelUnavailable, match="no such directory, and not a hub id"):
         locate("/nowhere", weights=True)
 
 
