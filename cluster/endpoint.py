@@ -14,7 +14,7 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """The file, for as long as this process says. Of several clusters the last one is found."""
+    """Yield the file, for as long as this process says. Of several clusters the last one is found."""
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
     written = path.with_suffix(f".{os.getpid()}")
@@ -38,7 +38,7 @@ class Running:
 
 
 def find(state_dir: Path) -> list[str]:
-    """The routers' addresses; none when no cluster of this state directory runs."""
+    """Return the routers' addresses; none when no cluster of this state directory runs."""
     cluster = running(state_dir)
     return cluster.addresses if cluster is not None else []
 

@@ -116,7 +116,7 @@ class Router:
         transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
-        """A replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
+        """Return a replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
         ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
         SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
@@ -418,7 +418,7 @@ class Router:
                 task.result()
 
     async def stop(self) -> None:
-        """Gives the lead away, lets streams finish for the configured drain, sends the rest
+        """Give the lead away, lets streams finish for the configured drain, sends the rest
         elsewhere and gives its own lease back. Who calls it again waits for the same."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())

@@ -48,6 +48,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Takes ``die_with_parent`` back."""
+    """Take ``die_with_parent`` back."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

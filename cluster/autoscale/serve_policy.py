@@ -99,7 +99,7 @@ def _ray_cluster() -> str:
 
 
 def ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
-    """The ledger of these settings, whose URL is in the environment or in the state directory.
+    """Return the ledger of these settings, whose URL is in the environment or in the state directory.
 
     Raises SettingsError, OSError.
     """

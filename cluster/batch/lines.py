@@ -68,7 +68,7 @@ class Survey:
     """Facts about a file before anything runs; ``digest`` is of its content."""
 
     def __init__(self, path: Path) -> None:
-        """Reads all of it once. Raises BatchFailed for an id that occurs twice, OSError."""
+        """Read all of it once. Raises BatchFailed for an id that occurs twice, OSError."""
         digest = hashlib.sha256()
         self._numbers: dict[str, int] = {}
         #: of lines without a readable id

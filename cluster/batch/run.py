@@ -40,7 +40,7 @@ class Batch:
     output_tokens: int = 0
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Returns when every line has its result. What keeps all of them from one is raised, and
+        """Return when every line has its result. What keeps all of them from one is raised, and
         the batch can be run again."""
         room = asyncio.Semaphore(self.concurrency)
         try:

@@ -29,7 +29,7 @@ class Refused(Exception):
 
 class Endpoint(Protocol):
     async def ask(self, request: Request, answer: Answer) -> None:
-        """Returns when the answer is whole. Raises Refused."""
+        """Return when the answer is whole. Raises Refused."""
         ...
 
 

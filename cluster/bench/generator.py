@@ -64,7 +64,7 @@ class Generator:
         return [task.result() for task in tasks]
 
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
-        """The same of ``clients`` of which each asks one request after another, and where none is
+        """Return the same of ``clients`` of which each asks one request after another, and where none is
         due at any time."""
         left = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}

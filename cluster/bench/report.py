@@ -84,7 +84,7 @@ class Spread:
 
 
 def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
-    """A percentile between two values is on the straight line between them, as numpy and vLLM have
+    """Return a percentile between two values is on the straight line between them, as numpy and vLLM have
     it; the deviation is that of these values themselves. None where there are none."""
     if not len(values):
         return None
@@ -99,7 +99,7 @@ def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
 
 
 def curve(values: Sequence[float]) -> list[float]:
-    """The percentiles 0, 1, ..., 100; none of nothing."""
+    """Return the percentiles 0, 1, ..., 100; none of nothing."""
     return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
 
 
@@ -345,7 +345,7 @@ class Ramp:
 
 
 def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
-    """Whether requests that came for so long did not pile up: those that ended in the second half
+    """Return whether requests that came for so long did not pile up: those that ended in the second half
     are not fewer than those that came in it by more than a tenth and what chance explains. And
     hardly one failed, and most are good.
 

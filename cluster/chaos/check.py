@@ -39,7 +39,7 @@ async def check(
     timeout_s: float = TIMEOUT_S,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Result:
-    """Changes nothing. Raises LedgerUnavailable."""
+    """Change nothing. Raises LedgerUnavailable."""
     audit, living = ledger.audit(), await _living(ledger)
     states: Counter[State] = Counter()
     tokens, suspects = 0, []

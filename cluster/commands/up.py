@@ -65,7 +65,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
 
 
 def on_signal(stop: Callable[[], object]) -> None:
-    """Calls ``stop`` at the first signal; the next one ends this process as if nobody listened."""
+    """Call ``stop`` at the first signal; the next one ends this process as if nobody listened."""
     loop = asyncio.get_running_loop()
 
     def once() -> None:

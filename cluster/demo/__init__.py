@@ -22,7 +22,7 @@ _SLOTS = 16
 
 
 async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Starts a throw-away cluster, shows it at work, prints what was counted, leaves nothing. At
+    """Start a throw-away cluster, shows it at work, prints what was counted, leaves nothing. At
     SIGINT or SIGTERM it raises CancelledError."""
     from cluster.demo.run import describe, run
 

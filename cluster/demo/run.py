@@ -100,7 +100,7 @@ def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
 
 
 def describe(summary: Summary) -> Table:
-    """The summary as people read it."""
+    """Return the summary as people read it."""
     table = Table("what", "value", title="everlift demo", title_justify="left")
     rows = [
         ("requests", f"{summary['completed']} of {summary['requests']} complete"),

@@ -115,12 +115,12 @@ def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Exampl
 
 
 def without_colon(example: Example) -> Example:
-    """The same task asked without the closing colon; its split stays that of the colon form."""
+    """Return the same task asked without the closing colon; its split stays that of the colon form."""
     return replace(example, prompt=example.prompt.removesuffix(":"))
 
 
 def after_lines(lines: Sequence[Example], last: Example) -> Example:
-    """The last task asked after solved ones, a line each: a longer prompt, the same answer."""
+    """Return the last task asked after solved ones, a line each: a longer prompt, the same answer."""
     solved = "".join(f"{line.text}\n" for line in lines)
     return replace(last, prompt=solved + last.prompt)
 
@@ -201,7 +201,7 @@ def _field_value(rng: Random, key: str) -> str | int:
 
 
 def _any_word(rng: Random) -> str:
-    """A known word, a word of random letters (so that copying is learned, not the words), or one
+    """Return a known word, a word of random letters (so that copying is learned, not the words), or one
     of multi-byte characters."""
     pick = rng.random()
     if pick < 0.5:
@@ -212,7 +212,7 @@ def _any_word(rng: Random) -> str:
 
 
 def _skewed(rng: Random, low: int, high: int) -> int:
-    """An integer of [low, high], small ones more often."""
+    """Return an integer of [low, high], small ones more often."""
     return low + int((high - low + 1) * rng.random() ** 3)
 
 

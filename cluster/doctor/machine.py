@@ -118,7 +118,7 @@ def _device(config: Config) -> Iterator[Finding]:
 
 
 def _cpu_kernels(config: Config) -> Finding:
-    """The products that a worker on this CPU will compute. The first time they are compiled."""
+    """Return the products that a worker on this CPU will compute. The first time they are compiled."""
     import torch
 
     from worker.device.device import choose_dtype

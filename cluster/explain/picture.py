@@ -19,7 +19,7 @@ _INCHES_A_LANE = 0.32
 
 
 def draw(explanation: pb.Explanation, path: Path) -> Path:
-    """Writes it there."""
+    """Write it there."""
     return save(figure(explanation), path)
 
 

@@ -37,7 +37,7 @@ class Background:
         self._thread.start()
 
     def ready(self) -> ServedModel:
-        """Waits for the worker. Raises whatever kept it from being built."""
+        """Wait for the worker. Raises whatever kept it from being built."""
         return self._ready.result()
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
@@ -48,7 +48,7 @@ class Background:
             self._loop.call_soon_threadsafe(self._worker.submit, task, done, show)
 
     def close(self) -> None:
-        """Ends worker and thread; what still runs is cancelled. A second time changes nothing."""
+        """End worker and thread; what still runs is cancelled. A second time changes nothing."""
         self._has_loop.wait()
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._living.cancel)

@@ -50,7 +50,7 @@ class Completion:
 
 
 async def gather(stream: Stream) -> Completion:
-    """The rest of a cluster's stream, whole. Raises EverliftError. One who stops waiting for it
+    """Return the rest of a cluster's stream, whole. Raises EverliftError. One who stops waiting for it
     only leaves the request."""
     gathering = Gathering()
     async for chunk in stream:

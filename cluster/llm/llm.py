@@ -78,7 +78,7 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """A completion for each prompt, in their order. ``options`` are for all of them, those of
+        """Return a completion for each prompt, in their order. ``options`` are for all of them, those of
         ``each`` for one, by its place. ``progress`` shows a bar; None does on a terminal.
 
         A prompt or an option that cannot be raises its EverliftError before anything runs. What
@@ -95,7 +95,7 @@ class LLM:
         return [completions[index] for index in range(len(tasks))]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompletionStream:
-        """The chunks of one prompt as they come. Raises EverliftError for what cannot be."""
+        """Return the chunks of one prompt as they come. Raises EverliftError for what cannot be."""
         return CompletionStream(self._task(prompt, options), self._background)
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Future[Completion]:
@@ -103,7 +103,7 @@ class LLM:
         return self._begin(self._task(prompt, options))
 
     def close(self) -> None:
-        """Ends the engine, its threads and processes; what still runs is cancelled. A second time
+        """End the engine, its threads and processes; what still runs is cancelled. A second time
         changes nothing."""
         self._finalizer()
 

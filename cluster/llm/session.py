@@ -30,7 +30,7 @@ class LocalSession:
         self._tell(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
-        """Ends ``choices``, or all where none is named; nothing more is said of them."""
+        """End ``choices``, or all where none is named; nothing more is said of them."""
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._tell(session_pb2.RouterFrame(aborts=[abort]))
 

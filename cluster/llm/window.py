@@ -41,7 +41,7 @@ class CompletionStream(Iterator[Chunk]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends it, if it has not ended."""
+        """End it, if it has not ended."""
         self._is_over = True
         self._done.cancel()
 
@@ -95,7 +95,7 @@ class _Window:
         self._begun[index][1].add_done_callback(lambda _: self._ended.put(index))
 
     def next_done(self) -> tuple[int, Completion]:
-        """Waits for the next one that ends. Raises ClusterFailed."""
+        """Wait for the next one that ends. Raises ClusterFailed."""
         index = self._ended.get()
         task, done = self._begun.pop(index)
         self._room += task.request.n

@@ -114,7 +114,7 @@ class LocalWorker:
             self._end(epoch, cause)
 
     async def stop(self) -> None:
-        """Ends everything; what still runs is cancelled. May be called in any state."""
+        """End everything; what still runs is cancelled. May be called in any state."""
         self._end_all(Cancelled("the engine was stopped"))
         if self._watch is not None:
             self._watch.cancel()
@@ -122,7 +122,7 @@ class LocalWorker:
         await asyncio.gather(*(child.stop(_STOP_S) for child in self._children))
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Starts it. ``done`` gets its completion, or ClusterFailed where the engine has ended, or
+        """Start it. ``done`` gets its completion, or ClusterFailed where the engine has ended, or
         Cancelled where it was stopped; to cancel ``done`` is to end it."""
         if self._end_cause is not None:
             _resolve(done, self._end_cause)

@@ -61,7 +61,7 @@ class ForkServer:
         self._is_closed = False
 
     async def load(self) -> None:
-        """Returns when it is ready to make ranks. Raises ClusterFailed."""
+        """Return when it is ready to make ranks. Raises ClusterFailed."""
         async with self._turn:
             await self._load()
 

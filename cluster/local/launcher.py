@@ -44,7 +44,7 @@ class Started(Protocol):
 
 class Launcher(Protocol):
     async def start(self, launch: Launch, log_path: Path) -> Started:
-        """A process that has been told its launch, its log at the end of ``log_path``. The event
+        """Return a process that has been told its launch, its log at the end of ``log_path``. The event
         loop's thread must live as long as it: the kernel ends it with that."""
         ...
 
@@ -73,7 +73,7 @@ class SubprocessLauncher:
 
 
 async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """Writes ``words``, and closes ``stdin``. A process that has ended already is told nothing: its
+    """Write ``words``, and closes ``stdin``. A process that has ended already is told nothing: its
     status says what there is to say."""
     # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
     if stdin.is_closing():
@@ -90,7 +90,7 @@ def told(parent: int, launch: Launch) -> bytes:
 
 
 def python_module(name: str) -> list[str]:
-    """The command that runs it. What lies in the working directory is not in its place ("-P")."""
+    """Return the command that runs it. What lies in the working directory is not in its place ("-P")."""
     return [sys.executable, "-P", "-m", name]
 
 
@@ -119,7 +119,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Returns at once; what it makes of its launch it reports. Raises ClusterFailed."""
+        """Return at once; what it makes of its launch it reports. Raises ClusterFailed."""
         self._process = await self._launcher.start(self._launch, self._log_path)
         log.info("process started", child=self.name, child_pid=self.pid)
 
@@ -140,7 +140,7 @@ class Child:
         await self._running.wait()
 
     async def stop(self, bound_s: float) -> None:
-        """Ends it in good order, or after ``bound_s`` without asking."""
+        """End it in good order, or after ``bound_s`` without asking."""
         if not self.is_running:
             return
         self._signal(signal.SIGTERM)

@@ -159,7 +159,7 @@ class ProcessCluster:
             stage.result = listening(self.config, self.addresses, self.http_addresses)
 
     async def stop(self) -> None:
-        """Ends everything: routers finish or hand on what they have, then workers, then ledger."""
+        """End everything: routers finish or hand on what they have, then workers, then ledger."""
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)

@@ -36,7 +36,7 @@ class Replica(ABC):
         return bool(self._children) and all(child.is_running for child in self._children)
 
     async def start(self) -> None:
-        """Returns when it serves. Raises ClusterFailed, and then nothing of it is left."""
+        """Return when it serves. Raises ClusterFailed, and then nothing of it is left."""
         self._children = []
         try:
             await self._start()

@@ -63,7 +63,7 @@ class Example:
 
 
 def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
-    """The outputs of each, all of which are predicted before any of them ends. Those of one stand
+    """Yield the outputs of each, all of which are predicted before any of them ends. Those of one stand
     together."""
     for what, alike in groupby(examples, key=lambda example: example.asked):
         yield what, list(alike)

@@ -52,7 +52,7 @@ class Nodes:
     value: list[float] = field(default_factory=list)
 
     def add(self, node: Mapping[str, Any]) -> int:
-        """A node as LightGBM dumps it, and what is below it. Answers its place."""
+        """Return a node as LightGBM dumps it, and what is below it. Answers its place."""
         place = len(self.value)
         self.feature.append(node.get("split_feature", 0))
         self.threshold.append(node.get("threshold", 0.0))
@@ -66,7 +66,7 @@ class Nodes:
 
 
 def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
-    """The file of a predictor of the outputs of ``served``, and what it is worth. ``examples`` are
+    """Return the file of a predictor of the outputs of ``served``, and what it is worth. ``examples`` are
     by arrival. Raises ClusterFailed where LightGBM is missing, or where they are too few."""
     if len(examples) < _LEAST:
         raise ClusterFailed(f"{len(examples)} outputs to learn from are too few: {_LEAST} it takes")

@@ -53,7 +53,7 @@ def application(args: Mapping[str, object]) -> Application:
 
 
 def serve_yaml(config: Config) -> str:
-    """A file for ``serve deploy`` with all that ``config`` sets. Raises SettingsError."""
+    """Return a file for ``serve deploy`` with all that ``config`` sets. Raises SettingsError."""
     check_shown(config)
     deployed = {
         "proxy_location": "Disabled",

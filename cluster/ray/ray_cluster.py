@@ -157,7 +157,7 @@ class RayCluster:
         ray.shutdown()
 
     def application(self, config: Config) -> Application:
-        """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
+        """Return the Serve application of ``config`` on this cluster's ledger. Ray must run."""
         if config.autoscale.is_on or config.autoscale.max_routers is not None:
             # Serve's controller finds it there, and not in Serve's own records.
             write_url(config, self._ledger_config.url)
@@ -236,7 +236,7 @@ def log_dir(config: Config) -> Path:
 
 
 def application(config: Config) -> Application:
-    """The Serve application of a configuration. Routers find a ledger without a url in their
+    """Return the Serve application of a configuration. Routers find a ledger without a url in their
     environment. Ray must run."""
     return _workers(config, _routers(config))
 

@@ -63,7 +63,7 @@ class Life:
         return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
 
     def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
-        """A worker is ours: what it starts."""
+        """Return a worker is ours: what it starts."""
         self.move(Move.DISPATCH, State.RUNNING)
         self.worker_id, self.epoch = worker_id, epoch
         self.accepted, self.is_preempted = True, False

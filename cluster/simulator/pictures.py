@@ -24,7 +24,7 @@ _LEAST_MS = 0.1
 
 
 def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
-    """Writes the pictures there; which ones is the answer."""
+    """Write the pictures there; which ones is the answer."""
     pictures = {
         "latency.png": latencies(forecast, slo),
         "over_time.png": over_time(forecast.samples),

@@ -39,7 +39,7 @@ class Range:
 
 
 def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
-    """The items, or if there are more than ``most`` no more of them than show it: of what is going
+    """Return the items, or if there are more than ``most`` no more of them than show it: of what is going
     to be refused no copy is made."""
     return tuple(islice(items, most + 1))
 

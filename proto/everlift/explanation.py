@@ -44,7 +44,7 @@ def state_name(state: pb.RequestState.ValueType) -> str:
 
 
 def as_json(explanation: pb.Explanation) -> dict[str, Any]:
-    """The message's fields, of each span its ``start_s`` as well."""
+    """Return the message's fields, of each span its ``start_s`` as well."""
     fields = MessageToDict(
         explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

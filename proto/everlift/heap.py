@@ -35,7 +35,7 @@ def growing() -> Iterator[None]:
 
 
 def _age() -> None:
-    """Makes what is young old without a look at it, unless there is little of it."""
+    """Make what is young old without a look at it, unless there is little of it."""
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()

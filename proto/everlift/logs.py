@@ -63,7 +63,7 @@ def get_logger(name: str) -> Logger:
 
 
 def configure(component: str, level: str = "info", path: Path | None = None) -> None:
-    """Writes this process's events from ``level`` on to ``path``, or to standard error.
+    """Write this process's events from ``level`` on to ``path``, or to standard error.
 
     ``component`` names the process: "router-0", "worker-1.rank-0". A later call replaces this one.
     """

@@ -41,7 +41,7 @@ class ModelUnavailable(OSError):
 
 
 async def pin(model: str, revision: str = "") -> str:
-    """The commit that ``revision`` of a hub id is now (of its main branch, when empty), or that it
+    """Return the commit that ``revision`` of a hub id is now (of its main branch, when empty), or that it
     was when the hub could last be asked; "" for a directory. Raises ModelUnavailable."""
     if not is_hub_id(model, revision):
         return ""
@@ -51,7 +51,7 @@ async def pin(model: str, revision: str = "") -> str:
 async def fetch(
     model: str, revision: str = "", *, weights: bool, progress: Progress = untold
 ) -> None:
-    """Downloads what is missing here of a hub id: configuration and tokenizer, and the safetensors
+    """Download what is missing here of a hub id: configuration and tokenizer, and the safetensors
     if ``weights``. Never pickles. A directory is left as it is.
 
     ``progress`` counts the texts first, then the weights; several threads call it, one at a time.
@@ -68,7 +68,7 @@ async def fetch(
 
 
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
-    """The directory with all that ``fetch`` would have fetched. Raises ModelUnavailable."""
+    """Return the directory with all that ``fetch`` would have fetched. Raises ModelUnavailable."""
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
     directory = Path(model).expanduser()
@@ -80,7 +80,7 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of the weights, whether or not they are there: one, or those that an index names.
+    """Return the files of the weights, whether or not they are there: one, or those that an index names.
 
     With both the one file counts, as for transformers. Raises ValueError for an index that is none,
     or that names what is not a file beside it.

@@ -14,7 +14,7 @@ log = logs.get_logger(__name__)
 
 
 def on_signal(leave: Callable[[], None]) -> None:
-    """Calls ``leave`` in the running event loop when SIGUSR1 comes for the first time, though its
+    """Call ``leave`` in the running event loop when SIGUSR1 comes for the first time, though its
     thread may not be the main one: an actor's is not, and Python installs handlers there alone.
 
     faulthandler's is the exception. What it writes is a traceback, which nobody reads: that

@@ -23,7 +23,7 @@ def untold(done: int, total: int) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[Progress]:
-    """A Progress that tells whoever watches standard error, or the log, how ``what`` goes on."""
+    """Yield a Progress that tells whoever watches standard error, or the log, how ``what`` goes on."""
     if not sys.stderr.isatty():
         yield logged(what)
         return
@@ -32,7 +32,7 @@ def told(what: str) -> Iterator[Progress]:
 
 
 def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """A line every few seconds; none of what is done before that."""
+    """Return a line every few seconds; none of what is done before that."""
     due = clock() + _LOG_EVERY_S
 
     def progress(done: int, total: int) -> None:

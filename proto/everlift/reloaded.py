@@ -38,7 +38,7 @@ class Reloaded(Generic[T]):
         self._versions, self._value = self._made()
 
     def current(self) -> T:
-        """The same object as long as the files are the same. It looks at them, and blocks for that;
+        """Return the same object as long as the files are the same. It looks at them, and blocks for that;
         it does not fail."""
         with self._lock:
             try:

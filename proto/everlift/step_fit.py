@@ -80,7 +80,7 @@ class FittedStepTime:
         return constant + sum(a * x for a, x in zip(others, size, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Steps of this mean size took so long each; more than 0."""
+        """Step of this mean size took so long each; more than 0."""
         predicted = self.seconds(size) if self.is_known else seconds
         weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0
         if self._num_errors == _ERROR_MEMORY and self._error > _WRONG:
@@ -117,7 +117,7 @@ class FittedStepTime:
 def _least_squares(
     products: Sequence[float], totals: Sequence[float], before: Sequence[float]
 ) -> list[float]:
-    """The coefficients that fit best and are not negative, near those ``before`` where nothing
+    """Return the coefficients that fit best and are not negative, near those ``before`` where nothing
     tells which they are: those that would be negative are left out, one after the other."""
     n = len(totals)
     scales = [products[i * n + i] ** 0.5 for i in range(n)]

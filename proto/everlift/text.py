@@ -160,7 +160,7 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """The text that no stop string can claim any more. Unless it ``counts``, no stop string is
+        """Return the text that no stop string can claim any more. Unless it ``counts``, no stop string is
         completed by ``text``, though one that counts may begin there."""
         automaton = self._automaton
         if self.matched:
@@ -195,7 +195,7 @@ class StopAutomaton:
 
     @classmethod
     def of(cls, stops: tuple[str, ...]) -> StopAutomaton:
-        """The one of ``stops``, made where no text has it."""
+        """Return the one of ``stops``, made where no text has it."""
         if (automaton := cls._shared.get(stops)) is None:
             automaton = cls._shared[stops] = cls(stops)
         return automaton

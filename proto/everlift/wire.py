@@ -26,7 +26,7 @@ _BROKEN = frozenset(
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
-    """Ends a server's call with the error's status, cause and details."""
+    """End a server's call with the error's status, cause and details."""
     await context.abort(status(error), error_details.cause(error), trailing(error))
 
 
@@ -36,12 +36,12 @@ def status(error: EverliftError) -> grpc.StatusCode:
 
 
 def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
-    """The trailing metadata of a call that ends with this error."""
+    """Return the trailing metadata of a call that ends with this error."""
     return ((DETAILS, error_details.encode(error, status(error).value[0])),)
 
 
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
-    """The result of ``waiting``, which belongs to ``call``. Raises EverliftError."""
+    """Return the result of ``waiting``, which belongs to ``call``. Raises EverliftError."""
     try:
         return await waiting
     except grpc.aio.AioRpcError:
@@ -55,7 +55,7 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 
 
 async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
-    """The next message of a stream; None after the last one. Raises EverliftError."""
+    """Return the next message of a stream; None after the last one. Raises EverliftError."""
     message: Any = await answer(call, call.read())
     return None if message is grpc.aio.EOF else message
 

@@ -42,7 +42,7 @@ class QueueHandover:
         self._living = frozenset(gateways)
 
     def is_gathering(self, now: float) -> bool:
-        """Whether routers may still connect to report their requests."""
+        """Return whether routers may still connect to report their requests."""
         if now - self._began >= self._timeout_s:
             return False
         return self._living is None or not self._living <= self._came
@@ -167,7 +167,7 @@ class HandoverSender:
         self._news: dict[str, pb.Waiting | pb.Running | None] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is left to report."""
+        """Return whether anything is left to report."""
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
@@ -213,7 +213,7 @@ class HandoverSender:
     # what is told
 
     def part(self) -> pb.GatewayMessage:
-        """The next message."""
+        """Return the next message."""
         message, self._hello = self._hello, pb.GatewayMessage()
         self._tell_news(message)
         if not self._all_waiting_told:

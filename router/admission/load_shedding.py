@@ -313,7 +313,7 @@ class Bounds:
         )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Takes out those that have waited for too long, and refuses them."""
+        """Take out those that have waited for too long, and refuses them."""
         expired = []
         while (waiting := self._queue.expire(ledger_now)) is not None:
             expired.append(Refusal(waiting, QueueTimeout.slug))

@@ -165,7 +165,7 @@ class Placement:
     # requests
 
     def reserve(self, worker_id: str, epoch: int, waiting: Waiting, now: float) -> None:
-        """Counts a dispatch against the worker until it is acknowledged."""
+        """Count a dispatch against the worker until it is acknowledged."""
         self._release(waiting.request_id)
         claim = Claim(waiting.prefill_tokens, waiting.choices, now)
         worker = self._workers[worker_id]
@@ -175,7 +175,7 @@ class Placement:
         self._note(worker_id)
 
     def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
-        """Keeps room for a request that will come back to the queue in a moment."""
+        """Keep room for a request that will come back to the queue in a moment."""
         self._release(request_id)
         self._keep(worker_id, request_id, Claim(tokens, choices, now))
 
@@ -194,7 +194,7 @@ class Placement:
         return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
-        """The worker with a credit for it; None when no worker has one now. Of several it is the
+        """Return the worker with a credit for it; None when no worker has one now. Of several it is the
         one that keeps room for it, or has the least burden. A suspect goes where everybody else
         makes tokens, if it can.
 

@@ -37,7 +37,7 @@ class Policy(Protocol):
 
 
 def key_of(policy: Policy, waiting: Ordered) -> Key:
-    """A higher class goes first, and in a class it is as the policy says."""
+    """Return a higher class goes first, and in a class it is as the policy says."""
     return (-waiting.priority, *policy.place(waiting))
 
 
@@ -206,7 +206,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def policy_of(order: Order, config: RouterConfig) -> Policy:
-    """The policy of this name, with the numbers that are configured."""
+    """Return the policy of this name, with the numbers that are configured."""
     policies: dict[Order, Policy] = {
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),

@@ -267,7 +267,7 @@ class LeaderState:
         self._waits.update(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Takes out of the queue those that have waited for as long as they may."""
+        """Take out of the queue those that have waited for as long as they may."""
         return self._bounds.expire(ledger_now)
 
     @property
@@ -301,7 +301,7 @@ class LeaderState:
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Takes from the queue, in its order, what has a credit now, or gets room at the expense of
+        """Take from the queue, in its order, what has a credit now, or gets room at the expense of
         a lower class."""
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
@@ -354,7 +354,7 @@ class LeaderState:
         return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
 
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
-        """A worker for a request that is about to come, where nobody has to be asked before it:
+        """Return a worker for a request that is about to come, where nobody has to be asked before it:
         none waits, nor is preempted. It counts against the worker until that has acknowledged it,
         or it is given back."""
         if self.has_work or not self.handover.allows(self._key(waiting), now):

@@ -276,7 +276,7 @@ class DrainRate:
         self._since = None
 
     def measure(self, num_queued: int, num_workers: int, now: float) -> None:
-        """Looks what has left since this was called before. ``now`` is in seconds."""
+        """Look what has left since this was called before. ``now`` is in seconds."""
         if self._since is not None and num_workers and (duration := now - self._since) > 0:
             self._blend(duration, num_workers)
         self._tokens = self._requests = 0

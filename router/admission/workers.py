@@ -25,7 +25,7 @@ def batch_of(num_rows: int, row: StepSize) -> StepSize:
 
 
 def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: int) -> int:
-    """The most rows, of ``at_most``, whose step takes no longer than ``tpot_s``; one at the least.
+    """Return the most rows, of ``at_most``, whose step takes no longer than ``tpot_s``; one at the least.
     A step of more rows must not take less. O(log at_most)."""
     fits, too_many = 1, at_most + 1
     while too_many - fits > 1:
@@ -231,7 +231,7 @@ class Reservations(Generic[K]):
         return claim
 
     def expire(self, before: float) -> list[K]:
-        """Drops those from before that moment; returns their keys."""
+        """Drop those from before that moment; returns their keys."""
         late = [key for key, claim in self._claims.items() if claim.since < before]
         for key in late:
             self.drop(key)
@@ -343,7 +343,7 @@ class WorkerView:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
-        """Whether few enough of them have to wait for one there. Where fewer may run than it could
+        """Return whether few enough of them have to wait for one there. Where fewer may run than it could
         run, nobody does: it would begin them at once."""
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs

@@ -154,7 +154,7 @@ class Inference:
         journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
-        """A request of this message and of what ``headers`` add to it, or the one that its id
+        """Return a request of this message and of what ``headers`` add to it, or the one that its id
         already names. ``journal`` has what came before, ``timeout_s`` holds beside the message's
         own.
 

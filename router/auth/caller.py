@@ -45,7 +45,7 @@ class Caller:
             raise Forbidden(f"this key lacks the scope {names}")
 
     def qualify(self, request_id: str) -> str:
-        """The name inside the cluster of what this caller calls ``request_id``. Who administers the
+        """Return the name inside the cluster of what this caller calls ``request_id``. Who administers the
         cluster may name any tenant's. Raises InvalidRequest."""
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)

@@ -58,7 +58,7 @@ class Key:
                 _check_moment(name, text)
 
     def opens_with(self, secret: str) -> bool:
-        """Takes as long for a wrong secret as for the right one."""
+        """Take as long for a wrong secret as for the right one."""
         return hmac.compare_digest(hash_of(secret), self.sha256)
 
     def has_expired(self, now: float) -> bool:

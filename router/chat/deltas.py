@@ -36,7 +36,7 @@ Delta = Content | CallBegins | Arguments
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """The same for the same output: who reads a stream again must see the same ids."""
+    """Return the same for the same output: who reads a stream again must see the same ids."""
     digest = blake2b(f"{request_id} {choice} {index}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     return "".join(_DIGITS[number // 62**i % 62] for i in range(_ID_LENGTH))

@@ -57,7 +57,7 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Delta]:
-        """The rest, when no more text comes."""
+        """Return the rest, when no more text comes."""
         ...
 
 
@@ -128,7 +128,7 @@ class _CharParser:
         return char
 
     def _read_solid(self) -> Reading[str]:
-        """The next one that is no space; what is before it is held too."""
+        """Return the next one that is no space; what is before it is held too."""
         while (char := (yield from self._read())) in _SPACE:
             pass
         return char
@@ -395,7 +395,7 @@ def _text(value: str) -> str:
 
 
 def _object(value: str) -> str:
-    """The JSON object that ``value`` is, or is the text of, as some models write it; none at all is
+    """Return the JSON object that ``value`` is, or is the text of, as some models write it; none at all is
     an empty one. Raises _NoCall for anything else."""
     text = _text(value).strip() if value.startswith('"') else value
     if text == "null":

@@ -83,7 +83,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
-        """The prompt for ``messages`` and ``more`` (a request's chat_template_kwargs), as a client
+        """Return the prompt for ``messages`` and ``more`` (a request's chat_template_kwargs), as a client
         sent them, and for ``tools``, as ToolUse shows them.
 
         Raises InvalidRequest and what is one: UnsupportedContent, OutOfRange, NotUtf8,
@@ -102,7 +102,7 @@ class ChatTemplate:
         return await self._in_turn(request)
 
     async def close(self) -> None:
-        """Ends the processes; who waits is cancelled."""
+        """End the processes; who waits is cancelled."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

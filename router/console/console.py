@@ -130,7 +130,7 @@ class Console:
         self._failed: set[str] = set()
 
     async def run(self) -> None:
-        """Looks at the cluster until cancelled."""
+        """Look at the cluster until cancelled."""
         asking = [asyncio.create_task(it) for it in (self._ask_ledger(), self._ask_peers())]
         try:
             while True:

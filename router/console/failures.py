@@ -42,7 +42,7 @@ class Failures:
             self._seen.popleft()
 
     def recent(self, now: float) -> list[Failed]:
-        """The most frequent first."""
+        """Return the most frequent first."""
         counts: dict[str, int] = {}
         last: dict[str, float] = {}
         for moment, slug, more in self._seen:

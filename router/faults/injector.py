@@ -96,7 +96,7 @@ class Chaos:
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def inject(self, fault: pb.Fault) -> str:
-        """Makes the fault happen; returns whom it strikes, by its full name.
+        """Make the fault happen; returns whom it strikes, by its full name.
 
         Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker, Unreachable, and
         LedgerUnavailable where the ledger's process cannot be asked for.

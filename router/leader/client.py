@@ -93,12 +93,12 @@ class LeaderClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether a leader is connected, as far as is known."""
+        """Return whether a leader is connected, as far as is known."""
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no leader is known, or it has been silent for a while."""
+        """Return whether no leader is known, or it has been silent for a while."""
         return not self.is_open or self._silence_s > _QUIET_S
 
     @property

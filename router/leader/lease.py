@@ -99,13 +99,13 @@ class Lease:
             self._ended()
 
     async def stand_back(self) -> None:
-        """Gives it back, if it is held, and leaves it to others for as long as it lasts."""
+        """Give it back, if it is held, and leaves it to others for as long as it lasts."""
         async with self._asking:
             self._stands_back_until = now() + self._config.lease
             await self.resign()
 
     async def resign(self) -> None:
-        """Gives it back, if it is held."""
+        """Give it back, if it is held."""
         if self.is_held:
             term = self.term
             self.lose()

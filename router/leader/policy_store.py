@@ -130,7 +130,7 @@ class RuntimePolicy:
             self._take(await self._ledger.restore_policy(self._policy))
 
     async def set(self, changes: Mapping[str, Any]) -> Holding:
-        """Changes what is named, one of SETTINGS, and answers what holds then. None goes back to
+        """Change what is named, one of SETTINGS, and answers what holds then. None goes back to
         the configuration. Raises SettingsError, LedgerUnavailable."""
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():

@@ -134,28 +134,28 @@ class NotQueued(Exception):
 
 
 def check_nonce(value: int) -> int:
-    """Returns an epoch or term that can be one; raises ValueError. 0 means none."""
+    """Return an epoch or term that can be one; raises ValueError. 0 means none."""
     if not 0 < value < 1 << 64:
         raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
     return value
 
 
 def check_end(state: State) -> State:
-    """Returns a state that ``end`` can end in; raises ValueError."""
+    """Return a state that ``end`` can end in; raises ValueError."""
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
     return state
 
 
 def check_listed(limit: int) -> int:
-    """Returns how many requests a page of a listing can have; raises ValueError."""
+    """Return how many requests a page of a listing can have; raises ValueError."""
     if not 0 < limit <= MOST_LISTED:
         raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
     return limit
 
 
 def check_told(stored: Stored) -> Stored:
-    """Returns what ``reassert`` can be told; raises ValueError."""
+    """Return what ``reassert`` can be told; raises ValueError."""
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
         raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
@@ -195,7 +195,7 @@ class Ledger(Protocol):
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Stores tokens and their log probabilities; with the finish reason of the last choice
+        """Store tokens and their log probabilities; with the finish reason of the last choice
         that went on RUNNING -> FINISHED. One round trip for all of them. What overlaps stored
         tokens is trimmed. An item that is refused changes nothing and does not disturb the
         others."""
@@ -243,13 +243,13 @@ class Ledger(Protocol):
         ...
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        """Stores them in the place of what was told with the requests' ends. One whose request is
+        """Store them in the place of what was told with the requests' ends. One whose request is
         not known, not final, another gateway's, or another one under the same id changes nothing.
         One round trip for all of them."""
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
-        """A final request -> gone, with prompt, outputs and events; its id may be opened again.
+        """Return a final request -> gone, with prompt, outputs and events; its id may be opened again.
         Answers None, or the entry of one that is not final and stays. Raises UnknownRequest; where
         one call had to be tried again, only for what was unknown at its first try."""
         ...
@@ -265,7 +265,7 @@ class Ledger(Protocol):
         ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]:
-        """A request's moves, oldest first; of very many the last ones. Raises UnknownRequest."""
+        """Return a request's moves, oldest first; of very many the last ones. Raises UnknownRequest."""
         ...
 
     async def get(self, request_id: str) -> Entry:
@@ -302,7 +302,7 @@ class Ledger(Protocol):
         ...
 
     async def end_lease(self, gateway: str) -> None:
-        """Ends the gateway's lease at once; its requests become orphans."""
+        """End the gateway's lease at once; its requests become orphans."""
         ...
 
     async def gateways(self) -> dict[str, str]:
@@ -319,20 +319,20 @@ class Ledger(Protocol):
     async def lead(
         self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
     ) -> bool:
-        """Takes the leader's lease if it is free, or renews it if ``term`` was the last to have it;
+        """Take the leader's lease if it is free, or renews it if ``term`` was the last to have it;
         False if somebody else holds it. From then on dispatches of older terms are refused. A term
         that has led, so that it is not ``is_new``, is only renewed: False if another one had the
         lease since, whoever has it now. A ledger that knows of no term at all renews any."""
         ...
 
     async def resign(self, term: int) -> None:
-        """Gives the leader's lease back, if it is held under ``term``."""
+        """Give the leader's lease back, if it is held under ``term``."""
         ...
 
     # workers
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
-        """Puts the worker into the table, in place of any other at its address: a worker that was
+        """Put the worker into the table, in place of any other at its address: a worker that was
         restarted on a fixed port comes back under another id."""
         ...
 
@@ -380,7 +380,7 @@ class Ledger(Protocol):
     # tenants
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
-        """Takes what the request may need of all its tenant's limits, or nothing. It counts among
+        """Take what the request may need of all its tenant's limits, or nothing. It counts among
         the tenant's requests until it is settled, or for the lease unless it is held. False where
         it was charged before: nothing more is taken. Raises RateLimited, LedgerFull."""
         ...
@@ -397,22 +397,22 @@ class Ledger(Protocol):
     # who may come in
 
     async def access(self, known: int = -1) -> AccessRecords | None:
-        """The records of keys and tenants; None if their version is the ``known`` one."""
+        """Return the records of keys and tenants; None if their version is the ``known`` one."""
         ...
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
-        """Changes records by their names; None removes one."""
+        """Change records by their names; None removes one."""
         ...
 
     # policy
 
     async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
-        """Changes what is named, and answers what is set then. An empty text takes back what was
+        """Change what is named, and answers what is set then. An empty text takes back what was
         set."""
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
-        """Sets what was set before, under its version, where a server may have lost it: nothing
+        """Set what was set before, under its version, where a server may have lost it: nothing
         changes if the ledger's is as new."""
         ...
 
@@ -421,7 +421,7 @@ class Ledger(Protocol):
         ...
 
     async def cluster_id(self) -> str:
-        """The random id of this ledger's cluster, made at the first call."""
+        """Return the random id of this ledger's cluster, made at the first call."""
         ...
 
     async def close(self) -> None: ...

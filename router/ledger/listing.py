@@ -135,5 +135,5 @@ class Audit(Protocol):
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:
-        """The same as they are by now, without those that are gone. Raises LedgerUnavailable."""
+        """Return the same as they are by now, without those that are gone. Raises LedgerUnavailable."""
         ...

@@ -36,7 +36,7 @@ class PredictorFile:
             await asyncio.sleep(_LOOK_S)
 
     async def reload(self) -> None:
-        """Takes it if it is another one."""
+        """Take it if it is another one."""
         try:
             model = await asyncio.to_thread(self._news)
             if model is not None:

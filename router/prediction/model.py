@@ -125,7 +125,7 @@ def text(
     histories: Mapping[str, History],
     report: Mapping[str, Any],
 ) -> str:
-    """The file. ``forest`` is what Forest is made of, by its arguments' names."""
+    """Return the file. ``forest`` is what Forest is made of, by its arguments' names."""
     plain = {
         "kind": KIND,
         "version": VERSION,

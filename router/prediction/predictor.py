@@ -99,7 +99,7 @@ class RecentRanks:
         self._sorted: list[float] = []
 
     def rank(self, length: float) -> float:
-        """The part of the recent predictions that are shorter, equal ones counted by half: above 0,
+        """Return the part of the recent predictions that are shorter, equal ones counted by half: above 0,
         below 1. From now on it is one of them."""
         low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
         rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
@@ -188,7 +188,7 @@ def asked_of(
 
 
 def narrowest(groups: Sequence[str]) -> str:
-    """The one of those most alike."""
+    """Return the one of those most alike."""
     return next(group for group in reversed(groups) if group)
 
 
@@ -243,7 +243,7 @@ class Histories:
         self._all = self._known.pop(_ALL, History())
 
     def features(self, asked: Asked) -> list[float]:
-        """The values of FEATURES. A group of which nothing ended yet is as the one around it."""
+        """Return the values of FEATURES. A group of which nothing ended yet is as the one around it."""
         values, around = list(asked.static), self._all
         for group in asked.groups:
             found = self._known.get(group) if group else None
@@ -455,7 +455,7 @@ class Predictor:
         return Prediction(length, guess=guess, learned=self._learned)
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
-        """An output ended, by itself or by its ``max_tokens``. Whether others are trusted from now
+        """Return an output ended, by itself or by its ``max_tokens``. Whether others are trusted from now
         on, or are not any more."""
         if prediction.is_certain:
             return False

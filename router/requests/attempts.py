@@ -286,7 +286,7 @@ class Attempts:
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """The ledger refused the leader's dispatch: a move of the request was lost on the way."""
+        """Return the ledger refused the leader's dispatch: a move of the request was lost on the way."""
         if live is None or live.phase is not Phase.WAITING:
             return []
         return [Reconcile(live, is_queued=False)]
@@ -300,7 +300,7 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """A request of a higher class needs the place. That is not one of the request's moves."""
+        """Return a request of a higher class needs the place. That is not one of the request's moves."""
         if (live := self.running.get(eviction.epoch)) is None:
             return []
         is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
@@ -436,14 +436,14 @@ class Attempts:
         return live.entry.losses + 1 if live.losses.are_too_many(self._config) else None
 
     def on_released(self, live: LiveRequest, entry: Entry, now: float) -> list[Effect]:
-        """The ledger queued the request again, or says that it is over for this router."""
+        """Return the ledger queued the request again, or says that it is over for this router."""
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
             live.wait_again(entry, now)
             return [Enqueue(live)]
         return [Finalize(live, entry)]
 
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
-        """The request is about to end in the ledger, before its last token."""
+        """Return the request is about to end in the ledger, before its last token."""
         effects = self.on_dropped(live, now, end)
         if not live.is_over:
             live.phase = Phase.ENDING

@@ -29,7 +29,7 @@ class Deliveries:
         self._read[live.request_id] = live
 
     def going_on(self, entry: Entry) -> LiveRequest | None:
-        """The request of this entry, where it has ended here and a client still reads it."""
+        """Return the request of this entry, where it has ended here and a client still reads it."""
         live = self._read.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:
             return None

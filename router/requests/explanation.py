@@ -63,7 +63,7 @@ def explained(
 
 
 def summed(spans: Iterable[Span]) -> list[pb.Span]:
-    """The seconds of each kind together, in the kinds' order."""
+    """Return the seconds of each kind together, in the kinds' order."""
     seconds: dict[pb.SpanKind.ValueType, float] = {}
     for span in spans:
         seconds[span.kind] = seconds.get(span.kind, 0.0) + span.seconds

@@ -57,7 +57,7 @@ class Output:
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Adds tokens up to the one that completes a stop string."""
+        """Add tokens up to the one that completes a stop string."""
         start = len(self)
         for token in tokens:
             if self.stopped:
@@ -136,7 +136,7 @@ class Choice:
         self._epochs.append((len(self.output), epoch))
 
     def mark_stored(self, count: int) -> bool:
-        """The first ``count`` tokens are in the ledger. Answers whether more can be read."""
+        """Return the first ``count`` tokens are in the ledger. Answers whether more can be read."""
         self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
@@ -550,7 +550,7 @@ class LiveRequest:
         self.journal.unread.mark_late(choice.index, self._moments.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
-        """Waits until the ledger has all that came so far, or the request is over."""
+        """Wait until the ledger has all that came so far, or the request is over."""
         changed = asyncio.Event()
         self._watchers.add(changed.set)
         try:

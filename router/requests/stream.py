@@ -85,7 +85,7 @@ class Reading:
         return delivered
 
     def next(self) -> pb.GenerateResponse | None:
-        """The next piece that can be read now, of each choice in turn what it has. The last one of
+        """Return the next piece that can be read now, of each choice in turn what it has. The last one of
         all has usage and timing. Raises DataLoss where the client has other tokens, or more than
         were made in the end."""
         for _ in range(len(self._open)):

@@ -244,7 +244,7 @@ class ServedModel:
         raise UnknownModel(cause, field="model")
 
     def begun(self, request: Request, *, has_begun: bool) -> Request:
-        """A request that this model's workers begin, or go on with if it ``has_begun``. Raises
+        """Return a request that this model's workers begin, or go on with if it ``has_begun``. Raises
         UnknownModel where other weights, another tokenizer or other settings began it. What is not
         known yet cannot differ."""
         self.check_name(request)

@@ -36,7 +36,7 @@ class StepAttention(Protocol):
     """Causal attention of one step's tokens, which lie row after row."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Stores ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
+        """Store ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
         ...
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:

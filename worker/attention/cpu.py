@@ -80,7 +80,7 @@ def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | 
 
 
 def kernel_flags(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """The compiler's flags for the library of a head dimension and dtype."""
+    """Return the compiler's flags for the library of a head dimension and dtype."""
     return f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}"
 
 

@@ -66,7 +66,7 @@ def place(
     num_query: int,
     angle: Angle | None,
 ) -> None:
-    """Launches turn_and_place for one layer; without an ``angle`` nothing is turned."""
+    """Launch turn_and_place for one layer; without an ``angle`` nothing is turned."""
     turned, value = _with_whole_heads(turned), _with_whole_heads(value)
     keys = cache.layer(layer)
     kv_heads, head_dim = value.shape[1:]
@@ -110,7 +110,7 @@ def attend(
     form: AttentionForm,
     out: Tensor,
 ) -> None:
-    """Launches what attends for ``tiles`` in one layer. ``query`` and ``out`` are of the whole
+    """Launch what attends for ``tiles`` in one layer. ``query`` and ``out`` are of the whole
     step; ``out`` is one run of memory."""
     query = _with_whole_heads(query)
     keys = cache.layer(layer)
@@ -196,7 +196,7 @@ def _room_for_splits(
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not less."""
+    """Return the least that is not less."""
     return 1 << (number - 1).bit_length()
 
 

@@ -56,7 +56,7 @@ def tokens_of_tiles(counts: Ints, most: int) -> int:
 
 
 def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """A power of two, so that few kernels are compiled. It depends on the number of tiles and not
+    """Return a power of two, so that few kernels are compiled. It depends on the number of tiles and not
     on what they see: a captured step has to fit rows of any length."""
     wanted = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())

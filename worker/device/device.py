@@ -66,7 +66,7 @@ def _cpu_name() -> str:
 
 
 def use_threads(wanted: int | None) -> None:
-    """Sets torch's threads, for the process: ``wanted``, or one for each core it may run on."""
+    """Set torch's threads, for the process: ``wanted``, or one for each core it may run on."""
     torch.set_num_threads(wanted or _cores())
 
 

@@ -53,7 +53,7 @@ class DeviceMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives back what torch keeps, once all that was begun is done."""
+        """Give back what torch keeps, once all that was begun is done."""
         ...
 
 

@@ -55,7 +55,7 @@ class KVCache:
         return self.tensor.shape[0]
 
     def take_memory(self) -> threading.Thread:
-        """A system gives memory as it is first written to, for which the first requests' steps had
+        """Return a system gives memory as it is first written to, for which the first requests' steps had
         to wait. The thread takes what they will use, and changes nothing in it; meanwhile the cache
         may be used."""
         thread = threading.Thread(
@@ -65,7 +65,7 @@ class KVCache:
         return thread
 
     def layer(self, index: int) -> Tensor:
-        """A view [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] of one layer."""
+        """Return a view [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] of one layer."""
         return self.tensor[:, index]
 
 

@@ -24,7 +24,7 @@ def upload(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy from ordinary memory would first wait until the device has done all that it was given;
+    """Return a copy from ordinary memory would first wait until the device has done all that it was given;
     one from pinned memory takes its turn. torch keeps the pinned memory until then."""
     if device.type == "cpu":
         return tensor
@@ -41,7 +41,7 @@ class Parcel:
         self._there: list[Tensor] | None = None
 
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
-        """Returns what has ``array`` on the device, of its shape and type. Once that was asked for
+        """Return what has ``array`` on the device, of its shape and type. Once that was asked for
         any of them, nothing more is added."""
         assert self._there is None, "it is on its way"
         self._arrays.append(array)

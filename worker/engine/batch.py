@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """Whether no slot is free."""
+        """Return whether no slot is free."""
         return not self._free_slots
 
     @property

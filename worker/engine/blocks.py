@@ -71,7 +71,7 @@ class BlockPool:
         return self._num_cached
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether the block of this hash can be claimed."""
+        """Return whether the block of this hash can be claimed."""
         return block_hash in self._by_hash or block_hash in self._store
 
     def is_used(self, block_hash: bytes) -> bool:

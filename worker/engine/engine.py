@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step was launched and is not committed."""
+        """Return whether a step was launched and is not committed."""
         return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:

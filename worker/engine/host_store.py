@@ -49,7 +49,7 @@ class HostStore:
             self._wanted.update(hashes)
 
     def unwant(self, hashes: Sequence[bytes]) -> None:
-        """Takes one ``want`` of these back. What nobody wants is dropped first, and of a sequence
+        """Take one ``want`` of these back. What nobody wants is dropped first, and of a sequence
         its later blocks, which are of no use without the earlier ones."""
         if not self._num_places:
             return
@@ -94,11 +94,11 @@ class HostStore:
             self._pinned[block_hash] = self._kept.pop(block_hash)
 
     def load(self, block_hash: bytes, block: int) -> None:
-        """Copies what is pinned to ``block`` in the step that is being planned."""
+        """Copy what is pinned to ``block`` in the step that is being planned."""
         self._loads.append(BlockCopy(block, self._pinned[block_hash]))
 
     def planned(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Saves and loads of the step."""
+        """Save and loads of the step."""
         return tuple(copy for _, copy in self._saves), tuple(self._loads)
 
     def done(self) -> None:

@@ -290,7 +290,7 @@ class Launched(Protocol):
         ...
 
     def results(self) -> list[RowResult]:
-        """Waits for what it drew; as Runner.execute returns it."""
+        """Wait for what it drew; as Runner.execute returns it."""
         ...
 
 
@@ -344,7 +344,7 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:
-        """Runs one step; a result for each row, with the same tokens on every rank.
+        """Run one step; a result for each row, with the same tokens on every rank.
 
         Raises TooLittleMemory, on all ranks, where there is too little for a step of this size:
         whatever it was to write may be written, and what it knows of its slots may be halfway.

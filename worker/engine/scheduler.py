@@ -168,7 +168,7 @@ class Scheduler:
         self._batch.copied()
 
     def must_commit_first(self) -> bool:
-        """Whether the next plan would preempt a sequence, which no step may do in flight: a resumed
+        """Return whether the next plan would preempt a sequence, which no step may do in flight: a resumed
         sequence must know its tokens."""
         return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 

@@ -176,7 +176,7 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether log probabilities of its prompt are still to be reported."""
+        """Return whether log probabilities of its prompt are still to be reported."""
         return self.sampling.prompt_logprobs is not None and self.next_score < self.num_prompt
 
     @property
@@ -230,7 +230,7 @@ class Sequence:
 
     @property
     def is_drawing(self) -> bool:
-        """Whether its last token is UNKNOWN."""
+        """Return whether its last token is UNKNOWN."""
         return self.tokens[-1] == UNKNOWN
 
     # what is told of it

@@ -150,7 +150,7 @@ class SlotTable:
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compares them with all ``sequences`` that have a slot. Raises AssertionError."""
+        """Compare them with all ``sequences`` that have a slot. Raises AssertionError."""
         right = SlotTable(self._limits)
         for sequence in sequences:
             right.write(sequence)

@@ -40,7 +40,7 @@ class NgramIndex:
         return self._length
 
     def extend(self, tokens: Sequence[int], most: int) -> None:
-        """Takes in up to ``most`` of those of ``tokens`` that are new."""
+        """Take in up to ``most`` of those of ``tokens`` that are new."""
         for token in tokens[self._length : self._length + most]:
             for n, followers in self._followers.items():
                 if n <= self._length:
@@ -49,7 +49,7 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """The index of what followed the longest n-gram that ends the tokens, where it occurred
+        """Return the index of what followed the longest n-gram that ends the tokens, where it occurred
         last before; None where none of them did."""
         for n, followers in self._followers.items():
             if n <= self._length:
@@ -82,14 +82,14 @@ class Drafter:
         self._pause = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
-        """Takes in up to ``most`` of those of ``tokens``, which only grow, that are new; how many
+        """Take in up to ``most`` of those of ``tokens``, which only grow, that are new; how many
         it took."""
         before = self._index.length
         self._index.extend(tokens, most)
         return self._index.length - before
 
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """A draft of up to ``most`` tokens after ``tokens``, if it has read them all. Once a
+        """Return a draft of up to ``most`` tokens after ``tokens``, if it has read them all. Once a
         step."""
         if self._pause:
             self._pause -= 1

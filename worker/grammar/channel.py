@@ -67,7 +67,7 @@ class Channel:
         self._stirred = time.monotonic()
 
     def take_reply(self, matcher: int, began: float) -> bytes:
-        """The body of the next reply about ``matcher``. Raises EverliftError for a refusal, when
+        """Return the body of the next reply about ``matcher``. Raises EverliftError for a refusal, when
         the grammar process is gone, or where the reply is not here in time: the patience of whoever
         waits is counted from when it ``began`` to wait, for this grammar process or others, in
         monotonic time."""
@@ -113,7 +113,7 @@ class Channel:
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
-        """Takes what comes meanwhile, or both ends would wait for each other."""
+        """Take what comes meanwhile, or both ends would wait for each other."""
         deadline = time.monotonic() + self._timeout_s
         unsent = memoryview(data)
         while unsent:

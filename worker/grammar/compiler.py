@@ -40,7 +40,7 @@ class GrammarProcesses(Protocol):
     """Source of grammar processes."""
 
     async def start_process(self) -> socket.socket:
-        """The socket, non-blocking, to a process that keeps nothing yet."""
+        """Return the socket, non-blocking, to a process that keeps nothing yet."""
         ...
 
     def close(self) -> None: ...
@@ -82,7 +82,7 @@ class GrammarCompiler:
             self._begin()
 
     def close(self) -> None:
-        """Ends every process. Nobody is told."""
+        """End every process. Nobody is told."""
         for task in self._compiling.values():
             task.cancel()
         for grammar in tuple(self._alive.values()):
@@ -131,7 +131,7 @@ class GrammarCompiler:
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
-        """The body of the grammar process's reply to ``compile``. A refusal is kept: it would be
+        """Return the body of the grammar process's reply to ``compile``. A refusal is kept: it would be
         the same
         again. Why a grammar process ended nobody knows, and it may not be the grammar's fault."""
         loop, replies = asyncio.get_running_loop(), _Replies(sock)

@@ -177,7 +177,7 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """A stop token is no draft worth checking: the masks behind it would be empty."""
+        """Return a stop token is no draft worth checking: the masks behind it would be empty."""
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
         with self._masks(place, len(request["tokens"])):

@@ -74,7 +74,7 @@ class Matcher:
         weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
-        """Whether the mask of its next token is here, or why there will be none; or if it is worth
+        """Return whether the mask of its next token is here, or why there will be none; or if it is worth
         waiting for. While a token is drawn, that of the one behind it cannot be here."""
         if not self._channel.is_busy:
             return True
@@ -83,7 +83,7 @@ class Matcher:
         return self._next is not None or self._channel.has_reply(self._number)
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
+        """Fill ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
         may come next and after each draft. How many of the drafts the grammar allows, of which a
         stop token is none; what stands behind them is 0. ``began`` is when the step began to wait
         for masks, in monotonic time. While the processes are busy none is allowed: they would be

@@ -77,7 +77,7 @@ class Frames:
         self._unread = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The frames that are whole now. Raises EOFError where nothing was received: the end."""
+        """Yield the frames that are whole now. Raises EOFError where nothing was received: the end."""
         if not received:
             raise EOFError
         self._unread += received

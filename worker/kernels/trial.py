@@ -17,7 +17,7 @@ def kernels_work(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str:
-    """Tries one on ``device``; empty where it works. Where not, the log says why, once."""
+    """Try one on ``device``; empty where it works. Where not, the log says why, once."""
     try:
         cause = "" if _norm_works(device) else "one of them computes something else than torch"
     except Exception as error:

@@ -72,7 +72,7 @@ def read_header(path: Path) -> bytes:
 
 
 def some(names: Collection[str]) -> str:
-    """The first few of them, for a message."""
+    """Return the first few of them, for a message."""
     shown = ", ".join(sorted(names)[:_NAMES_IN_MESSAGE])
     more = len(names) - _NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

@@ -143,7 +143,7 @@ class Residual:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, compute: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Adds ``added``, which the one before has returned, to ``hidden`` in its place."""
+        """Add ``added``, which the one before has returned, to ``hidden`` in its place."""
         result = compute(self.before(hidden, added))
         if self.after is not None:
             result = self.after(result)

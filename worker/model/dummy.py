@@ -29,7 +29,7 @@ _SMALL = 0.02
 
 
 def fill(decoder: Decoder, progress: Progress = untold) -> int:
-    """Fills every parameter of ``decoder``; returns their bytes."""
+    """Fill every parameter of ``decoder``; returns their bytes."""
     pieces = list(decoder.pieces())
     filler = Filler(pieces, progress)
     for piece in pieces:

@@ -38,15 +38,15 @@ class HfConfig:
         return HfConfig(content, path.name)
 
     def over(self, defaults: Json) -> HfConfig:
-        """The same, with ``defaults`` for keys that are missing."""
+        """Return the same, with ``defaults`` for keys that are missing."""
         return HfConfig(defaults | self._values, self._where)
 
     def replaced(self, values: Json) -> HfConfig:
-        """The same, with ``values`` in place of what their keys had."""
+        """Return the same, with ``values`` in place of what their keys had."""
         return HfConfig(self._values | values, self._where)
 
     def section(self, key: str) -> HfConfig:
-        """The object under ``key``, empty where there is none."""
+        """Return the object under ``key``, empty where there is none."""
         values = self.get(key, {})
         if not isinstance(values, dict):
             raise self._wrong(key, "an object")
@@ -59,7 +59,7 @@ class HfConfig:
         return key in self._values
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """The value under ``key``, or ``otherwise`` where it is missing or null."""
+        """Return the value under ``key``, or ``otherwise`` where it is missing or null."""
         value = self._values.get(key)
         return otherwise if value is None else value
 
@@ -71,21 +71,21 @@ class HfConfig:
         return value
 
     def positive(self, key: str, otherwise: int | None = None) -> int:
-        """A positive integer; ``otherwise`` where it is missing or null."""
+        """Return a positive integer; ``otherwise`` where it is missing or null."""
         value = self.get(key, otherwise)
         if type(value) is not int or value < 1:
             raise self._wrong(key, "a positive integer")
         return value
 
     def natural(self, key: str) -> int:
-        """An integer, be it 0."""
+        """Return an integer, be it 0."""
         value = self.get(key)
         if type(value) is not int or value < 0:
             raise self._wrong(key, "an integer, 0 or more")
         return value
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """A positive number; ``otherwise`` where it is missing or null."""
+        """Return a positive number; ``otherwise`` where it is missing or null."""
         value = self.get(key, otherwise)
         if not _is_number(value) or value <= 0:
             raise self._wrong(key, "a positive number")
@@ -98,14 +98,14 @@ class HfConfig:
         return None if self.get(key) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of ``count`` numbers."""
+        """Return a list of ``count`` numbers."""
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count or not all(map(_is_number, values)):
             raise self._wrong(key, f"a list of {count} numbers")
         return tuple(map(float, values))
 
     def words(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings; None where it is missing or null."""
+        """Return a list of strings; None where it is missing or null."""
         values = self.get(key)
         if values is None:
             return None

@@ -44,7 +44,7 @@ class _Written:
 
 
 def read_rope(config: HfConfig, head_dim: int) -> Rope:
-    """The one rope of ``config``. Raises UnsupportedModel, also where it turns part of a head."""
+    """Return the one rope of ``config``. Raises UnsupportedModel, also where it turns part of a head."""
     theta = config.number("rope_theta", DEFAULT_THETA)
     rope = rope_of(rope_parameters(config), config, head_dim, theta)
     if rope.dim != head_dim:
@@ -62,7 +62,7 @@ def rope_type(parameters: HfConfig) -> str:
 
 
 def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
-    """The rope that ``parameters`` describe, be it of a part of a head; ``theta`` where they do not
+    """Return the rope that ``parameters`` describe, be it of a part of a head; ``theta`` where they do not
     say it. Raises UnsupportedModel."""
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))

@@ -17,7 +17,7 @@ class Form(Protocol):
         ...
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """The same without a bias as fp32, which need not have been rounded to less before."""
+        """Return the same without a bias as fp32, which need not have been rounded to less before."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Matrix:
 
 
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
-    """Whether two products over ``inputs`` differ by nothing but the order in which sums of fp32
+    """Return whether two products over ``inputs`` differ by nothing but the order in which sums of fp32
     were made, and by how the end was rounded. Never where one is not finite."""
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()

@@ -38,7 +38,7 @@ class RotaryTable:
         self.sin = (angles.sin() * factor).to(device)
 
     def at(self, positions: Tensor) -> Angle:
-        """The angles at ``positions`` [tokens]."""
+        """Return the angles at ``positions`` [tokens]."""
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -49,11 +49,11 @@ class Share:
         return self.stop - self.start
 
     def of(self, size: int) -> Share:
-        """The same share of things that are ``size`` of those each."""
+        """Return the same share of things that are ``size`` of those each."""
         return Share(self.start * size, self.stop * size, self.width * size)
 
     def moved(self, by: int) -> Share:
-        """The same things, where ``by`` others are counted first."""
+        """Return the same things, where ``by`` others are counted first."""
         return Share(self.start + by, self.stop + by, self.width)
 
 

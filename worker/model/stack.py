@@ -247,7 +247,7 @@ def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ct
 
 
 def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
-    """The compiler's flags for the library of a head dimension and types (panels.py)."""
+    """Return the compiler's flags for the library of a head dimension and types (panels.py)."""
     return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 

@@ -41,7 +41,7 @@ class Call:
 
 class Attend(Protocol):
     def __call__(self, call: Call) -> Tensor:
-        """The layer's output [T, heads, e]."""
+        """Return the layer's output [T, heads, e]."""
         ...
 
 

@@ -45,7 +45,7 @@ def load_decoder(
     max_model_len: int | None,
     attention_over: Callable[[KVCache], AttentionBackend],
 ) -> TransformersDecoder:
-    """The model of ``directory``, or with ``dummy`` one of its kind with random weights.
+    """Return the model of ``directory``, or with ``dummy`` one of its kind with random weights.
 
     It has been tried beside sequences of ``max_model_len`` tokens, or of as many as it is made for.
     Raises UnsupportedModel, BadCheckpoint.
@@ -160,7 +160,7 @@ def _load(directory: Path, config: PreTrainedConfig, place: Placement) -> PreTra
 
 
 def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
-    """The same weights whenever it is called."""
+    """Return the same weights whenever it is called."""
     with torch.random.fork_rng(), torch.device(place.device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = _class_for(config)._from_config(

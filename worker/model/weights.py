@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 def load(
     decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
 ) -> int:
-    """Fills every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
+    """Fill every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
     Raises BadCheckpoint."""
     tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
@@ -81,7 +81,7 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
-    """A head that is tied by the config, but of which the checkpoint has one that is not the
+    """Return a head that is tied by the config, but of which the checkpoint has one that is not the
     embedding, becomes one of its own: a model that was trained further may have been stored so,
     and transformers ties no more than what is equal. Returns the name of one that is equal.
 

@@ -72,7 +72,7 @@ DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """The library made of ``source``: shipped, or compiled here. None, with a line in the log,
+    """Return the library made of ``source``: shipped, or compiled here. None, with a line in the log,
     where none can be made: there is no compiler, or it fails, or what it makes does not load."""
     level = shipped_level()
     if level is not None and (shipped := shipped_path(source, flags, level)).exists():
@@ -112,7 +112,7 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """The highest level of LEVELS that this CPU has; None where nothing is shipped for it."""
+    """Return the highest level of LEVELS that this CPU has; None where nothing is shipped for it."""
     if not _SHIPPED.is_dir():
         return None
     return level_limit() or highest_level()
@@ -133,7 +133,7 @@ def level_limit() -> Level | None:
 
 
 def highest_level() -> Level | None:
-    """The highest of LEVELS that this CPU has; None for other CPUs."""
+    """Return the highest of LEVELS that this CPU has; None for other CPUs."""
     return next((level for level in LEVELS if level.features <= _features()), None)
 
 

@@ -23,7 +23,7 @@ def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
 
 
 def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
-    """The same results without log probabilities, which only rank 0 tells, and without causes."""
+    """Return the same results without log probabilities, which only rank 0 tells, and without causes."""
     return [_result(line) for line in lines]
 
 

@@ -58,20 +58,20 @@ class Collectives:
             raise OSError("the memory cannot be mapped, or its file not be locked")
 
     def all_reduce(self, address: int, count: int, kind: int) -> None:
-        """Replaces ``count`` numbers by their sums over the ranks, the same bits on each of them.
+        """Replace ``count`` numbers by their sums over the ranks, the same bits on each of them.
         They are fp32, bf16, fp16 or int64 by ``kind``, 0 to 3; bf16 and fp16 are summed in fp32."""
         self._call(self._library.collectives_all_reduce, address, count, kind)
 
     def broadcast(self, address: int, num_bytes: int) -> None:
-        """Replaces bytes by rank 0's."""
+        """Replace bytes by rank 0's."""
         self._call(self._library.collectives_broadcast, address, num_bytes)
 
     def gather(self, address: int, num_bytes: int, width: int, out: int) -> None:
-        """Puts the ranks' rows, each of ``width`` bytes, side by side to rank 0's ``out``."""
+        """Put the ranks' rows, each of ``width`` bytes, side by side to rank 0's ``out``."""
         self._call(self._library.collectives_gather, address, num_bytes, width, out)
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Return when every rank has come here."""
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Collectives:
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
-    """Joins rank ``rank`` of ``size``; on every rank None where one of them has no compiler, or
+    """Join rank ``rank`` of ``size``; on every rank None where one of them has no compiler, or
     does not share the memory. ``timeout`` is that of a collective. Raises what the store does."""
     library = _library()
     if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):

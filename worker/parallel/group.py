@@ -68,7 +68,7 @@ class Group:
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """The ranks' shards side by side along the last dimension, on rank 0; None elsewhere."""
+        """Return the ranks' shards side by side along the last dimension, on rank 0; None elsewhere."""
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Group:
         return tensor
 
     def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        """Takes part in a ``gather_to_first`` whose result this rank has no use for, with no more
+        """Take part in a ``gather_to_first`` whose result this rank has no use for, with no more
         memory than ``room``, which is as large as all ranks' shards, and contiguous."""
 
     def agree(self, well: bool) -> bool:
@@ -84,7 +84,7 @@ class Group:
         return well
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Return when every rank has come here."""
 
     def close(self) -> None:
         """Releases what the group holds. May be called again."""
@@ -277,7 +277,7 @@ def join_store(address: str) -> TCPStore:
 def init_group(
     store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
 ) -> Group:
-    """Joins rank ``rank`` of ``size``; returns when all of them have.
+    """Join rank ``rank`` of ``size``; returns when all of them have.
 
     ``host`` is this rank's own address, found from its way to the store when None.
     """
@@ -299,7 +299,7 @@ def init_group(
 
 
 def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
-    """The way and the group: through memory that all ranks share if they do, by gloo otherwise."""
+    """Return the way and the group: through memory that all ranks share if they do, by gloo otherwise."""
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))

@@ -29,12 +29,12 @@ class RankLinks:
     log: StepLogWriter | StepLogReader | None = None
 
     def interrupt(self) -> None:
-        """Ends the other ranks, and whatever waits for them in another thread."""
+        """End the other ranks, and whatever waits for them in another thread."""
         if self.log is not None:
             self.log.interrupt()
 
     def close(self) -> None:
-        """Closes the log; the group is the runner's."""
+        """Close the log; the group is the runner's."""
         if self.log is not None:
             self.log.close()
 
@@ -53,7 +53,7 @@ class MeetingPoint:
             self._store.set(_STEP_LOG_KEY, self._listener.address)
 
     def gather(self) -> RankLinks:
-        """Waits for all ranks. Raises ChannelBroken."""
+        """Wait for all ranks. Raises ChannelBroken."""
         try:
             log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
         finally:

@@ -50,7 +50,7 @@ class StepLogListener:
         self.address = f"{host}:{self._server.getsockname()[1]}/{self._token}"
 
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
-        """Waits until ranks 1 to ``ranks`` - 1 have connected. Raises ChannelBroken if they don't
+        """Wait until ranks 1 to ``ranks`` - 1 have connected. Raises ChannelBroken if they don't
         in time, or one has another model."""
         deadline = time.monotonic() + timeout_s
         lines: dict[int, socket.socket] = {}
@@ -112,7 +112,7 @@ class StepLogWriter:
         return [line.fileno() for line in self._lines if line.fileno() >= 0]
 
     def read_beats(self, rank: int) -> bool:
-        """Takes what beats there are; False where the rank is gone. Never waits."""
+        """Take what beats there are; False where the rank is gone. Never waits."""
         try:
             return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -129,7 +129,7 @@ class StepLogWriter:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
     def interrupt(self) -> None:
-        """Ends the other ranks, and a write that waits in another thread: with ChannelBroken."""
+        """End the other ranks, and a write that waits in another thread: with ChannelBroken."""
         for line in self._lines:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
@@ -190,7 +190,7 @@ class StepLogReader:
         return bool(ends.poll(0))
 
     def interrupt(self) -> None:
-        """Ends an iteration that waits in another thread, with ChannelBroken."""
+        """End an iteration that waits in another thread, with ChannelBroken."""
         with suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 

@@ -82,7 +82,7 @@ class Assembly:
         )
 
     def capture(self) -> DecodeGraphs | None:
-        """Steps that decode, if they can be captured: what others' modules compute, or torch's
+        """Step that decode, if they can be captured: what others' modules compute, or torch's
         attention, may not be, and collectives that wait on the host are not. All ranks capture, or
         none: to replay is to make collectives."""
         if self.last_tokens is None:

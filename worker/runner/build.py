@@ -41,7 +41,7 @@ log = logs.get_logger(__name__)
 
 
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
-    """Loads the rank's share of ``config.model`` and allocates its KV cache.
+    """Load the rank's share of ``config.model`` and allocates its KV cache.
 
     Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that is not
     there or has too little memory. Sets torch's number of threads for the process.
@@ -122,7 +122,7 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 
 
 def try_modules(config: WorkerConfig, directory: Path) -> None:
-    """Builds a model that transformers' modules would run, on the CPU and with random weights,
+    """Build a model that transformers' modules would run, on the CPU and with random weights,
     which take its memory. Raises UnsupportedModel where a start would."""
     place = Placement(Group.single(), torch.float32, torch.device("cpu"))
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)

@@ -41,7 +41,7 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
-    """The smallest with room for ``rows``; None where these do more than decode, or are too
+    """Return the smallest with room for ``rows``; None where these do more than decode, or are too
     many."""
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))
@@ -77,7 +77,7 @@ def room_for_parcel(bucket: int) -> int:
 
 
 def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
-    """The array of ``rows``, which decode."""
+    """Return the array of ``rows``, which decode."""
     count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
     parts = Parts.of(bucket)
     num_blocks = count * width

@@ -105,7 +105,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
-    """The smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
+    """Return the smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
 
     Where the smallest of the candidates is itself cut off, nothing below it matters; the other
     rows are done again with all of their weights.
@@ -123,7 +123,7 @@ def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
 
 
 def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """The smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
+    """Return the smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
     width = top.shape[1]
     top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])
     kth = top.gather(1, top_k.clamp(max=width).long() - 1)

@@ -36,7 +36,7 @@ class FakeGrammar(Protocol):
     """A grammar of the fake runner."""
 
     def allowed(self, output: Sequence[int]) -> Sequence[int]:
-        """The tokens that may follow ``output``, at least one."""
+        """Return the tokens that may follow ``output``, at least one."""
         ...
 
 
@@ -223,7 +223,7 @@ class _Slot:
         return tokens, logprobs
 
     def scored(self, cache: bytes, row: Row) -> Iterator[TokenLogprobs]:
-        """The prompt's tokens after each of the row's."""
+        """Yield the prompt's tokens after each of the row's."""
         assert self.sampling.prompt_logprobs is not None, "scores that nobody asked for"
         end = row.start + len(row.tokens) - row.num_drafts
         for position in range(row.start + 1, min(end + 1, len(self.prompt))):
@@ -231,7 +231,7 @@ class _Slot:
             yield self.logprobs(before, self.prompt[position], self.sampling.prompt_logprobs)
 
     def next_token(self, cache: bytes, position: int) -> int:
-        """The output's token at ``position``."""
+        """Return the output's token at ``position``."""
         token = self._wished_token(cache, position)
         if self.grammar is not None:
             follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
@@ -282,7 +282,7 @@ def expected_tokens(
     stop_token_ids: Iterable[int] = (),
     grammar: FakeGrammar | None = None,
 ) -> list[int]:
-    """The first ``count`` tokens after ``prompt`` that a right worker makes, fewer where a stop
+    """Return the first ``count`` tokens after ``prompt`` that a right worker makes, fewer where a stop
     token comes. Greedy unless ``sampling`` says otherwise."""
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)

@@ -84,7 +84,7 @@ class Histories:
         self._places.pop(slot, None)
 
     def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Takes in what penalised slots drew: pairs of a slot and its tokens."""
+        """Take in what penalised slots drew: pairs of a slot and its tokens."""
         cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
@@ -92,7 +92,7 @@ class Histories:
             self._counts.index_put_((slots, places), once, accumulate=True)
 
     def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-        """Changes ``logits`` fp32 [n, vocab] where a token occurred before; the slots of ``rows``
+        """Change ``logits`` fp32 [n, vocab] where a token occurred before; the slots of ``rows``
         (at least one) were admitted with penalties."""
         cells = [self._draft_cells(row) for row in rows]
         # What is drawn has its room from here on: when it is taken in, memory must not be short.
@@ -188,7 +188,7 @@ def _counts(admission: Admission) -> Counter[int]:
 
 
 def _doubled(size: int) -> int:
-    """The next power of two, so that growing one by one moves everything only now and then."""
+    """Return the next power of two, so that growing one by one moves everything only now and then."""
     return 1 << (size - 1).bit_length() if size else 0
 
 

@@ -69,7 +69,7 @@ def profile_run(
     capture: Callable[[], object],
     scratch_bytes: int,
 ) -> MemoryUse:
-    """The weights are loaded, and ``runner`` has a KV cache of ``scratch_bytes`` for ``plans``,
+    """Return the weights are loaded, and ``runner`` has a KV cache of ``scratch_bytes`` for ``plans``,
     which are not counted. ``capture`` returns what holds its graphs. All ranks do this at the same
     time. Raises ValueError where there is too little memory for the steps."""
     memory.release()
@@ -170,7 +170,7 @@ log = logs.get_logger(__name__)
 
 
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
-    """The same on each rank. Raises ValueError where there is no room. A collective."""
+    """Return the same on each rank. Raises ValueError where there is no room. A collective."""
     told = told_blocks(config, loaded.kv_shape, place)
     if told is not None:
         return told

@@ -34,7 +34,7 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
-    """A row of ``score``, with the first ``num_top`` of its alternatives."""
+    """Return a row of ``score``, with the first ``num_top`` of its alternatives."""
     logprob, rank, *rest = columns
     width = len(rest) // 2
     ids, logprobs = rest[:width], rest[width:]

@@ -212,7 +212,7 @@ class TorchRunner:
         return drawing or Hearing(tokens)
 
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
-        """Waits for what was drawn. A result for each row, as rank 0 drew it."""
+        """Wait for what was drawn. A result for each row, as rank 0 drew it."""
         hear = partial(self._heard, rows, drawn, scores)
         if not _is_told_late(rows):
             return self._tried(hear)
@@ -394,7 +394,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _is_told_late(rows: Rows) -> bool:
-    """Whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
+    """Return whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
     prompt's scores are numbers."""
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 

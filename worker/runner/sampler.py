@@ -130,7 +130,7 @@ class Sampler:
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
-        """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
+        """Return a result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
         return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
 
@@ -176,7 +176,7 @@ class Sampler:
     # what comes before the temperature
 
     def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Changes the logits of ``rows``, if there are any. bool [n]: those that were not finite
+        """Change the logits of ``rows``, if there are any. bool [n]: those that were not finite
         numbers before."""
         if not rows:
             return None

@@ -21,11 +21,11 @@ class TokenMask(Protocol):
     cannot go on."""
 
     def is_ready(self) -> bool:
-        """Whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
+        """Return whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fills ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come
+        """Fill ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come
         next and after each draft. How many of the drafts the grammar allows; what stands behind
         the first that it does not allow means nothing. ``began`` is when the step began to wait
         for masks, in monotonic time: from then on it waits for all of them together no longer

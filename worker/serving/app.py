@@ -169,7 +169,7 @@ class WorkerDeployment:
 
 
 def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
-    """The actor class, bound to its bundle. Its environment is in force before torch is
+    """Return the actor class, bound to its bundle. Its environment is in force before torch is
     imported."""
     group = get_current_placement_group()
     assert group is not None, "the worker's deployment has placement_group_bundles"

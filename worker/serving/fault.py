@@ -73,7 +73,7 @@ class Wire:
             cut.mended.set()
 
     async def whole(self, router_id: str) -> None:
-        """Returns when something can come through between this router and us."""
+        """Return when something can come through between this router and us."""
         while (cut := self._cut_from(router_id)) is not None:
             await cut.mended.wait()
 

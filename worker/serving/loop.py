@@ -169,7 +169,7 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Turns the drain into aborts, which is how the other ranks see it. What the step in flight
+        """Turn the drain into aborts, which is how the other ranks see it. What the step in flight
         brought, and who leaves by the drain."""
         settled = self._engine.commit_in_flight()
         leaving = [

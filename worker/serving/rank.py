@@ -133,12 +133,12 @@ class Rank:
         return self._thread is not None and not self._thread_is_over.is_set()
 
     async def open(self) -> str:
-        """Makes rank 0 of several findable: the rendezvous that the others need."""
+        """Make rank 0 of several findable: the rendezvous that the others need."""
         self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
         return self._meeting_point.address
 
     async def fetch(self) -> None:
-        """Downloads what this machine lacks of a hub's model. Raises ModelUnavailable.
+        """Download what this machine lacks of a hub's model. Raises ModelUnavailable.
 
         ``start`` does so too. But ranks on several machines wait for each other only so long: of
         these all have fetched before any is started.
@@ -153,7 +153,7 @@ class Rank:
             )
 
     async def start(self) -> session_pb2.WorkerInfo:
-        """Returns when ready to serve. On a rank above 0 the info lacks worker_id and address.
+        """Return when ready to serve. On a rank above 0 the info lacks worker_id and address.
 
         Raises ModelUnavailable, whatever keeps the runner from being built, ChannelBroken when
         ranks are missing, OSError when the port is taken.
@@ -203,13 +203,13 @@ class Rank:
         return thread
 
     async def wait(self) -> None:
-        """Returns when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
+        """Return when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
         await self._ended.wait()
         if self._error is not None:
             raise RankFailed(str(self._error)) from self._error
 
     async def drain(self) -> None:
-        """Starts nothing more and hands everything back; returns when the routers have it, or after
+        """Start nothing more and hands everything back; returns when the routers have it, or after
         ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
         come in between."""
         self._ready_file.remove()
@@ -228,7 +228,7 @@ class Rank:
             self._sessions.drain()
 
     async def stop(self) -> None:
-        """Ends the rank, and with it the worker. May be called at any time, and again."""
+        """End the rank, and with it the worker. May be called at any time, and again."""
         self._is_stopping = True
         self._ready_file.remove()
         self._stop_watching()

@@ -20,7 +20,7 @@ _POLL_S, _ANSWER_S = 2.0, 1.0
 
 
 async def notice_at(url: str) -> None:
-    """Returns when ``url`` answers 200; whatever else it does is no notice."""
+    """Return when ``url`` answers 200; whatever else it does is no notice."""
     while not await asyncio.to_thread(_is_there, url):
         await asyncio.sleep(_POLL_S)
     log.warning("reclaim notice", url=url)

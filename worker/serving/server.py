@@ -78,7 +78,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         await self._server.start()
 
     async def stop(self) -> None:
-        """Breaks every stream that is still there."""
+        """Break every stream that is still there."""
         self._wire.mend()
         await self._server.stop(grace=None)
 
@@ -132,7 +132,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> session_pb2.RouterFrame:
-        """The first frame, once its hello is as it must be."""
+        """Return the first frame, once its hello is as it must be."""
         try:
             first = await anext(frames, session_pb2.RouterFrame())
         except DecodeError:

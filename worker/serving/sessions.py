@@ -115,7 +115,7 @@ class Sessions:
     # routers come and go
 
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
-        """A router has one stream: an older one of the same router ends. What others have started
+        """Return a router has one stream: an older one of the same router ends. What others have started
         is acknowledged to the new one too, for it may lead."""
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
@@ -269,7 +269,7 @@ class Sessions:
     # results out
 
     def deliver(self, report: Report) -> None:
-        """Puts a turn's outcomes where their routers will find them."""
+        """Put a turn's outcomes where their routers will find them."""
         self._load, self._busy_s = report.load, report.busy_s
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
@@ -337,7 +337,7 @@ class Sessions:
         return True
 
     def cut(self, session: Session) -> session_pb2.WorkerFrame:
-        """The session's next frame."""
+        """Return the session's next frame."""
         return session.outbox.cut(self._state())
 
     def _state(self) -> session_pb2.WorkerState:

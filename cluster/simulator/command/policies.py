@@ -39,7 +39,7 @@ def _setting(text: str) -> str:
 
 
 def alike(policies: Mapping[str, RouterConfig]) -> list[list[str]]:
-    """The names of those that come to the same settings."""
+    """Return the names of those that come to the same settings."""
     names: dict[RouterConfig, list[str]] = {}
     for name, router in policies.items():
         names.setdefault(router, []).append(name)

@@ -33,7 +33,7 @@ class Fit:
 
 
 def fitted(steps: Sequence[Step]) -> Fit:
-    """The one with the least squares of relative errors and no negative part.
+    """Return the one with the least squares of relative errors and no negative part.
 
     Where the weights' time ends and that of the products begins is not linear: each number of
     tokens between two measured ones is tried as that place, and on both sides of it the rest is.
@@ -63,7 +63,7 @@ def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
 
 
 def _least_squares(features: _Floats) -> list[float]:
-    """The coefficients, none of them negative, with which each row sums up nearest to 1: as long as
+    """Return the coefficients, none of them negative, with which each row sums up nearest to 1: as long as
     one would be negative the most negative one is left out."""
     used = [column for column in range(features.shape[1]) if features[:, column].any()]
     found = np.zeros(features.shape[1])

@@ -47,7 +47,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
 
 
 def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
-    """The one there is, or the one of which there are most on this ``device``. Raises
+    """Return the one there is, or the one of which there are most on this ``device``. Raises
     ForecastFailed."""
     found = [kind for kind in kinds if device in (None, kind.device)]
     if not found:

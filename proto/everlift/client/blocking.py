@@ -44,7 +44,7 @@ class _LoopThread:
         return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled if waiting for it is interrupted."""
+        """Return the result of ``work``, which is cancelled if waiting for it is interrupted."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

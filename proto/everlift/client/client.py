@@ -86,7 +86,7 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Submits a request: text, or token ids. Closing its stream cancels it. ``traceparent`` is
+        """Submit a request: text, or token ids. Closing its stream cancels it. ``traceparent`` is
         the span that asks for it, as W3C Trace Context writes it.
 
         Raises InvalidRequest for what cannot be sent at all.
@@ -111,7 +111,7 @@ class AsyncClient:
         traceparent: str = "",
         **options: Unpack[GenerateOptions],
     ) -> ManyStream:
-        """Submits a request for each prompt, all with the same options, and at most ``concurrency``
+        """Submit a request for each prompt, all with the same options, and at most ``concurrency``
         of them at once. A ``request_id`` is the beginning of theirs: "job" makes "job:0", "job:1".
         Closing the stream cancels what is unfinished.
 
@@ -144,7 +144,7 @@ class AsyncClient:
         *,
         received: Sequence[Sequence[int]] = (),
     ) -> Stream:
-        """The tokens of a known request from an offset on: of its first choice, or of each choice
+        """Return the tokens of a known request from an offset on: of its first choice, or of each choice
         its own. Or behind the tokens of each choice that were ``received`` before, perhaps by
         another process: a cluster that lost some of them makes them again, and says so where they
         are others, while an offset alone is out of range then. Closing this stream only leaves it.
@@ -165,7 +165,7 @@ class AsyncClient:
         return Stream(self._routers, reception, self._budget(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
-        """Ends a request. One that is over already stays as it is. Raises UnknownRequest.
+        """End a request. One that is over already stays as it is. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -226,7 +226,7 @@ class AsyncClient:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
-        """A page of the caller's own requests, newest first: only those in one of ``states``, if
+        """Return a page of the caller's own requests, newest first: only those in one of ``states``, if
         any are given. The next page begins at the answer's ``next_page_token``; there is none where
         that is empty. A page of 0 has the server's default size. Who administers the cluster may
         name a ``tenant``, "" for all of them. Raises InvalidRequest, OutOfRange, Forbidden.
@@ -261,7 +261,7 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> pb.DetokenizeResponse:
-        """The text of token ids. Raises UnknownModel, OutOfRange.
+        """Return the text of token ids. Raises UnknownModel, OutOfRange.
 
         >>> (await client.detokenize([97, 98])).text
         'ab'
@@ -318,7 +318,7 @@ class AsyncClient:
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Changes how the admission queue and the workers' engines work, in the whole cluster and
+        """Change how the admission queue and the workers' engines work, in the whole cluster and
         until it is changed again: settings of the routers by their names, and ``engine_policy``,
         by the names of worker.scheduling.policy. What is None stays, and what ``reset`` names is as
         routers and workers are configured. Answers with what holds from now on. Raises
@@ -374,7 +374,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
-        """Breaks what still runs: streams raise Unreachable, their requests go by their
+        """Break what still runs: streams raise Unreachable, their requests go by their
         ``on_disconnect``.
 
         >>> await client.close()

@@ -153,7 +153,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         ]
 
     async def aclose(self) -> None:
-        """Ends the requests that are unfinished; those that were not sent yet are not sent. Never
+        """End the requests that are unfinished; those that were not sent yet are not sent. Never
         fails.
 
         >>> stream = client.generate_many(["one two", "three four"])

@@ -68,12 +68,12 @@ class Reading:
         return None
 
     def close(self) -> None:
-        """Reads no more; the request goes by its ``on_disconnect``."""
+        """Read no more; the request goes by its ``on_disconnect``."""
         self.is_over = True
         self._hang_up()
 
     async def recover(self, error: EverliftError) -> None:
-        """Waits for the next try after ``error``. Raises EverliftError where there is none."""
+        """Wait for the next try after ``error``. Raises EverliftError where there is none."""
         refused = is_refusal(error)
         # Whoever was refused after a long wait had no success.
         if self._is_steady and not refused:
@@ -143,7 +143,7 @@ def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
 
 
 async def cancel(routers: Routers, request_id: str) -> None:
-    """Ends a request whose reader is leaving. Never fails."""
+    """End a request whose reader is leaving. Never fails."""
     try:
         message = pb.CancelRequest(request_id=request_id)
         stub = routers.inference()

@@ -152,7 +152,7 @@ class RetryBudget:
             await asyncio.sleep(max(delay, turn))
 
     def cut_off(self, late: DeadlineExceeded) -> EverliftError:
-        """The end of a try that had what was left of the time, as ``late`` says, or of those before
+        """Return the end of a try that had what was left of the time, as ``late`` says, or of those before
         it."""
         return late if self._passed is None else _too_late(self._passed)
 

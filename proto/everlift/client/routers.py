@@ -71,7 +71,7 @@ class Routers:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A call is between two tries."""
+        """Yield a call is between two tries."""
         self.num_waiting += 1
         try:
             yield

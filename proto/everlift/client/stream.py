@@ -117,7 +117,7 @@ class Stream(AsyncIterator[Chunk]):
         return chunk
 
     async def text(self) -> str:
-        """The whole rest of the text: of the first choice, if there are several.
+        """Return the whole rest of the text: of the first choice, if there are several.
 
         >>> stream = client.generate("one two three")
         >>> (await anext(stream)).text, await stream.text()
@@ -126,7 +126,7 @@ class Stream(AsyncIterator[Chunk]):
         return (await self.texts())[0]
 
     async def texts(self) -> list[str]:
-        """The whole rest of each choice's text.
+        """Return the whole rest of each choice's text.
 
         >>> await client.generate("one two three", n=2).texts()
         ['one two three', 'one two three']
@@ -137,7 +137,7 @@ class Stream(AsyncIterator[Chunk]):
         return ["".join(pieces[choice]) for choice in range(max(len(self.finish_reasons), 1))]
 
     async def aclose(self) -> None:
-        """Ends the request if it is this stream's own and unfinished. Never fails.
+        """End the request if it is this stream's own and unfinished. Never fails.
 
         >>> stream = client.generate("one two three")
         >>> (await anext(stream)).text

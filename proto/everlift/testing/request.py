@@ -29,7 +29,7 @@ Answer = Callable[[Submission], Output | Sequence[Output]]
 
 
 def words(submission: Submission) -> Output:
-    """Gives the prompt back, a token a word; of token ids, each as a word."""
+    """Give the prompt back, a token a word; of token ids, each as a word."""
     prompt = submission.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     first, *others = text.split(" ")
@@ -68,7 +68,7 @@ class FakeRequest:
         )
 
     def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
-        """The last piece of a choice, and maybe of the stream."""
+        """Return the last piece of a choice, and maybe of the stream."""
         output, count = self.outputs[choice], len(self.tokens(choice))
         complete = count == len(output.tokens)
         piece = self.piece(choice, count, count)

@@ -136,7 +136,7 @@ class FakeRouter(
         await self._server.start()
 
     async def stop(self) -> None:
-        """Breaks every connection at once."""
+        """Break every connection at once."""
         await self._server.stop(grace=None)
 
     async def __aenter__(self) -> Self:

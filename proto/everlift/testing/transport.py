@@ -171,7 +171,7 @@ class _Call(Generic[A]):
         return self._status is not None and (self._serving is None or self._serving.done())
 
     async def read(self) -> Any:
-        """The next answer; grpc.aio.EOF after the last one."""
+        """Return the next answer; grpc.aio.EOF after the last one."""
         try:
             item = self._status or await self._answers.get()
         except asyncio.CancelledError:
@@ -222,7 +222,7 @@ class _Call(Generic[A]):
             self._timer.cancel()
 
     async def is_left(self) -> None:
-        """Returns when its handler has ended."""
+        """Return when its handler has ended."""
         if self._serving is not None:
             await asyncio.wait({self._serving})
 

@@ -196,7 +196,7 @@ def _headers(context: Context) -> Mapping[str, str]:
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:
-    """A call's one message. Raises InvalidRequest where there is none: gRPC's own handlers of
+    """Return a call's one message. Raises InvalidRequest where there is none: gRPC's own handlers of
     single messages would leave such a call without an answer."""
     async for data in messages:
         return data

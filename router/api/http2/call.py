@@ -63,7 +63,7 @@ class Source(Protocol):
     def is_over(self) -> bool: ...
 
     def poll(self) -> Any | None:
-        """The next answer, if there is one now."""
+        """Return the next answer, if there is one now."""
         ...
 
 
@@ -248,7 +248,7 @@ class Call:
         raise grpc.aio.AbortError
 
     async def write(self, answer: Any) -> None:
-        """Waits while too much is unsent. Raises CancelledError where the call is over."""
+        """Wait while too much is unsent. Raises CancelledError where the call is over."""
         self._check_open()
         self._put(answer)
         self._more()
@@ -362,7 +362,7 @@ class Call:
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:
-        """Sends what the windows allow. True when the call is over."""
+        """Send what the windows allow. True when the call is over."""
         if self._source is not None:
             self._draw(self._source)
         if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
@@ -403,7 +403,7 @@ class Call:
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
-    """The servicer's method, of whichever of the four kinds it is."""
+    """Return the servicer's method, of whichever of the four kinds it is."""
     kinds = (
         *(handler.unary_unary, handler.unary_stream),
         *(handler.stream_unary, handler.stream_stream),

@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
             self._free_since = self._loop.time()
 
     def leave(self) -> None:
-        """Takes no new calls; closes when the last one is over."""
+        """Take no new calls; closes when the last one is over."""
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             last = self._http2.highest_inbound_stream_id
@@ -305,7 +305,7 @@ class Connection(asyncio.Protocol):
         self._flush_soon()
 
     def shut_down(self) -> None:
-        """Ends its calls, says so, and closes."""
+        """End its calls, says so, and closes."""
         for call in tuple(self._calls.values()):
             call.shut_down()
         self._is_leaving = True

@@ -20,14 +20,14 @@ _WORTHWHILE_BYTES = 256
 
 
 def check_encoding(name: str) -> str:
-    """Returns an encoding that is spoken here; raises Unimplemented."""
+    """Return an encoding that is spoken here; raises Unimplemented."""
     if name not in ENCODINGS:
         raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
     return name
 
 
 def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
-    """The message with what goes before it, compressed where that is worth while."""
+    """Return the message with what goes before it, compressed where that is worth while."""
     if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
         return _HEAD.pack(0, len(message)) + message
     compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])

@@ -86,7 +86,7 @@ class Server:
             )
 
     async def stop(self, grace: float | None) -> None:
-        """Takes no new calls; those under way have ``grace`` seconds to end."""
+        """Take no new calls; those under way have ``grace`` seconds to end."""
         for listening in self._listening:
             listening.close()
         for bound, _ in self._bound:

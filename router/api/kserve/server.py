@@ -161,7 +161,7 @@ class KserveServer:
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
-        """Counts since this router started. Times are among the metrics."""
+        """Count since this router started. Times are among the metrics."""
         self._check_asked(parse(pb.ModelStatisticsRequest, data))
         counters = self._requests.counters
         stats = pb.InferStatistics(

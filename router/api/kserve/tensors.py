@@ -59,7 +59,7 @@ class Tensor:
 def inputs(
     request: pb.ModelInferRequest, check_count: Callable[[str, int], None]
 ) -> Iterator[Tensor]:
-    """A request's tensors, each read when it is asked for. ``check_count`` is told its name and how
+    """Yield a request's tensors, each read when it is asked for. ``check_count`` is told its name and how
     many elements its shape has before any of them is made: a few bytes are one, and a request has
     room for millions. Raises InvalidRequest, and what ``check_count`` raises."""
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)

@@ -39,7 +39,7 @@ BEGIN = Position()
 
 
 def written(name: str, positions: Iterable[str]) -> str:
-    """An event's id, of what its positions are written as."""
+    """Return an event's id, of what its positions are written as."""
     return f"{name}/{','.join(positions)}"
 
 

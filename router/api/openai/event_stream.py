@@ -99,7 +99,7 @@ class Events:
         return not self._last
 
     def poll(self) -> bytes | None:
-        """The next one, if it is there. Raises what one of the requests fails with."""
+        """Return the next one, if it is there. Raises what one of the requests fails with."""
         while (numbered := self._generation.poll()) is not None:
             news = self._transcript.read(*numbered)
             if news is not None and (data := self._answer.data(news, self._usage)) is not None:

@@ -26,7 +26,7 @@ class HttpServer:
         self.address = ""
 
     async def bind(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        """Takes the port, and serves nobody yet; with a ``context`` it speaks TLS. An empty host:
+        """Take the port, and serves nobody yet; with a ``context`` it speaks TLS. An empty host:
         nowhere. Raises OSError when the port is taken."""
         if not host:
             return
@@ -65,7 +65,7 @@ class HttpServer:
             connection.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Listens no more; lets answers end for ``grace_s``, then hangs up."""
+        """Listen no more; lets answers end for ``grace_s``, then hangs up."""
         if self._server is None:
             return
         self._server.close()

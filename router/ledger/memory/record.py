@@ -34,7 +34,7 @@ class Choice:
     finish_reason: FinishReason | None = None
 
     def store(self, item: Append, max_tokens: int) -> Appended:
-        """Stores what lies beyond the tokens that are known."""
+        """Store what lies beyond the tokens that are known."""
         known = len(self.tokens) - item.offset
         if known < 0:
             return Appended.GAP
@@ -91,7 +91,7 @@ class Record:
 
     @classmethod
     def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
-        """A request without a move, not even its opening."""
+        """Return a request without a move, not even its opening."""
         entry = Entry(
             request.request_id,
             State.QUEUED,
@@ -107,7 +107,7 @@ class Record:
         return all(choice.finish_reason for choice in self.choices)
 
     def update(self, **changes: Any) -> None:
-        """Changes the entry, and lets it say what the choices have."""
+        """Change the entry, and lets it say what the choices have."""
         self.entry = replace(
             self.entry,
             num_tokens=tuple(len(choice.tokens) for choice in self.choices),
@@ -155,7 +155,7 @@ class Record:
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
     def learn(self, told: Stored, now: float) -> None:
-        """Takes over what it lacks; state and owner too from who knows of more moves."""
+        """Take over what it lacks; state and owner too from who knows of more moves."""
         before = self.entry.moves
         if told.entry.moves > before:
             self.entry = told.entry

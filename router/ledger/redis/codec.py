@@ -48,7 +48,7 @@ def has_logprobs(request: Request) -> bool:
 
 @cache
 def _record(num_top: int) -> struct.Struct:
-    """A token's log probabilities, little endian:
+    """Return a token's log probabilities, little endian:
 
     logprob float32 | rank uint32 | ids of the alternatives uint32 ... | theirs float32 ...
     """
@@ -56,7 +56,7 @@ def _record(num_top: int) -> struct.Struct:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """A record each. All have as many alternatives as the first one; raises struct.error for one
+    """Return a record each. All have as many alternatives as the first one; raises struct.error for one
     that has not."""
     if not logprobs:
         return b""
@@ -173,7 +173,7 @@ def _entry_fields(entry: Entry) -> list[str | int]:
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
-    """The answer of common.lua's ``entry``."""
+    """Return the answer of common.lua's ``entry``."""
     texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
     finishes, state, gateway, arrived, worker, epoch, attempts, losses, *others = texts
     slug, message, moves, tally = others
@@ -196,7 +196,7 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """The answer of common.lua's ``continuation``, less its first word."""
+    """Return the answer of common.lua's ``continuation``, less its first word."""
     fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling
@@ -216,13 +216,13 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
 
 
 def event(text: bytes) -> Event:
-    """An item of e:<request id>."""
+    """Return an item of e:<request id>."""
     time, move, detail = text.decode().split(" ", 2)
     return Event(int(time) / 1e6, move, detail)
 
 
 def membership(answer: Sequence[bytes]) -> Membership:
-    """The answer of beat.lua."""
+    """Return the answer of beat.lua."""
     now, leader, address, term, workers_version, policy_version = answer
     return Membership(
         now=seconds(now),
@@ -235,7 +235,7 @@ def membership(answer: Sequence[bytes]) -> Membership:
 
 
 def part(answer: Sequence[Any]) -> Part:
-    """The answer of list.lua."""
+    """Return the answer of list.lua."""
     is_end, *rows = answer
     return Part([_row(*row) for row in rows], is_end=is_end == 1)
 
@@ -246,7 +246,7 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 
 def policy(answer: Sequence[bytes]) -> ClusterPolicy:
-    """The answer of set_policy.lua."""
+    """Return the answer of set_policy.lua."""
     texts = [text.decode() for text in answer]
     values = dict(zip(texts[::2], texts[1::2], strict=True))
     version = int(values.pop("version", "0"))

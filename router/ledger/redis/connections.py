@@ -62,7 +62,7 @@ class Connections(Protocol):
         ...
 
     async def call(self, commands: Sequence[Command]) -> list[Any]:
-        """The same for scripts that wait for nothing."""
+        """Return the same for scripts that wait for nothing."""
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:

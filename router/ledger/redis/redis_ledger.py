@@ -93,7 +93,7 @@ _MANY_LOGPROBS = 2048
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
-    """The ledger at a url, its server and layout checked.
+    """Return the ledger at a url, its server and layout checked.
 
     Raises LedgerSetupError for a server or layout that cannot be used, LedgerUnavailable for one
     that does not answer, ValueError for what is no url.
@@ -543,7 +543,7 @@ class RedisLedger:
         return self._cluster_id
 
     async def time(self) -> float:
-        """The server's clock, in seconds since 1970; of several servers the first one's."""
+        """Return the server's clock, in seconds since 1970; of several servers the first one's."""
         answers = await self._shards.ask_each_server("time", "TIME")
         seconds, microseconds = answers[0]
         return float(seconds) + float(microseconds) / 1e6

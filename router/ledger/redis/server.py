@@ -27,7 +27,7 @@ _FSYNCS = {
 
 
 def check_server(info: Info, *, is_cluster: bool = False) -> str:
-    """Returns the server's name and version. Raises LedgerSetupError; LedgerUnavailable for one
+    """Return the server's name and version. Raises LedgerSetupError; LedgerUnavailable for one
     that reads its data back, which says until then that it keeps none on its disk."""
     if info.get("loading"):
         raise LedgerUnavailable("the ledger's server is loading its data")
@@ -79,7 +79,7 @@ def generation(infos: Sequence[Info]) -> str:
 
 
 def memory_used(infos: Sequence[Info]) -> float:
-    """The part of its bound that the fullest server uses, 0 where none has one. Counted as the
+    """Return the part of its bound that the fullest server uses, 0 where none has one. Counted as the
     server does when it decides whether it is full."""
     return max(map(_memory_used, infos), default=0.0)
 
@@ -92,7 +92,7 @@ def _memory_used(info: Info) -> float:
 
 
 def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
-    """Takes what the ledger was made with. Raises LedgerSetupError."""
+    """Take what the ledger was made with. Raises LedgerSetupError."""
     if schema != SCHEMA:
         raise LedgerSetupError(
             f"the ledger under {config.key_prefix!r} has schema {schema}; this version of Everlift"

@@ -78,7 +78,7 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
 
 
 def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
-    """Writes down what is not there."""
+    """Write down what is not there."""
     key = _layout_key(config)
     fields: dict[str, str | int] = {
         "schema": SCHEMA,

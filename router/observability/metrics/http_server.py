@@ -50,7 +50,7 @@ class MetricsServer:
         self.address = joined(host, bound)
 
     async def stop(self) -> None:
-        """Listens no more, and hangs up."""
+        """Listen no more, and hangs up."""
         if self._server is not None:
             self._server.close()
             for task in self._answering:

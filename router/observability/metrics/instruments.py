@@ -152,7 +152,7 @@ class _Class:
 
 
 def timed(ledger: Ledger, instruments: Instruments) -> Ledger:
-    """The same ledger, of whose calls the instruments hear."""
+    """Return the same ledger, of whose calls the instruments hear."""
     return cast("Ledger", _Timed(ledger, instruments))
 
 

@@ -27,7 +27,7 @@ class Exporter(Protocol):
         ...
 
     def close(self) -> None:
-        """Sends what is left, for ``CLOSE_S`` at most. Waits for that."""
+        """Send what is left, for ``CLOSE_S`` at most. Waits for that."""
         ...
 
 

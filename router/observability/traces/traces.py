@@ -70,7 +70,7 @@ class Traces:
             self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug, x_request_id)])
 
     def close(self) -> None:
-        """Sends what is left. Waits for that: not for the event loop's thread."""
+        """Send what is left. Waits for that: not for the event loop's thread."""
         if self._exporter is not None:
             self._exporter.close()
 

@@ -64,7 +64,7 @@ class Policy(ABC):
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:
-        """Whether ``head`` is admitted before any more of ``running`` is prefilled."""
+        """Return whether ``head`` is admitted before any more of ``running`` is prefilled."""
         return False
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:

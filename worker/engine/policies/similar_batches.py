@@ -121,7 +121,7 @@ class SimilarBatches:
             self._members.push(sequence)
 
     def heads(self) -> list[WaitingBatch]:
-        """The longest waiting batch of each band, of the highest class that has any."""
+        """Return the longest waiting batch of each band, of the highest class that has any."""
         for key, batches in [*self._bands.items()]:
             while batches and not batches[0]:
                 batches.popleft()
@@ -143,7 +143,7 @@ class SimilarBatches:
 
 
 def band_begins(waste: float, longest: int) -> list[int]:
-    """The shortest length of each band, up to ``longest``."""
+    """Return the shortest length of each band, up to ``longest``."""
     begins = [1]
     while begins[-1] <= longest:
         begins.append(int(begins[-1] / (1 - waste)) + 1)
