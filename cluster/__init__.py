@@ -1,5 +1,7 @@
-"""A whole cluster: configuration, command line, starting and watching it. And ``LLM``, for a model
-without any of it."""
+"""A whole cluster: configuration, command line, starting and watching it.
+
+And ``LLM``, for a model without any of it.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """On standard error. The function that it gives takes the output tokens of the next one of
-    ``total``; ``done`` of them were so before."""
+    """Yield a function that advances a progress bar on standard error.
+
+    The function takes the output tokens of one more of ``total`` prompts; ``done`` were finished
+    before.
+    """
     if not shown:
         yield _unseen
         return

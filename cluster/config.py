@@ -135,7 +135,7 @@ class Config:
             self._set("model", str(Path(self.model).expanduser().absolute()))
 
     def at_commit(self, commit: str) -> Config:
-        """This configuration with ``commit`` as its model's revision."""
+        """Return this configuration with ``commit`` as the revision of its model."""
         return replace(
             self,
             model_revision=commit,

@@ -42,8 +42,10 @@ Address = Annotated[
 async def connected(
     address: str | None, retry_s: float = RETRY_S, key: str | None = None
 ) -> AsyncIterator[AsyncClient]:
-    """A client of a cluster that answers, with a ``key`` in the place of the environment's. Raises
-    Unreachable and Unauthenticated with advice."""
+    """Connect to a cluster that answers.
+
+    ``key`` replaces the environment's. Raises Unreachable and Unauthenticated with advice.
+    """
     routers, shown = addresses(address), key or api_key()
     await _probe(routers, shown)
     async with AsyncClient(routers, tls=tls(), api_key=shown, retry_s=retry_s) as client:
@@ -102,8 +104,10 @@ def with_ledger(config: Config, url: str | None) -> Config:
 
 @asynccontextmanager
 async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
-    """The one that is configured, or the one that runs here. Raises ClusterFailed,
-    LedgerSetupError, LedgerUnavailable."""
+    """Connect to the configured ledger, or to the one on this machine.
+
+    Raises ClusterFailed, LedgerSetupError, LedgerUnavailable.
+    """
     # The other commands, which all import this one, have no use for Redis.
     from router.ledger.redis.redis_ledger import connect
 

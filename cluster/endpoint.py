@@ -14,7 +14,10 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """Yield the file, for as long as this process says. Of several clusters the last one is found."""
+    """Yield the file, for as long as this process says.
+
+    Of several clusters the last one is found.
+    """
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
     written = path.with_suffix(f".{os.getpid()}")

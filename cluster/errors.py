@@ -12,8 +12,10 @@ class BatchFailed(Exception):
 
 
 class WorkloadFailed(Exception):
-    """Requests cannot be made up, or read, as it was asked. The message says why, and of a file
-    where."""
+    """Requests cannot be made up, or read, as it was asked.
+
+    The message says why, and of a file where.
+    """
 
 
 class ForecastFailed(Exception):

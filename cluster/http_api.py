@@ -21,8 +21,11 @@ Body = Mapping[str, object]
 
 
 class HttpApi:
-    """Client of one router's HTTP server. Every method raises EverliftError, as the router does,
-    and Unreachable for a connection that fails."""
+    """Client of one router's HTTP server.
+
+    Every method raises EverliftError, as the router does, and Unreachable for a connection that
+    fails.
+    """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session

@@ -24,8 +24,10 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """``pinned``, with all files of that model on this machine. Raises ModelUnavailable, and
-    ClusterFailed for a model that no worker can serve."""
+    """``pinned``, with all files of that model on this machine.
+
+    Raises ModelUnavailable, and ClusterFailed for a model that no worker can serve.
+    """
     config = await pinned(config)
     with told(f"downloading {config.model}") as progress:
         await model_files.fetch(

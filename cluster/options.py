@@ -1,5 +1,4 @@
-"""What may be said about a request on the command line: each option once, by its name in the
-client's GenerateOptions."""
+"""Options of a request on the command line, each defined once, by its name in GenerateOptions."""
 
 from __future__ import annotations
 

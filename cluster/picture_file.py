@@ -10,6 +10,6 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def check(option: str, path: Path) -> None:
-    """Raises SettingsError where its name says no kind of picture that can be drawn."""
+    """Check the suffix of a picture file. Raises SettingsError."""
     if path.suffix.lower() not in _SUFFIXES:
         raise SettingsError(f"{option}: must end with one of {' '.join(_SUFFIXES)}, not {path}")

@@ -14,7 +14,7 @@ class Events:
         self._rest = b""
 
     def of(self, data: bytes) -> Iterator[bytes]:
-        """Those that are whole with this."""
+        """Yield the events that ``data`` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

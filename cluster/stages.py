@@ -1,4 +1,4 @@
-"""What `everlift up` shows of a cluster's start: a line for each stage, with its duration."""
+"""Output of `everlift up` during a start: a line for each stage, with its duration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.config import Config
 
 @dataclass
 class Stage:
-    """One part of the start. ``result`` is what its line says when it is over."""
+    """Stage of a start. ``result`` is the text of its line when it is over."""
 
     result: str
 

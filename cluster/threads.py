@@ -17,15 +17,17 @@ WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
-    """What is configured, else an equal share of ``cores`` for every rank that there may be."""
+    """Return the configured threads of a rank, else an equal share of ``cores``."""
     ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """What a rank's process starts with. A waiting OpenMP thread that spins on would take the cores
-    of everybody else there. numpy's own threads, which begin with its import, would do nothing but
-    be in the way of a fork."""
+    """Return the environment of a rank's process.
+
+    A spinning OpenMP thread would take cores from all other processes, and numpy's own threads
+    would prevent forking.
+    """
     return {
         **WAITING,
         "OMP_NUM_THREADS": str(threads),
@@ -34,9 +36,11 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def wait_passively() -> None:
-    """Lets the threads of a rank in this process wait as those of one in its own. Who has set
-    something has decided. OpenMP reads it once, when torch is imported: where that is done nothing
-    can be changed any more, only said."""
+    """Lets the threads of a rank in this process wait as those of one in its own.
+
+    Who has set something has decided. OpenMP reads it once, when torch is imported: where that is
+    done nothing can be changed any more, only said.
+    """
     policy = os.environ.get(_WAIT_POLICY)
     if policy not in (None, WAITING[_WAIT_POLICY]):
         return

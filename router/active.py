@@ -1,7 +1,7 @@
-"""Which model clients are sent to while a cluster of another model replaces this one.
+"""Choice of the model that serves clients while one cluster replaces another.
 
-Two clusters of different models have ledgers of their own and share ``ledger.active_key``. Routers
-of the active cluster alone are ready, so that a load balancer sends clients to one model at a time.
+Two clusters of different models have ledgers of their own and share ``ledger.active_key``. Only
+routers of the active cluster are ready, so a load balancer sends clients to one model at a time.
 """
 
 from __future__ import annotations

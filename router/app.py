@@ -151,8 +151,7 @@ class RouterDeployment:
             self._leaving = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Serve awaits this once when it stops the replica; what Python itself calls later is
-        moot."""
+        """Serve awaits this once when it stops the replica; what Python itself calls later is moot."""
         router: Router | None = self.__dict__.get("_router")
         self._router = None
         if router is None:

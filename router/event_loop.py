@@ -84,11 +84,10 @@ T = TypeVar("T")
 
 
 async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
-    """What the first of the calls answers that has an end; every ``every_s`` there is one more.
+    """Return the first answer of calls that are started every ``every_s`` seconds (hedged calls).
 
-    For calls of the ledger on which a lease hangs: each has a connection of its own, so that one
-    that leads nowhere costs a part of the lease, and not the time after which it is given up.
-    Raises what that first call does.
+    For ledger calls on which a lease depends: each has its own connection, so a dead one costs only
+    a part of the lease. Raises the error of the first call that ends.
     """
     calls = [asyncio.create_task(ask())]
     try:

@@ -89,7 +89,7 @@ class Heartbeat:
         self._leader.changed.clear()
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
-        """A worker is ready. Raises InvalidRequest for one that does not fit the others."""
+        """Announce a ready worker. Raises InvalidRequest if it does not fit the others."""
         for link in self._sessions.links:
             if link.is_up:
                 _check_same(link.info, info)
@@ -127,8 +127,10 @@ class Heartbeat:
         self._workers_version = -1
 
     def _assert_again(self, generation: str) -> None:
-        """Beats go on meanwhile. What came after the ledger's last change of servers is told after
-        what went before it."""
+        """Beats go on meanwhile.
+
+        What came after the ledger's last change of servers is told after what went before it.
+        """
         if generation != self._generation:
             before, self._generation = self._asserting, generation
             self._asserting = asyncio.create_task(self._tell_ledger(generation, before))

@@ -28,8 +28,10 @@ class Outbox(Generic[M]):
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Repeated fields are appended, others replaced. After the close it changes nothing.
-        ``message`` is the outbox's own from then on."""
+        """Repeated fields are appended, others replaced.
+
+        After the close it changes nothing. ``message`` is the outbox's own from then on.
+        """
         if self._is_closed:
             return
         num_bytes = message.ByteSize()

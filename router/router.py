@@ -116,9 +116,12 @@ class Router:
         transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
-        """Return a replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
-        ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
-        SettingsError, OSError (port taken)."""
+        """Return a replica that serves.
+
+        A ``transport`` takes the place of gRPC, and of its TLS. ``memory_limit`` is the ledger's.
+        Raises UnknownModel, ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port
+        taken).
+        """
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults
@@ -412,7 +415,7 @@ class Router:
         self.check()
 
     def check(self) -> None:
-        """Raises the error of a part that failed."""
+        """Raise the error of a part that failed, if any."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()

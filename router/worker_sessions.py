@@ -58,7 +58,7 @@ class _Replaced(Exception):
 
 
 class WorkerLink:
-    """One worker's stream, dialled again and again until closed. Times are the router's clock."""
+    """Stream to one worker, redialled until closed. Times are the router's clock."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
     def drain(self) -> None:
-        """The worker hands everything back, whichever router's it is, and takes no more."""
+        """Drain the worker, for all routers."""
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
@@ -188,7 +188,9 @@ class WorkerLink:
                 await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """A silent worker is lost before ``silence_s`` are over, if the event loop is not late."""
+        """Declare a silent worker lost before ``silence_s`` are over, unless the event loop is
+        late.
+        """
         interval = self._silence_s / _LOOKS
         while True:
             due = now() + interval
@@ -227,7 +229,7 @@ class WorkerLink:
 
 
 class Sessions:
-    """One link for each worker in the ledger's table."""
+    """Links to the workers of the ledger's table."""
 
     def __init__(
         self,
@@ -280,8 +282,10 @@ class Sessions:
         return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
-        """Tells a worker to hand everything back; returns how many sequences it has now. Raises
-        UnknownWorker."""
+        """Tells a worker to hand everything back; returns how many sequences it has now.
+
+        Raises UnknownWorker.
+        """
         link = self._connected(worker_id)
         link.drain()
         return link.state.num_running + link.state.num_waiting
@@ -293,7 +297,7 @@ class Sessions:
             link.set_policy(policy)
 
     def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
-        """Raises UnknownWorker."""
+        """Inject a fault into a worker. Raises UnknownWorker."""
         self._connected(worker_id).inject(fault)
 
     def _connected(self, worker_id: str) -> WorkerLink:

@@ -16,7 +16,7 @@ _FIRST = "1000"
 
 
 def full_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's, and ``more``."""
+    """Return this process's environment updated with ``more``."""
     # What this process can import, however it came to that, its children can too.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **more}
@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on this process is killed when process ``parent``, which started it, ends (Linux).
+    """Let the kernel kill this process when its ``parent`` ends (Linux).
 
-    The kernel watches the thread that started this process: it must live as long as its process.
+    The kernel watches the thread that started this process, which must live as long as its process.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -85,7 +85,7 @@ class Gauges:
         self._last_reason = ""
 
     def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
-        """A decision and what it was made of: the load, as it was told so long ago."""
+        """Export a decision and the load report of age ``age_s`` seconds that it was made from."""
         values: Sequence[float] = (
             *(decision.workers, max_workers, decision.need, decision.wait_s),
             *(age_s, load.queued_tokens, load.worker_rate),

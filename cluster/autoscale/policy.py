@@ -1,4 +1,4 @@
-"""How many workers there should be. Pure.
+"""Policy of the autoscaler: the number of workers for the present load. Pure.
 
 Work is counted in tokens, of prompts and of outputs as they are predicted. With ``r`` tokens per
 second of a worker that has all it can take, ``a`` tokens per second that come, and ``q`` tokens

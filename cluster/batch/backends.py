@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 
 class ClusterBackend:
-    """A request that it sent before, perhaps in another process, is attached to. What is cut off
-    goes on in the cluster, where it is found again."""
+    """A request that it sent before, perhaps in another process, is attached to.
+
+    What is cut off goes on in the cluster, where it is found again.
+    """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
         """``http`` is entered for the first chat; closing the backend leaves it."""

@@ -38,9 +38,10 @@ class Results(Container[Key]):
     """Opened with what is in it already. One process at a time has it."""
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """With ``retry_failed``, lines that failed are not done.
+        """Read the results of an earlier run.
 
-        Raises BatchFailed for a file that is something else, or another's now; OSError.
+        With ``retry_failed``, failed lines count as open. Raises BatchFailed for a file that is not
+        one of results or is in use; OSError.
         """
         self.path = path
         self._keys: set[Key] = set()
@@ -73,7 +74,7 @@ class Results(Container[Key]):
         return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Raises OSError where it cannot be written whole."""
+        """Write one result. Raises OSError if it cannot be written completely."""
         line = _key(record)
         if "error" in record and (attempt := self.attempt(line)) > 1:
             record = {**record, "attempt": attempt}

@@ -21,7 +21,10 @@ class Backend(Protocol):
     """Interface of what answers a batch."""
 
     async def complete(self, work: Work) -> Completion:
-        """Raises EverliftError for this one, anything else for all that would follow."""
+        """Return the completion of one line.
+
+        Raises EverliftError for this line, any other error for all further lines.
+        """
         ...
 
     async def chat(self, work: ChatWork) -> Any:
@@ -40,8 +43,10 @@ class Batch:
     output_tokens: int = 0
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Return when every line has its result. What keeps all of them from one is raised, and
-        the batch can be run again."""
+        """Return when every line has its result.
+
+        What keeps all of them from one is raised, and the batch can be run again.
+        """
         room = asyncio.Semaphore(self.concurrency)
         try:
             async with asyncio.TaskGroup() as group:

@@ -242,7 +242,10 @@ class Asked:
 
 
 async def measured(asked: Asked, now: datetime) -> Json:
-    """Raises BenchFailed, WorkloadFailed, and what connecting raises."""
+    """Send the load and return the report.
+
+    Raises BenchFailed, WorkloadFailed, and the errors of connecting.
+    """
     async with ready(asked.target, asked.load, asked.manner) as run:
         setting = _setting(asked, run.model, now)
         if asked.ramp is None:

@@ -51,11 +51,11 @@ class Answer:
         return bool(self._pieces)
 
     def is_sent(self) -> None:
-        """The request leaves now."""
+        """Record that the request is sent now."""
         self._sent = self._now()
 
     def piece(self, text: str, tokens: int = 0) -> None:
-        """A piece of output; ``tokens`` of it, where that is said."""
+        """Record a piece of output with its number of ``tokens``, if known."""
         self._pieces.append(self._now())
         self._told_tokens += tokens
         self._texts.append(text)
@@ -134,7 +134,7 @@ def base_url(text: str) -> str:
 
 @asynccontextmanager
 async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session whose paths are below ``url``, which must be a base_url."""
+    """Open a session whose paths are below ``url``, which must be a base_url."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(
         f"{url}/",
@@ -235,8 +235,10 @@ class OpenAiEndpoint:
             answer.usage(*(int(number or 0) for number in told))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
-        """Although no text: special tokens, or a part of a character. A chat's first chunk may have
-        a role alone, and the last one of most answers an end alone."""
+        """Although no text: special tokens, or a part of a character.
+
+        A chat's first chunk may have a role alone, and the last one of most answers an end alone.
+        """
         if choice.get("finish_reason") is not None:
             return not answer.has_begun
         return not self._is_chat

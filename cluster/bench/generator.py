@@ -46,7 +46,9 @@ class Generator:
         self, requests: Sequence[Request], most_at_once: int | None = None
     ) -> list[Outcome]:
         """Each at its time, of which ``most_at_once`` are on their way together; None is no limit.
-        Their outcomes, in the order of the requests, when all have ended."""
+
+        Their outcomes, in the order of the requests, when all have ended.
+        """
         room = asyncio.Semaphore(most_at_once or len(requests) or 1)
 
         async def in_turn(request: Request) -> Outcome:
@@ -81,7 +83,10 @@ class Generator:
         return [outcomes[number] for number in range(len(requests))]
 
     async def _until(self, due: float) -> None:
-        """At least one turn of the loop: many that are due at once must not hold up what comes."""
+        """Sleep until ``due``, at least one turn of the event loop.
+
+        Otherwise many requests that are due at once would starve the answers.
+        """
         await asyncio.sleep(due - self._now())
         # A timer may be early by a part of a millisecond.
         while (early := due - self._now()) > 0:

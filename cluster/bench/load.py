@@ -45,8 +45,11 @@ class TokenPrompts:
 
 
 class WordPrompts:
-    """Words, one for each token. With a ``tokenizer`` (of the tokenizers library) the text is cut
-    to as many tokens as are wanted, and is counted by it."""
+    """Words, one for each token.
+
+    With a ``tokenizer`` (of the tokenizers library) the text is cut to as many tokens as are
+    wanted, and is counted by it.
+    """
 
     def __init__(self, tokenizer: Any | None, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -93,9 +96,11 @@ def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``due`` is in seconds since the load begins. ``prompt`` is text, or token ids, of about
-    ``prompt_tokens``; an endpoint may count others. ``fields`` are of an OpenAI body, and win over
-    what is usual."""
+    """``due`` is in seconds since the load begins.
+
+    ``prompt`` is text, or token ids, of about ``prompt_tokens``; an endpoint may count others.
+    ``fields`` are of an OpenAI body, and win over what is usual.
+    """
 
     due: float
     prompt: str | tuple[int, ...]
@@ -112,10 +117,13 @@ INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is said on the command line, in its words. Lengths are the workloads' or the trace's,
-    else those of ``input_tokens`` and ``output_tokens``; none is above ``longest_input`` and
-    ``longest_output``. Moments are theirs too, unless there is a ``rate``; without either, all
-    requests are due at once. Raises BenchFailed, and WorkloadFailed as requests are made."""
+    """Options of a load, as on the command line.
+
+    Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``,
+    limited by ``longest_input`` and ``longest_output``. Arrival times come from them too unless
+    there is a ``rate``; without either, all requests are due at once. Raises BenchFailed, and
+    WorkloadFailed while requests are made.
+    """
 
     workloads: Sequence[str] | None = None
     trace: Path | None = None

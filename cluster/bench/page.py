@@ -147,7 +147,7 @@ def _key_width(line: Line) -> int:
 
 
 def charts(found: Json) -> Iterator[Chart]:
-    """Of one report; nothing of vLLM's, which has no curves."""
+    """Yield the charts of one report; none for reports of vLLM, which have no curves."""
     more = ours(found)
     if not more:
         return
@@ -158,8 +158,7 @@ def charts(found: Json) -> Iterator[Chart]:
 
 
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
-    """What part of the requests had at most this latency, of one report or of several by their
-    names; a report is what stands under our name."""
+    """Yield the cumulative distribution of each latency, for one or several reports by name."""
     for name, title in LATENCIES.items():
         lines = [
             Line(who or title, _cumulative(more["curves_ms"][name]), style)

@@ -36,7 +36,7 @@ class CountedBy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Moments are in seconds since the load began, and come in this order:
+    """Times of one request, in seconds since the load began, in this order.
 
         due        its time begins to count
         admitted   there was room for it, where requests at once are limited
@@ -151,8 +151,11 @@ _WIDTHS = (1, 2, 5)
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """In slices of ``width_s``, from the load's begin on: what was due and what ended in each (a
-    second's), tokens (a second's), and requests that were due and not ended, at its end."""
+    """Rates and unfinished requests over time, in slices of ``width_s`` seconds.
+
+    Requests due and ended per second, tokens per second, and unfinished requests at the end of each
+    slice.
+    """
 
     width_s: float
     due_per_s: Sequence[float]
@@ -197,7 +200,7 @@ def most_tokens_in_a_second(outcomes: Sequence[Outcome]) -> float:
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """Requests that were sent and not ended."""
+    """Return the largest number of requests that were sent and unfinished at a time."""
     moves = sorted(move for each in outcomes for move in ((each.sent, 1), (each.ended, -1)))
     return max(accumulate(step for _, step in moves), default=0)
 
@@ -222,8 +225,7 @@ def _slice(at: float, width: float, slices: int) -> int:
 
 
 def _width(duration: float) -> float:
-    """1, 2 or 5 times a power of ten, so that there are about as many slices as a curve has
-    points."""
+    """1, 2 or 5 times a power of ten, so that there are about as many slices as a curve has points."""
     wanted = max(duration / _POINTS, 1e-3)
     power = 1e-3
     while power * 10 <= wanted:
@@ -254,7 +256,7 @@ class Slo:
 
 
 def slo(texts: Sequence[str]) -> Slo:
-    """Raises BenchFailed."""
+    """Return the limits of a good request that ``texts`` state. Raises BenchFailed."""
     pairs = (pair for text in texts for pair in _BETWEEN.split(text.strip()) if pair)
     return Slo(dict(_pair(pair) for pair in pairs))
 
@@ -365,8 +367,10 @@ Json = dict[str, Any]
 
 
 def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) -> Json:
-    """Those that vLLM has, with normalised latency (``norm``) as one more. A latency that no
-    request has is null."""
+    """Return the figures of vLLM's report and normalised latency (``norm``).
+
+    A latency without requests is null.
+    """
     complete = [each for each in outcomes if each.is_complete]
     duration = max((each.ended for each in outcomes), default=0.0)
     input_tokens = sum(each.prompt_tokens for each in complete)
@@ -427,8 +431,10 @@ def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
 
 
 def each_request(outcomes: Sequence[Outcome]) -> Json:
-    """Lists in the order of the requests, 0 or empty where one failed, as vLLM has them. A request
-    begins when it was due. vLLM's texts are not there: prompts and outputs stay out of files."""
+    """Return lists in the order of the requests, 0 or empty for failed ones, as vLLM has them.
+
+    Latencies count from the due time. Prompts and outputs are left out.
+    """
     return {
         "input_lens": [each.prompt_tokens for each in outcomes],
         "output_lens": [each.output_tokens if each.is_complete else 0 for each in outcomes],
@@ -475,9 +481,11 @@ OURS = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was asked, of whom, and how. ``backend`` is everlift, openai or openai-chat; ``where``
-    an address; ``load`` what else says which requests came, by the options' names. ``date`` is
-    local, as 20261123-101500."""
+    """Description of a load: endpoint, options and date.
+
+    ``backend`` is everlift, openai or openai-chat; ``where`` an address; ``load`` the other options
+    by name. ``date`` is local, as 20261123-101500.
+    """
 
     date: str
     label: str
@@ -528,8 +536,10 @@ def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
 
 
 def ramp_report(setting: Setting, stages: Sequence[Stage], *, is_detailed: bool = False) -> Json:
-    """Its figures are those of the highest rate that was kept up with; of the lowest one, where
-    none was."""
+    """Return the report of a ramp, with the figures of the highest sustained rate.
+
+    Without a sustained rate they are those of the lowest rate.
+    """
     kept = [stage for stage in stages if stage.is_kept]
     missed = [stage.rate for stage in stages if not stage.is_kept]
     shown = max(kept, key=lambda stage: stage.rate) if kept else stages[0]

@@ -24,8 +24,11 @@ _WARM_UP_CLIENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a load is sent: at most ``concurrency`` requests at once, None: any number. A request has
-    failed after ``timeout_s``. ``is_shown``: on a bar."""
+    """Way in which a load is sent.
+
+    At most ``concurrency`` requests at a time (None: any number), each with a timeout of
+    ``timeout_s`` seconds; ``is_shown`` draws a progress bar.
+    """
 
     concurrency: int | None
     warm_up: int
@@ -46,7 +49,7 @@ class Run:
         return self._found.model
 
     async def send(self, load: Load) -> Seen:
-        """Raises BenchFailed, WorkloadFailed."""
+        """Send the load and return what was seen. Raises BenchFailed, WorkloadFailed."""
         # Or the collector looks through all of them in the middle of the load.
         with growing():
             requests = load.all_requests(self._found.prompts(load.seed))
@@ -74,7 +77,7 @@ class Run:
         return stages
 
     async def warm_up(self, load: Load) -> None:
-        """Raises BenchFailed where no request of it is answered."""
+        """Send the warm-up requests. Raises BenchFailed if none is answered."""
         if not (number := self._manner.warm_up):
             return
         few = replace(load, requests=number, duration_s=None)
@@ -97,7 +100,10 @@ class Run:
 
 @asynccontextmanager
 async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
-    """Raises BenchFailed, WorkloadFailed, and what connecting raises."""
+    """Connect to the target and yield a run.
+
+    Raises BenchFailed, WorkloadFailed, and the errors of connecting.
+    """
     async with opened(target, manner.tokenizer) as found:
         run = Run(found, manner)
         await run.warm_up(load)

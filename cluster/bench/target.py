@@ -24,9 +24,10 @@ from cluster.errors import BenchFailed
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """With a ``url`` an endpoint of OpenAI's API, else the cluster at ``address`` by gRPC.
-    ``fields`` are of every OpenAI body. Its key is in no text that is made of it. Raises
-    BenchFailed."""
+    """Target of a load: an OpenAI endpoint (``url``) or a cluster (``address``) over gRPC.
+
+    ``fields`` are added to every OpenAI body. The key appears in no text. Raises BenchFailed.
+    """
 
     url: str | None
     address: str | None
@@ -65,7 +66,7 @@ class Opened:
 
 @asynccontextmanager
 async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    """Raises BenchFailed, and what connecting raises."""
+    """Connect to the target. Raises BenchFailed, and the errors of connecting."""
     way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
     async with way as found:
         yield found

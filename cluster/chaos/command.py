@@ -113,8 +113,10 @@ def check_ledger(
     ] = TIMEOUT_S,
     as_lines: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Search the ledger for lost, repeated, reordered and orphaned requests. It is not changed, and
-    the cluster may be running. The exit status is 1 if there are any."""
+    """Search the ledger for lost, repeated, reordered and orphaned requests.
+
+    It is not changed, and the cluster may be running. The exit status is 1 if there are any.
+    """
     config = configuration.load(None, os.environ, assignments or ())
     result = asyncio.run(_check(with_ledger(config, ledger), patience))
     if as_lines:

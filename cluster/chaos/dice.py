@@ -44,8 +44,10 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 
 
 class Dice:
-    """The same seed makes the same choices of the same workers. Each fault comes as often as the
-    others, as far as it is possible."""
+    """The same seed makes the same choices of the same workers.
+
+    Each fault comes as often as the others, as far as it is possible.
+    """
 
     def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:
         self._rng = Random(seed)
@@ -54,8 +56,10 @@ class Dice:
         self._unwell_until: dict[str, float] = {}
 
     def throw(self, now: float, workers: Sequence[str]) -> Happening | None:
-        """``now`` in seconds; ``workers`` are those that are alive and take requests. None where no
-        fault is possible at this moment."""
+        """``now`` in seconds; ``workers`` are those that are alive and take requests.
+
+        None where no fault is possible at this moment.
+        """
         if not (possible := self._possible(now, workers)):
             return None
         name = self._drawn(possible)

@@ -23,7 +23,10 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """``at`` is seconds since 1970. ``struck`` is whom it struck; with an ``error`` nobody."""
+    """Fault that was injected at ``at`` (seconds since 1970) into ``struck``.
+
+    With an ``error`` nothing was struck.
+    """
 
     name: str
     at: float
@@ -34,8 +37,11 @@ class Happened:
 async def run(
     client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
 ) -> list[Happened]:
-    """What has happened. A fault that the cluster does not take, since it has not got over the last
-    one yet, is no reason to end. Raises EverliftError where not even the first look is answered."""
+    """Inject random faults and return them.
+
+    A fault that the cluster cannot take yet is skipped. Raises EverliftError if the first status
+    call fails.
+    """
     await client.status()
     console.print(f"[dim]seed {seed}[/]")
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
@@ -64,9 +70,12 @@ async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
 
 
 async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
-    """Workers that are alive. Those that were drained, by us or by somebody else, and are empty by
-    now are killed: they are there for nothing, and what starts killed workers anew starts others in
-    their place. Raises EverliftError."""
+    """Workers that are alive.
+
+    Those that were drained, by us or by somebody else, and are empty by now are killed: they are
+    there for nothing, and what starts killed workers anew starts others in their place. Raises
+    EverliftError.
+    """
     workers = [worker for worker in (await client.status()).workers if worker.alive]
     for worker in workers:
         if worker.draining and not worker.num_running + worker.num_waiting:

@@ -89,8 +89,10 @@ def replay(
 def _routers(
     policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """By the policies' names; of none, the configuration's. Raises SettingsError and
-    ForecastFailed."""
+    """Return router settings by policy name; the configuration's without policies.
+
+    Raises SettingsError and ForecastFailed.
+    """
     if policies:
         return routers(policies, file, assignments)
     router = machines.config_of(file, assignments).router

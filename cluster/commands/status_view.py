@@ -17,8 +17,10 @@ from router.ledger.config import PROMISES
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Workers, what their engines make of their work, then the cluster's counters. With ``rates``
-    the workers' tokens are a second's."""
+    """Workers, what their engines make of their work, then the cluster's counters.
+
+    With ``rates`` the workers' tokens are a second's.
+    """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

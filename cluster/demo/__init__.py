@@ -22,8 +22,10 @@ _SLOTS = 16
 
 
 async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Start a throw-away cluster, shows it at work, prints what was counted, leaves nothing. At
-    SIGINT or SIGTERM it raises CancelledError."""
+    """Start a throw-away cluster, shows it at work, prints what was counted, leaves nothing.
+
+    At SIGINT or SIGTERM it raises CancelledError.
+    """
     from cluster.demo.run import describe, run
 
     task = asyncio.current_task()

@@ -32,7 +32,7 @@ class Occupancy:
         self._open: dict[tuple[str, int], Stay] = {}
 
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
-        """``running``: the request in each (worker, slot) at ``now``."""
+        """Record the request in each (worker, slot) at ``now``."""
         for key, request_id in running.items():
             stay = self._open.get(key)
             if stay is None or stay.request_id != request_id:
@@ -43,7 +43,7 @@ class Occupancy:
             del self._open[key]
 
     def moved(self) -> set[str]:
-        """Requests that were seen on more than one worker."""
+        """Return the requests that were seen on more than one worker."""
         homes: dict[str, set[str]] = {}
         for stay in self.stays:
             homes.setdefault(stay.request_id, set()).add(stay.worker_id)
@@ -51,8 +51,10 @@ class Occupancy:
 
 
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
-    """One panel a worker, one row a slot, one bar a stay; what moved is coloured, the same on both
-    workers, and the rest is grey."""
+    """Draw one panel a worker, one row a slot, and one bar a stay.
+
+    Requests that moved have the same colour on both workers; the others are grey.
+    """
     workers = list(dict.fromkeys(stay.worker_id for stay in occupancy.stays))
     workers.sort(key=lambda worker_id: worker_id != killed)
     figure, panels = pyplot.subplots(

@@ -1,4 +1,4 @@
-"""The files of TLS: can they be used?"""
+"""Checks of TLS files."""
 
 from __future__ import annotations
 

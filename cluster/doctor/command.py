@@ -21,7 +21,7 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def examine(config: Config) -> list[Finding]:
-    """This machine and the ledger; with a ``ray_address`` the nodes there, too."""
+    """Return the findings for this machine, the ledger and, with ``ray_address``, its nodes."""
     findings = [*machine.examine(config), *certificates.examine(config)]
     findings += asyncio.run(_ledger(config))
     if config.ray_address != LOCAL:

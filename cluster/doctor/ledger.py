@@ -1,4 +1,4 @@
-"""The ledger: is it there, does it promise what is asked of it, how far away is it?"""
+"""Checks of the ledger: its presence, its durability and its distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This machine: can a worker and a router of the configuration run here?"""
+"""Checks of this machine for the configured workers and routers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ def _device(config: Config) -> Iterator[Finding]:
 
 
 def _cpu_kernels(config: Config) -> Finding:
-    """Return the products that a worker on this CPU will compute. The first time they are compiled."""
+    """Return the products that a worker on this CPU will compute.
+
+    The first time they are compiled.
+    """
     import torch
 
     from worker.device.device import choose_dtype

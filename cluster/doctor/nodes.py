@@ -1,4 +1,4 @@
-"""The nodes of a running Ray cluster: are they alike, and do their ranks reach each other?"""
+"""Checks of the nodes of a running Ray cluster: their equality and the network between ranks."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _last_line(error: Exception) -> str:
 
 
 class Reducer:
-    """One rank of the all-reduce."""
+    """Actor that takes part in the all-reduce as one rank."""
 
     def open(self) -> str:
         """Return the address for the other ranks."""
@@ -214,8 +214,10 @@ class Reducer:
         return address
 
     def reduce(self, meeting: str, rank: int, size: int, device: str) -> float:
-        """Seconds of the second one; the first one connects. Raises ValueError for a wrong sum, and
-        what torch raises."""
+        """Seconds of the second one; the first one connects.
+
+        Raises ValueError for a wrong sum, and what torch raises.
+        """
         import torch
 
         from worker.parallel.group import init_group, join_store

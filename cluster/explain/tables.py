@@ -49,7 +49,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:
-    """What lies beside the spans: nothing waits for a client."""
+    """Yield what the client left unread, beside the spans."""
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
         now = f"; {unread} unread now" if unread else ""

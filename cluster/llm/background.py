@@ -94,8 +94,10 @@ class Background:
 
 
 def _alone(config: Config) -> Config:
-    """With a share of the cores for each rank of the one worker that there is. Its only caller
-    waits for all that it asks: none of its grammars is one too many."""
+    """Return the configuration of the only worker, with a share of the cores for each rank.
+
+    The number of queued grammars is unlimited, because the only caller waits for its requests.
+    """
     alone = replace(config, num_workers=1)
     threads = threads_per_rank(alone, len(os.sched_getaffinity(0)))
     grammar = replace(alone.worker.grammar, max_queued=sys.maxsize)

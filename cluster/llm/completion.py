@@ -14,8 +14,10 @@ from everlift.sampling import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``logprobs`` are of ``token_ids``, empty where nobody asked. ``finish_reason`` is None where
-    its prompt failed before its end."""
+    """``logprobs`` are of ``token_ids``, empty where nobody asked.
+
+    ``finish_reason`` is None where its prompt failed before its end.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -50,8 +52,10 @@ class Completion:
 
 
 async def gather(stream: Stream) -> Completion:
-    """Return the rest of a cluster's stream, whole. Raises EverliftError. One who stops waiting for it
-    only leaves the request."""
+    """Return the rest of a cluster's stream, whole.
+
+    Raises EverliftError. One who stops waiting for it only leaves the request.
+    """
     gathering = Gathering()
     async for chunk in stream:
         gathering.add(chunk)

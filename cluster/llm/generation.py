@@ -1,7 +1,6 @@
-"""One request while it runs in this process: what its worker is to start, and what came of it.
+"""Request of an LLM in this process: what its worker starts, and its output.
 
-It does for one process what the gateway's LiveRequest does for a cluster: there is no attempt but
-the first, no ledger, and nobody else who could read.
+It corresponds to the router's LiveRequest, without further attempts, ledger and other readers.
 """
 
 from __future__ import annotations

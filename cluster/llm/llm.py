@@ -78,8 +78,10 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """Return a completion for each prompt, in their order. ``options`` are for all of them, those of
-        ``each`` for one, by its place. ``progress`` shows a bar; None does on a terminal.
+        """Return a completion for each prompt, in their order.
+
+        ``options`` are for all of them, those of ``each`` for one, by its place. ``progress`` shows
+        a bar; None does on a terminal.
 
         A prompt or an option that cannot be raises its EverliftError before anything runs. What
         fails later is in ``Completion.error``, whose ``text`` raises it, and costs no other prompt.
@@ -103,8 +105,10 @@ class LLM:
         return self._begin(self._task(prompt, options))
 
     def close(self) -> None:
-        """End the engine, its threads and processes; what still runs is cancelled. A second time
-        changes nothing."""
+        """End the engine, its threads and processes; what still runs is cancelled.
+
+        A second time changes nothing.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -153,8 +157,11 @@ class LLM:
 
 
 def _listed(prompts: str | Iterable[Prompt]) -> list[Prompt]:
-    """Raises TypeError for what is no prompt, above all one prompt's token ids without a list
-    around them."""
+    """Return the prompts as a list.
+
+    Raises TypeError for other values, such as the token ids of one prompt without a list around
+    them.
+    """
     listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
     for prompt in listed:
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):

@@ -62,7 +62,10 @@ def local_config(
 
 @contextmanager
 def opened(config: Config) -> Iterator[LLM]:
-    """Yield the model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
+    """Yield the model, ready; its log goes to a file.
+
+    Raises ClusterFailed where it cannot run here.
+    """
     # Most commands speak to a cluster, and have nothing to do with an engine.
     from cluster.llm.llm import LLM
     from worker.parallel.step_log import ChannelBroken

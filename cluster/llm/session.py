@@ -13,8 +13,11 @@ _NAME = "local"
 
 
 class LocalSession:
-    """What a Rank asks of its server. ``receive`` gets everything that the worker says, in the
-    event loop's thread and never from inside ``start_all`` or ``abort``."""
+    """Server of a Rank without sockets.
+
+    ``receive`` gets every frame of the worker, in the event loop's thread and never from inside
+    ``start_all`` or ``abort``.
+    """
 
     address = ""
     is_alone = False

@@ -15,8 +15,10 @@ from everlift.client.reception import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):
-    """Iterate it; best inside ``with``, whose end closes it. After the last chunk ``completion`` is
-    set, and its error raised if it has one."""
+    """Iterate it; best inside ``with``, whose end closes it.
+
+    After the last chunk ``completion`` is set, and its error raised if it has one.
+    """
 
     def __init__(self, task: Task, background: Background) -> None:
         self.request_id = task.request.request_id

@@ -61,7 +61,7 @@ class LocalWorker:
     """All calls come from one event loop, whose thread lives at least as long as this."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a configuration that cannot run."""
+        """Create the worker. Raises ValueError for an invalid configuration."""
         self._config = config
         self._tokenizer = tokenizer
         self._rank = Rank(config.worker, serve=self._join)
@@ -78,7 +78,10 @@ class LocalWorker:
         return self._session
 
     async def start(self) -> session_pb2.WorkerInfo:
-        """Raises whatever keeps rank 0 from being built, ClusterFailed where another rank ends."""
+        """Start all ranks.
+
+        Raises the error of rank 0's construction, or ClusterFailed if another rank ends.
+        """
         size = self._config.worker.tensor_parallel
         rendezvous = await self._rank.open() if size > 1 else ""
         # Rank 0 is in this process, where CUDA takes the first of them.
@@ -122,8 +125,11 @@ class LocalWorker:
         await asyncio.gather(*(child.stop(_STOP_S) for child in self._children))
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Start it. ``done`` gets its completion, or ClusterFailed where the engine has ended, or
-        Cancelled where it was stopped; to cancel ``done`` is to end it."""
+        """Start it.
+
+        ``done`` gets its completion, or ClusterFailed where the engine has ended, or Cancelled
+        where it was stopped; to cancel ``done`` is to end it.
+        """
         if self._end_cause is not None:
             _resolve(done, self._end_cause)
             return

@@ -40,13 +40,15 @@ _TRIES = 2
 
 
 def is_possible() -> bool:
-    """Here are process descriptors, and sockets that keep messages apart."""
+    """Return whether the platform has process descriptors and sequenced-packet sockets."""
     return sys.platform == "linux"
 
 
 class ForkServer:
-    """A Launcher of ranks. Its process starts with the first of them, and again when it has
-    ended."""
+    """A Launcher of ranks.
+
+    Its process starts with the first of them, and again when it has ended.
+    """
 
     def __init__(
         self, config: WorkerConfig, environment: Mapping[str, str], log_path: Path
@@ -66,7 +68,7 @@ class ForkServer:
             await self._load()
 
     async def start(self, launch: Launch, log_path: Path) -> Started:
-        """Raises ClusterFailed when the fork server cannot start."""
+        """Fork a process for ``launch``. Raises ClusterFailed if the fork server cannot start."""
         starting = asyncio.ensure_future(self._start(launch, log_path))
         try:
             # Who stops waiting leaves no answer behind that the next one would take for its own.
@@ -87,8 +89,7 @@ class ForkServer:
         raise ClusterFailed(f"the fork server of workers has ended (log: {self._log_path})")
 
     def close(self) -> None:
-        """The process is gone when it returns, and with it every rank that is left. There will be
-        no other."""
+        """End the fork server and the remaining ranks, for good."""
         self._is_closed = True
         self._end()
 

@@ -59,8 +59,7 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
 
     def run(self) -> str:
-        """Comes back once in each process that is forked, with its role; and in the end, with
-        none."""
+        """Comes back once in each process that is forked, with its role; and in the end, with none."""
         self._woken, waking = os.pipe()
         os.set_blocking(waking, False)
         signal.set_wakeup_fd(waking)

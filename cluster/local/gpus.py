@@ -1,5 +1,6 @@
-"""Which GPU each rank of a cluster without Ray has. NVML is asked for them: CUDA is not touched,
-and torch not imported.
+"""Assignment of GPUs to the ranks of a cluster without Ray.
+
+NVML is asked for them: CUDA is not touched, and torch not imported.
 
     CUDA_VISIBLE_DEVICES of this process, where it is set    else all GPUs, as CUDA counts them
     rank r of worker w                                       number w * tensor_parallel + r of them

@@ -52,7 +52,7 @@ def encode(launch: Launch) -> bytes:
 
 
 def decode(role: str, data: bytes) -> Launch:
-    """Raises SettingsError."""
+    """Return the launch that ``data`` holds. Raises SettingsError."""
     values = json.loads(data)
     if role == RouterLaunch.role:
         return settings.load(RouterLaunch, values)

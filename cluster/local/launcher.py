@@ -38,14 +38,16 @@ class Started(Protocol):
     async def wait(self) -> int: ...
 
     def send_signal(self, signal: int) -> None:
-        """Raises ProcessLookupError when it is gone."""
+        """Send a signal. Raises ProcessLookupError if the process has ended."""
         ...
 
 
 class Launcher(Protocol):
     async def start(self, launch: Launch, log_path: Path) -> Started:
-        """Return a process that has been told its launch, its log at the end of ``log_path``. The event
-        loop's thread must live as long as it: the kernel ends it with that."""
+        """Return a process that has been told its launch, its log at the end of ``log_path``.
+
+        The event loop's thread must live as long as it: the kernel ends it with that.
+        """
         ...
 
 
@@ -73,8 +75,10 @@ class SubprocessLauncher:
 
 
 async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """Write ``words``, and closes ``stdin``. A process that has ended already is told nothing: its
-    status says what there is to say."""
+    """Write ``words``, and closes ``stdin``.
+
+    A process that has ended already is told nothing: its status says what there is to say.
+    """
     # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
     if stdin.is_closing():
         return
@@ -90,7 +94,10 @@ def told(parent: int, launch: Launch) -> bytes:
 
 
 def python_module(name: str) -> list[str]:
-    """Return the command that runs it. What lies in the working directory is not in its place ("-P")."""
+    """Return the command that runs it.
+
+    What lies in the working directory is not in its place ("-P").
+    """
     return [sys.executable, "-P", "-m", name]
 
 

@@ -32,8 +32,11 @@ def write_url(config: Config, url: str) -> None:
 
 
 class OwnLedger:
-    """The embedded server, started again whenever it ends by itself. Where the configuration names
-    another ledger there is nothing to run. ``listen`` as EmbeddedLedger has it."""
+    """The embedded server, started again whenever it ends by itself.
+
+    Where the configuration names another ledger there is nothing to run. ``listen`` as
+    EmbeddedLedger has it.
+    """
 
     def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:
         self._config = config

@@ -1,4 +1,6 @@
-"""One process of a cluster without Ray: ``python -m cluster.local.process router`` or ``rank``.
+"""Process of a cluster without Ray: ``python -m cluster.local.process router`` or ``rank``.
+
+``python -m cluster.local.process router`` or ``rank``.
 
     stdin     parent's process id, then its launch, each a line
     stdout    reports, a line of JSON each: what it serves when it does, or the cause of its failure

@@ -99,8 +99,11 @@ class ProcessCluster:
         return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
 
     async def start(self) -> None:
-        """Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError; then
-        nothing of it is left."""
+        """Start all processes.
+
+        Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError; then
+        nothing of it is left.
+        """
         try:
             await self._start()
         except BaseException:

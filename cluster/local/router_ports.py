@@ -14,9 +14,11 @@ from router.config import RouterConfig, overlapping
 
 
 class KeptPorts:
-    """Of this host. While a router is away the kernel would give its ports to whoever connects
-    somewhere: a socket that is bound to one, and does not listen, is in a listener's way as little
-    as SO_REUSEADDR says, and in all others' way."""
+    """Reservation of a router's ports on this host while the router is away.
+
+    A socket that is bound to a port and does not listen keeps other processes from the port, but
+    not a listener with SO_REUSEADDR.
+    """
 
     def __init__(self) -> None:
         self._kept = ExitStack()

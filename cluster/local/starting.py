@@ -27,8 +27,10 @@ _TIMEOUT_S = 1.0
 
 
 class Starting:
-    """Inside it is said, until its ``end``. Any router will do: it tells the leader. What they do
-    not hear changes nothing for the worker."""
+    """Inside it is said, until its ``end``.
+
+    Any router will do: it tells the leader. What they do not hear changes nothing for the worker.
+    """
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
         self._name = secrets.token_hex(8)

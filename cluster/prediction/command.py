@@ -57,8 +57,10 @@ def train_predictor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="File for the report as JSON.")] = False,
 ) -> None:
-    """Train a predictor of output lengths and report its accuracy. Routers load a new file within
-    two seconds."""
+    """Train a predictor of output lengths and report its accuracy.
+
+    Routers load a new file within two seconds.
+    """
     from cluster.prediction.report import table
     from cluster.prediction.run import train
 

@@ -63,14 +63,19 @@ class Example:
 
 
 def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
-    """Yield the outputs of each, all of which are predicted before any of them ends. Those of one stand
-    together."""
+    """Yield the outputs of each, all of which are predicted before any of them ends.
+
+    Those of one stand together.
+    """
     for what, alike in groupby(examples, key=lambda example: example.asked):
         yield what, list(alike)
 
 
 def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
-    """Raises SettingsError, which names the line and quotes nothing of it."""
+    """Return the examples in ``lines``.
+
+    Raises SettingsError, which names the line and quotes nothing of it.
+    """
     examples = []
     for number, line in enumerate(lines, 1):
         try:
@@ -124,8 +129,10 @@ class Requests(Protocol):
 
 
 async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
-    """Of up to ``limit`` requests that finished, the newest ones, less those that nothing but their
-    max_tokens could end. Raises LedgerUnavailable."""
+    """Return the examples of up to ``limit`` finished requests, newest first.
+
+    Outputs that only max_tokens could end are left out. Raises LedgerUnavailable.
+    """
     examples = []
     async for page in _pages(ledger, limit):
         for start in range(0, len(page), _AT_ONCE):

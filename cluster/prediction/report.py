@@ -19,10 +19,12 @@ from router.prediction.trust import kendall_tau
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of ``outputs``: Kendall's tau between their lengths and what was predicted, by the model, by
-    the prompts' lengths alone, and by who knew what to expect (None where nobody did); the part
-    that stayed within each quantile; all predictions together over all lengths together; the mean
-    absolute error in tokens, and that of a mean of the outputs before."""
+    """Accuracy of the predictions of ``outputs`` outputs.
+
+    Kendall's tau of the model, of prompt lengths, and of expected lengths (None without them); the
+    coverage of each quantile; total predicted over total actual tokens; the mean absolute error in
+    tokens, and that of a running mean.
+    """
 
     outputs: int
     tau: float
@@ -43,8 +45,10 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of what came after the examples that were learnt from. An application without a name is the
-    narrowest group that its requests are of."""
+    """Accuracy on the outputs that followed the training examples.
+
+    An application without a name stands for the narrowest group of its requests.
+    """
 
     learnt_from: int
     all: Figures

@@ -25,8 +25,11 @@ async def train(
     ledger_url: str | None,
     limit: int,
 ) -> Report:
-    """What is learnt from is written to ``keep`` too. Raises SettingsError, ClusterFailed,
-    ModelUnavailable, UnknownModel, LedgerSetupError, LedgerUnavailable, OSError."""
+    """Train a predictor and write it to ``out``, and the examples to ``keep``.
+
+    Raises SettingsError, ClusterFailed, ModelUnavailable, UnknownModel, LedgerSetupError,
+    LedgerUnavailable, OSError.
+    """
     model, found = await _found(config, files, ledger_url, limit)
     if keep is not None:
         _write(keep, "".join(f"{each.line()}\n" for each in found))

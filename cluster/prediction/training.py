@@ -66,8 +66,11 @@ class Nodes:
 
 
 def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
-    """Return the file of a predictor of the outputs of ``served``, and what it is worth. ``examples`` are
-    by arrival. Raises ClusterFailed where LightGBM is missing, or where they are too few."""
+    """Return the file of a predictor of the outputs of ``served``, and what it is worth.
+
+    ``examples`` are by arrival. Raises ClusterFailed where LightGBM is missing, or where they are
+    too few.
+    """
     if len(examples) < _LEAST:
         raise ClusterFailed(f"{len(examples)} outputs to learn from are too few: {_LEAST} it takes")
     count = round(_LEARNT * len(examples))
@@ -81,8 +84,10 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Features, a row for each example, and logarithms of lengths. Each request is asked with what
-    ended before it; after it ``histories`` know of all."""
+    """Features, a row for each example, and logarithms of lengths.
+
+    Each request is asked with what ended before it; after it ``histories`` know of all.
+    """
     rows = []
     for asked, outputs in by_request(examples):
         rows += [histories.features(asked)] * len(outputs)

@@ -1,4 +1,4 @@
-"""What a Ray that runs for one machine has to be told beyond its settings (2.60).
+"""Settings of a local Ray (2.60) that its interface does not offer.
 
 Its servers listen where their node is, so the node has to be 127.0.0.1; ``ray.init`` turns that
 address into the machine's outer one unless clusters are off. Serve's replicas open one more port,

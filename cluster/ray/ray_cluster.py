@@ -65,7 +65,10 @@ class RayCluster:
         return self.addresses[0]
 
     async def start(self) -> None:
-        """Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left."""
+        """Start Ray and the application.
+
+        Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left.
+        """
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
             raise ClusterFailed(
@@ -126,8 +129,11 @@ class RayCluster:
         )
 
     async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
-        """Wait for a state of the application. Serve's own wait would let nobody hear a signal
-        meanwhile, and where a worker cannot be placed it has no end. Raises ClusterFailed."""
+        """Wait for a state of the application.
+
+        Serve's own wait would let nobody hear a signal meanwhile, and where a worker cannot be
+        placed it has no end. Raises ClusterFailed.
+        """
         from ray import serve
 
         while not condition(found := serve.status().applications[deployments.APPLICATION]):
@@ -236,8 +242,10 @@ def log_dir(config: Config) -> Path:
 
 
 def application(config: Config) -> Application:
-    """Return the Serve application of a configuration. Routers find a ledger without a url in their
-    environment. Ray must run."""
+    """Return the Serve application of a configuration.
+
+    Routers find a ledger without a url in their environment. Ray must run.
+    """
     return _workers(config, _routers(config))
 
 

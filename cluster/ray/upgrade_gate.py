@@ -57,7 +57,7 @@ class Progress:
 
 @serve.deployment(name="gate", ray_actor_options={"num_cpus": 0})
 class UpgradeGate:
-    """One replica, which has nothing to do once it has started."""
+    """Deployment with one replica that is ready when the new workers carry the load."""
 
     async def __init__(  # type: ignore[misc]
         self, workers: DeploymentHandle[Any], router: DeploymentHandle[Any], log_dir: Path

@@ -13,7 +13,7 @@ from cluster.simulator.summary import Slo, Summary
 
 
 def write(content: Mapping[str, object], path: Path) -> None:
-    """Raises OSError."""
+    """Write ``content`` as JSON. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 

@@ -32,8 +32,10 @@ class Router(Protocol):
 
 
 class Fleet:
-    """A message to a worker or from it takes ``scenario.link_s``. Workers are numbered in the order
-    of their coming."""
+    """A message to a worker or from it takes ``scenario.link_s``.
+
+    Workers are numbered in the order of their coming.
+    """
 
     def __init__(
         self, scenario: Scenario, router: Router, timeline: Timeline, one_by_one: bool
@@ -111,7 +113,7 @@ class Fleet:
         self.come(spec)
 
     def gone(self, worker: SimulatedWorker) -> None:
-        """The router takes it for gone."""
+        """Record that the router declared the worker lost."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)
             self._worker_s += self._timeline.now - came

@@ -13,9 +13,11 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment. ``waiting`` are at workers, without a slot there. All of it but
-    ``queued`` is of workers that take requests: what a lost one had runs nowhere, though the router
-    does not know it yet."""
+    """The cluster at one moment.
+
+    ``waiting`` are at workers, without a slot there. All of it but ``queued`` is of workers that
+    take requests: what a lost one had runs nowhere, though the router does not know it yet.
+    """
 
     at: float
     #: in the admission queue
@@ -38,8 +40,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``records`` are in the order of the arrivals, ``samples`` in that of time. ``num_steps`` were
-    computed by all workers together, ``num_jumped`` of them several at once."""
+    """``records`` are in the order of the arrivals, ``samples`` in that of time.
+
+    ``num_steps`` were computed by all workers together, ``num_jumped`` of them several at once.
+    """
 
     records: tuple[Record, ...]
     samples: tuple[Sample, ...]

@@ -1,8 +1,8 @@
-"""How long outputs become, as it is foretold in a forecast. Pure.
+"""Prediction of output lengths in a simulation. Pure.
 
-A workload has no texts, so there is no model to ask. Outputs are predicted as routers predicted
-them, where that is known; else by the mean of those that ended before, which is what a router
-without a model does, or as somebody would who sees how long each becomes, but not sharply.
+A workload has no texts for a model. Lengths are predicted as routers predicted them if that is
+known; else by the mean of the outputs that ended before, as a router without a model does, or by
+the true length with a random error.
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ class Foresight:
         return arrival.output_tokens * exp(self._dice.gauss(0.0, self._sigma))
 
     def note(self, num_tokens: int) -> None:
-        """An output came to its end."""
+        """Record the length of an output that ended."""
         self._lengths.note(num_tokens)

@@ -10,8 +10,11 @@ from worker.engine.outcome import Outcome
 
 
 class Frame(NamedTuple):
-    """After a step, or when it has begun to count what was ``accepted``. ``outcomes`` are of who
-    draws its first or last token, and of who has other news: all others draw one in each step."""
+    """After a step, or when it has begun to count what was ``accepted``.
+
+    ``outcomes`` are of who draws its first or last token, and of who has other news: all others
+    draw one in each step.
+    """
 
     worker_id: str
     load: Load

@@ -165,7 +165,7 @@ class Gateway:
             self._take_off(victim.epoch)
 
     def _take_off(self, epoch: int) -> Life | None:
-        """It has to leave its worker."""
+        """Remove the request with this epoch from its worker and return it."""
         life = self._by_epoch.get(epoch)
         if life is not None:
             self._workers.abort(life.worker_id, epoch)

@@ -1,5 +1,7 @@
 """The product's queue, with what ``router.leader.leader`` has around it but for ledger and lines.
-Pure."""
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -102,8 +102,10 @@ class Reading(Protocol):
 
 
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
-    """Of the ``limit`` newest ones each choice, by arrival; the first arrives at 0. The first token
-    is that of all choices, infinite where nobody told of it. Raises LedgerUnavailable."""
+    """Return the choices of the ``limit`` newest finished requests, by arrival from 0.
+
+    The first token is that of all choices, infinite if unknown. Raises LedgerUnavailable.
+    """
     found: list[Record] = []
     async for entries in _listed(ledger, limit):
         found += await _read_all(ledger, entries)

@@ -1,4 +1,4 @@
-"""One request, from its arrival to its end, as its gateway knows it. Pure.
+"""Request from its arrival to its end, as its router knows it. Pure.
 
 Its states and moves are the ledger's.
 """

@@ -40,7 +40,7 @@ class Measurement:
         self._rng = Random(0)
 
     def __len__(self) -> int:
-        """Number of steps that ``steps`` yields."""
+        """Return the number of steps that ``steps`` yields."""
         chunks = self._chunked // self._budget - 1 if self._chunked else 0
         return len(self._prompts()) + chunks + len(self._batches())
 
@@ -77,8 +77,10 @@ class Measurement:
         ]
 
     def _most_rows(self, context: int) -> int:
-        """That decode at once: there are blocks to grow into, and the steps have room for their
-        prompts beside those that decode already."""
+        """Return how many rows of this context can decode at once.
+
+        There must be blocks to grow into, and room in a step for their prompts beside decodes.
+        """
         blocks = self._limits.num_blocks - self._limits.watermark_blocks
         in_cache = blocks // blocks_for(context + _OUTPUTS)
         in_budget = _MOST_STEPS * self._limits.max_num_batched_tokens // (context + _MOST_STEPS)

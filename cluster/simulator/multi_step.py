@@ -146,8 +146,11 @@ class MultiStepBatch(Batch):
 
 
 class Change(NamedTuple):
-    """In step ``step``, from 0, the sequence in ``slot`` fills its last block, or takes another
-    one. ``place`` is its place among those that do so then, ``num_known`` what is known of it."""
+    """Change of the block table in step ``step`` (from 0): the sequence in ``slot`` fills or takes
+    a block.
+
+    ``place`` is its place among the changes of that step, ``num_known`` its number of known tokens.
+    """
 
     step: int
     fills: bool

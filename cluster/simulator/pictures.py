@@ -34,7 +34,7 @@ def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Raises OSError."""
+    """Save the figure. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
@@ -46,8 +46,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def latencies(forecast: Forecast, slo: Slo) -> Figure:
-    """Which part of the requests had at most this time; what never ended counts as a part that is
-    not reached."""
+    """Draw the distribution of each latency; unfinished requests never reach 1."""
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.6), sharey=True)
     kinds = by_class(forecast.records)
     _cumulative(panels[0], kinds, lambda record: record.ttft_s, "time to first token", slo.ttft_s)

@@ -14,11 +14,11 @@ from everlift.step_time import StepSize
 
 
 def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
-    """Requests a second of the mix that ``arrivals`` are, while there are always enough of them.
+    """Return the requests per second of this mix at saturation.
 
-    A full worker has ``rows`` sequences that decode, so many as slots, KV cache and the step's
-    budget allow; in each step rows / mean output of them end, and as many prompts are computed. No
-    prompt is taken to be cached.
+    A full worker decodes ``rows`` sequences, limited by slots, KV cache and token budget; in each
+    step rows / mean output of them end, and as many prompts are computed. Prompts are assumed not
+    to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]
@@ -49,8 +49,10 @@ def _rows(spec: WorkerSpec, output: float, prompt: float, context: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What so many workers attain: seconds by target, in their order. ``refused`` are the requests
-    that did not come to their end, by the cause."""
+    """Result of one number of workers: seconds by target, in their order.
+
+    ``refused`` are the requests that did not finish, by cause.
+    """
 
     workers: int
     attained: tuple[float, ...]
@@ -68,8 +70,11 @@ class Plan:
 
 
 def fewest(attempt: Callable[[int], Trial], guess: int, most: int) -> Plan:
-    """Of 1 to ``most``. It looks around ``guess`` in steps that double, then halves what is
-    between; all of it on the assumption that more workers are never worse."""
+    """Return the plan with the fewest workers from 1 to ``most``.
+
+    The search doubles its steps around ``guess``, then bisects; it assumes that more workers are
+    never worse.
+    """
     search = _Search(attempt, most)
     below, above = search.bracket(min(max(1, guess), most))
     while above - below > 1:
@@ -94,7 +99,7 @@ class _Search:
         return self._known[workers].is_enough
 
     def bracket(self, guess: int) -> tuple[int, int]:
-        """One that is not enough (or 0), and one that is (or one beyond the most)."""
+        """Return a number that is not enough (or 0) and one that is (or one beyond the most)."""
         if self.is_enough(guess):
             return self._down(guess)
         return self._up(guess)

@@ -18,8 +18,11 @@ from worker.engine.limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker. Its blocks are ``config.num_blocks``, its context ``config.max_model_len``; both
-    have to be set. Each of its steps takes ``slowness`` times what ``step_time`` says."""
+    """Simulated worker.
+
+    ``config.num_blocks`` and ``config.max_model_len`` must be set. Each step takes ``slowness``
+    times its ``step_time``.
+    """
 
     config: WorkerConfig
     step_time: StepTime

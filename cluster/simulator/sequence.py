@@ -1,10 +1,8 @@
-"""What a simulated engine knows of a request: a sequence of the product, of which not the tokens
-count but only how many there are, and which blocks it shares with others. Pure.
+"""Sequence of a simulated engine: token counts and block names instead of tokens. Pure.
 
-Two blocks are the same if they have the same name, as in the product if they have the same hash. A
-block within the parts that a prompt shares is named by these parts up to its end and by its place,
-any other one by its request and its place. To hash the tokens of a long prompt takes longer than
-all else that a forecast does for a request.
+Two blocks are equal if their names are, as in the product if their hashes are. A block within the
+shared parts of a prompt is named by these parts and its place, any other one by its request and its
+place. Hashing the tokens of a long prompt would take longer than the rest of a simulation.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _STEM_BYTES = 16
 
 
 class BlockNames:
-    """Of the blocks of the ``index``-th request."""
+    """Names of the blocks of the ``index``-th request."""
 
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
@@ -50,8 +48,10 @@ class BlockNames:
 
 
 class NamedSequence(Sequence):
-    """Its blocks have names in place of hashes, and in place of a stop token it has a ``length``,
-    which its worker's policy does not know."""
+    """Sequence with block names instead of hashes and a ``length`` instead of a stop token.
+
+    The worker's policy does not know the length.
+    """
 
     __slots__ = ("length", "names")
     names: BlockNames
@@ -69,8 +69,11 @@ class NamedSequence(Sequence):
         output_tokens: int = 0,
         num_computed: int = 0,
     ) -> NamedSequence:
-        """With ``output_tokens`` of earlier attempts, in which so many tokens were computed.
-        ``predicted_tokens`` are of the whole output; 0: nobody knows."""
+        """Create a sequence with ``output_tokens`` of earlier attempts.
+
+        ``num_computed`` tokens were computed in them. ``predicted_tokens`` is the predicted whole
+        output; 0: unknown.
+        """
         sequence = cls(
             key=SequenceKey(epoch, 0),
             request_id=request_id,
@@ -100,8 +103,9 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """How it ends at a worker that does not begin with it, as in
-        ``worker.serving.sessions``."""
+        """Return how a worker ends the sequence instead of starting it, as
+        ``worker.serving.sessions``.
+        """
         most = limits.max_model_len
         if is_draining:
             return self.outcome(Stop.RETURNED)

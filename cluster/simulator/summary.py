@@ -14,8 +14,10 @@ from cluster.simulator.workloads.arrivals import Arrival
 @dataclass(slots=True)
 class Record:
     """Moments are seconds from the workload's begin, as the gateway saw them; infinite: never.
+
     ``refused`` is the error's slug where it did not come to its end: ``queue_full``,
-    ``deadline_exceeded``, ..."""
+    ``deadline_exceeded``, ...
+    """
 
     #: its place in the workload, from 0
     index: int
@@ -71,8 +73,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request is to keep to be good: seconds to its first token, and between two tokens on
-    its own average."""
+    """Limits of a good request: seconds to the first token, and mean seconds between tokens."""
 
     ttft_s: float = inf
     tpot_s: float = inf
@@ -90,8 +91,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of the values that there are; of none all are 0. p99 is a value that at least 99 % of them
-    do not exceed."""
+    """Mean and percentiles of values, all 0 without values.
+
+    At least 99 % of the values do not exceed p99.
+    """
 
     mean: float
     p50: float
@@ -109,9 +112,11 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``queued_s`` is the time until the first dispatch. Rates are a second of ``duration_s``, from
-    the first arrival to the last end. ``goodput`` counts the requests that kept the SLO and their
-    own targets. ``refused`` are counted by the cause."""
+    """``queued_s`` is the time until the first dispatch.
+
+    Rates are a second of ``duration_s``, from the first arrival to the last end. ``goodput`` counts
+    the requests that kept the SLO and their own targets. ``refused`` are counted by the cause.
+    """
 
     requests: int
     finished: int

@@ -1,4 +1,4 @@
-"""What a cluster is to keep to: ``ttft_p99=1s,tpot_p99=50ms``. Pure."""
+"""Targets of a cluster: ``ttft_p99=1s,tpot_p99=50ms``. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Target:
 
 
 def targets(text: str) -> tuple[Target, ...]:
-    """Raises ForecastFailed."""
+    """Return the targets in ``text``. Raises ForecastFailed."""
     return tuple(_target(name, most) for name, most in _pairs(text))
 
 

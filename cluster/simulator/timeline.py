@@ -11,8 +11,10 @@ _Event: TypeAlias = tuple[float, int, Callable[..., object], tuple[object, ...]]
 
 
 class Timeline:
-    """``now`` is seconds. What is to happen at the same moment happens in the order in which that
-    was said."""
+    """``now`` is seconds.
+
+    What is to happen at the same moment happens in the order in which that was said.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

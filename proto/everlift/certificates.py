@@ -34,8 +34,10 @@ def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
 
 
 def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    """For a server, which may keep it: each new connection has what the files hold by then.
-    ``protocols`` are those of ALPN, the preferred first."""
+    """Return a context for a server, which may keep it.
+
+    New connections use what the files hold then. ``protocols`` are ALPN's, the preferred first.
+    """
     contexts = Reloaded(tls.files, lambda: _server_context(tls, protocols))
 
     def use_current(

@@ -26,8 +26,10 @@ class Range:
     above: bool = False
 
     def check(self, name: str, value: float, *, field: str = "") -> None:
-        """Raise OutOfRange unless the value is in the range. ``field`` is the field's name where
-        that is not ``name``."""
+        """Raise OutOfRange unless the value is in the range.
+
+        ``field`` is the field's name where that is not ``name``.
+        """
         is_high_enough = self.low < value if self.above else self.low <= value
         # Infinity and NaN are in no range.
         if not (is_high_enough and value <= self.high):
@@ -45,8 +47,10 @@ def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
 
 
 def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
-    """Raise OutOfRange unless ``value`` is a number from ``low`` to ``high``. ``field`` is the
-    field's name where that is not ``name``."""
+    """Raise OutOfRange unless ``value`` is a number from ``low`` to ``high``.
+
+    ``field`` is the field's name where that is not ``name``.
+    """
     Range(low, high).check(name, value, field=field)
 
 

@@ -22,7 +22,10 @@ _MAX_CAUSE_BYTES = 1024
 
 
 def cause(error: EverliftError) -> str:
-    """In words, which may quote what a client sent, but no more of it than fits."""
+    """Return the error in words, cut to the size that a status can hold.
+
+    The words may quote what a client sent.
+    """
     words = str(error).encode(errors="replace")
     if len(words) > _MAX_CAUSE_BYTES:
         ellipsis = "…".encode()

@@ -12,8 +12,10 @@ BLOCK_SIZE = 32
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of one full block. ``parent`` is the previous block's hash, or the salt for the first
-    block."""
+    """Hash of one full block.
+
+    ``parent`` is the previous block's hash, or the salt for the first block.
+    """
     return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
 
 
@@ -43,7 +45,7 @@ class TokenDigest:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Raises OverflowError for what is no uint32."""
+        """Add tokens. Raises OverflowError for a value that is no uint32."""
         self._hash.update(little_endian(tokens))
 
     @property

@@ -12,8 +12,10 @@ _PASSES = 1000
 
 
 def settle() -> None:
-    """Once a process has started: what is there by now stays, and is not looked through again. A
-    pass over all that a router has imported stopped its event loop for 84 to 93 ms."""
+    """Once a process has started: what is there by now stays, and is not looked through again.
+
+    A pass over all that a router has imported stopped its event loop for 84 to 93 ms.
+    """
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()

@@ -45,7 +45,7 @@ class Logger:
         self._log(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: object) -> None:
-        """An error with the traceback of the exception that is being handled."""
+        """Log an error with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, event, fields, exc_info=True)
 
     def _log(

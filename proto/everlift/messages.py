@@ -54,8 +54,10 @@ RANGES: Mapping[str, Range] = {
 
 
 def check_field(field: str, value: float, name: str = "") -> None:
-    """Raise OutOfRange unless the value of a numeric field is in its range. ``name`` is the field's
-    name on the front where that is another one."""
+    """Raise OutOfRange unless the value of a numeric field is in its range.
+
+    ``name`` is the field's name on the front where that is another one.
+    """
     try:
         RANGES[field].check(name or field, value)
     except OutOfRange as error:
@@ -138,8 +140,11 @@ class Submission:
 
     @property
     def salt(self) -> bytes:
-        """Of the block hashes: requests share what is computed under the same salt alone, and so
-        does no tenant with another, who could tell by the time that it takes."""
+        """Return the salt of the block hashes.
+
+        Requests share computed blocks only under the same salt, and tenants never share, because
+        timing would reveal prompts.
+        """
         if not self.cache_salt and not tenant_of(self.request_id):
             return b""
         return hashlib.sha256(f"{tenant_of(self.request_id)}/{self.cache_salt}".encode()).digest()
@@ -253,13 +258,13 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds,
-    ``ttft_target_s`` counts from arrival.
+    """Request with every default resolved.
 
-    ``stop_token_ids`` holds the model's own ``eos_token_ids`` too, unless they are to be ignored;
-    then ``eos_token_ids`` is empty. Each of the ``n`` choices may have ``max_tokens``; with
-    ``clamp_max_tokens`` the context of a worker may end an output earlier. ``trace`` is of its own
-    span.
+    ``deadline`` is ledger time in seconds, ``ttft_target_s`` counts from arrival.
+    ``stop_token_ids`` includes the model's ``eos_token_ids`` unless they are ignored; then
+    ``eos_token_ids`` is empty. Each of the ``n`` choices may have ``max_tokens``; with
+    ``clamp_max_tokens`` a worker's context may end an output earlier. ``trace`` is the request's
+    own span.
     """
 
     request_id: str

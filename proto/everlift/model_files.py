@@ -1,4 +1,6 @@
-"""Where a model's files are: in a directory, or in this machine's copy of a hub's repository.
+"""Location of a model's files: a directory, or this machine's copy of a hub repository.
+
+in a directory, or in this machine's copy of a hub's repository.
 
     pin        the commit that a revision is at this moment       asks the hub
     fetch      downloads what this machine lacks of it            asks the hub, if it lacks anything
@@ -197,7 +199,7 @@ def _bar_class(relay: _Relay) -> type[Any]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """In a thread that nobody has to wait for, should the caller be cancelled."""
+    """Run ``work`` in a thread for which a cancelled caller does not wait."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -213,8 +215,9 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(model: str, revision: str) -> Iterator[None]:
-    """Whatever huggingface_hub raises becomes ModelUnavailable: errors of its own, of its HTTP
-    library, of its storage."""
+    """Turn the errors of huggingface_hub, of its HTTP library and of its storage into
+    ModelUnavailable.
+    """
     from huggingface_hub.utils import logging
 
     # Its warnings are of retries, and name signed addresses.

@@ -18,7 +18,7 @@ _LOG_EVERY_S = 5.0
 
 
 def untold(done: int, total: int) -> None:
-    """The Progress of what nobody watches."""
+    """Ignore the progress."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What is made of files, and made again when they change: certificates, lists of keys.
+"""Objects made from files and made again when these change: certificates, lists of keys.
 
-A file that is half written, missing or wrong changes nothing: what was made before stays, and the
-log says so once. Files of a Kubernetes Secret change by a link that leads elsewhere, all at once:
-what is made of several is of one moment.
+A file that is half written, missing or wrong changes nothing and is logged once. The files of a
+Kubernetes Secret change together through a symbolic link, so an object made of several is
+consistent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Reloaded(Generic[T]):
         self._versions, self._value = self._made()
 
     def current(self) -> T:
-        """Return the same object as long as the files are the same. It looks at them, and blocks for that;
-        it does not fail."""
+        """Return the same object as long as the files are the same.
+
+        It looks at them, and blocks for that; it does not fail.
+        """
         with self._lock:
             try:
                 if self._look() != self._versions:

@@ -69,8 +69,11 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that an output must have. ``texts`` is one schema, regular expression or EBNF text,
-    or all the choices. Whether it can be compiled, only a worker can say."""
+    """The form that an output must have.
+
+    ``texts`` is one schema, regular expression or EBNF text, or all the choices. Whether it can be
+    compiled, only a worker can say.
+    """
 
     kind: GrammarKind
     texts: tuple[str, ...]
@@ -105,11 +108,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn.
+    """Sampling parameters of a request.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 or -1 sets no limit; ``logit_bias`` has each token
-    once, by its id. ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives beside
-    each token's own log probability; None is for no log probabilities.
+    ``temperature`` 0 is greedy; ``top_k`` 0 or -1 sets no limit; ``logit_bias`` has each token id
+    once. ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives beside each token's
+    own log probability; None disables them.
     """
 
     temperature: float = 1.0
@@ -177,10 +180,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable a token was to the model itself, before temperature, penalties and filters.
+    """Log probability of a token before temperature, penalties and filters.
 
-    ``rank`` is 1 where no other token was more probable; ``top`` has the most probable tokens at
-    its place and their log probabilities, most probable first.
+    ``rank`` is 1 for the most probable token; ``top`` has the most probable tokens with their log
+    probabilities, in descending order.
     """
 
     logprob: float

@@ -1,4 +1,4 @@
-"""How long steps take on one kind of worker, learned from steps of such workers. Pure.
+"""Step times of one kind of worker, learned from the steps of such workers. Pure.
 
     seconds = a + b * num_rows + c * num_tokens + d * kv_tokens + e * num_pairs
 
@@ -95,8 +95,10 @@ class FittedStepTime:
         self._num_samples += 1
 
     def _weigh(self, error: float) -> float:
-        """Of a sample with this relative error (as Huber's loss). Where all of them have a large
-        one that is soon the usual one."""
+        """Return the weight of a sample with this relative error (Huber's loss).
+
+        If all samples have large errors, these soon become usual.
+        """
         size = min(1.0, abs(error))
         usual = max(_LEAST_OUTLIER, _OUTLIER * self._error) if self._num_errors else size
         self._num_errors = min(_ERROR_MEMORY, self._num_errors + 1)

@@ -24,8 +24,11 @@ class StepTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the hardware allows: the weights are read while the tokens are multiplied with them, the
-    longer of the two counts; keys and values are read after that.
+    """Roofline of a step: weights are read while tokens are multiplied, then keys and values are
+    read.
+
+    the weights are read while the tokens are multiplied with them, the longer of the two counts;
+    keys and values are read after that.
 
         overhead_s + max(weights_s, num_tokens * token_s) + kv_tokens * kv_token_s
                    + num_pairs * pair_s + num_rows * row_s

@@ -41,11 +41,10 @@ class Vocabulary(Tokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends a text: the first of ``strings`` to be completed, or a token of ``token_ids``.
+    """Stop condition of a text: the first completed string, or a token of ``token_ids``.
 
-    A string that is completed while there are fewer than ``min_tokens`` tokens does not count, nor
-    does a token before which there are fewer. What ended the text is left out of it, unless
-    ``is_included``. ``eos_ids`` are those of ``token_ids`` that the model itself ends texts with.
+    Both count only after ``min_tokens`` tokens. What ended the text is left out unless
+    ``is_included``. ``eos_ids`` are the model's own end tokens among ``token_ids``.
     """
 
     strings: tuple[str, ...] = ()
@@ -160,8 +159,11 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Return the text that no stop string can claim any more. Unless it ``counts``, no stop string is
-        completed by ``text``, though one that counts may begin there."""
+        """Return the text that no stop string can claim any more.
+
+        Unless it ``counts``, no stop string is completed by ``text``, though one that counts may
+        begin there.
+        """
         automaton = self._automaton
         if self.matched:
             return ""
@@ -185,9 +187,11 @@ class StopMatcher:
 
 
 class StopAutomaton:
-    """Of Aho and Corasick: a state is the longest end of the text so far that a stop string begins
-    with. It does not change, and is of some 270 bytes a character of the stop strings: texts that
-    the same ones end, as those of a request's choices, share it.
+    """Aho-Corasick automaton of stop strings.
+
+    A state is the longest end of the text that a stop string begins with. It is immutable and takes
+    about 270 bytes per character; texts with the same stop strings, such as the choices of a
+    request, share it.
     """
 
     #: those that some text has

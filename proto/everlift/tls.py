@@ -1,4 +1,4 @@
-"""Which files TLS is made of, at either end. Pure: ``certificates.py`` reads them."""
+"""Names of the TLS files of either end. Pure: ``certificates.py`` reads them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What one end shows, and whom it trusts: PEM files. A server has ``cert`` and ``key``, and
-    with a ``ca`` it lets nobody in who shows no certificate that this has signed. A client has a
-    ``ca``, or trusts the authorities that gRPC comes with, and ``cert`` and ``key`` where the
-    server asks for them.
+    """Certificates of one end: PEM files.
 
-    The files may change at any time: connections that are made later have what is there then.
-    Relative paths are taken from the working directory, once. Raises ValueError for half a pair.
+    A server has ``cert`` and ``key``; with a ``ca`` it requires client certificates of that
+    authority. A client has a ``ca`` (default: gRPC's authorities), and ``cert`` and ``key`` if the
+    server requires them. Later connections use files that changed. Relative paths refer to the
+    working directory. Raises ValueError for half a pair.
     """
 
     #: who signed the other end's certificate
@@ -70,7 +69,7 @@ def check_pair(cert: str, key: str, prefix: str = "") -> None:
 
 
 def make_absolute(settings: object, *names: str) -> None:
-    """The paths of a frozen dataclass that is being made."""
+    """Make the path settings of a frozen dataclass absolute while it is being created."""
     for name in names:
         if path := getattr(settings, name):
             object.__setattr__(settings, name, str(Path(path).expanduser().absolute()))

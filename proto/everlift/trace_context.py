@@ -24,9 +24,11 @@ _MAX_STATE, _MAX_MEMBERS = 512, 32
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span: ``trace_id`` is 32 lower-case hexadecimal digits, ``span_id`` 16, and so is
-    ``parent_id``, the span around it, where there is one. ``state`` is other tracers' and goes
-    along unread."""
+    """Span in W3C's trace context.
+
+    ``trace_id`` is 32 lower-case hexadecimal digits, ``span_id`` and ``parent_id`` (the enclosing
+    span, if any) are 16. ``state`` belongs to other tracers and is passed on unread.
+    """
 
     trace_id: str
     span_id: str

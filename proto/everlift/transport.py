@@ -18,8 +18,10 @@ Options = Sequence[tuple[str, int]]
 class Transport(Protocol):
     @property
     def credentials(self) -> object:
-        """Of channels that are made now. Those that were made with other ones are good for the
-        calls that they have, not for new ones."""
+        """Return the credentials of new channels.
+
+        Channels with other credentials keep their calls and get no new ones.
+        """
         ...
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -51,11 +53,13 @@ class _Plain:
 
 
 class TlsTransport:
-    """What the files of ``tls`` hold when a connection is made: at the client's end one channel
-    shows the same for as long as it lives."""
+    """Transport with TLS by the contents of ``tls`` at connection time.
+
+    A client channel keeps its certificate for its lifetime.
+    """
 
     def __init__(self, tls: Tls) -> None:
-        """Raises SettingsError for files that are of no use."""
+        """Create the transport. Raises SettingsError for invalid files."""
         self._pem = certificates.pem(tls)
         self._options: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
         if tls.name:
@@ -83,7 +87,7 @@ class TlsTransport:
         shown = self.credentials
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC asks before every handshake, in threads of its own."""
+            """Return the certificates for a handshake; gRPC calls this in its own threads."""
             nonlocal shown
             if (pem := self.credentials) is shown:
                 return None

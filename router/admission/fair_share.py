@@ -1,12 +1,9 @@
-"""What the tenants were served, by class. Pure.
+"""Service that tenants received, by class (VTC). Pure.
 
-A tenant's counter grows by a request's prompt when that is dispatched for the first time, and by
-its outputs as gateways tell of them, both divided by the tenant's weight. What is computed again,
-because a worker was lost or somebody had to make room, was not the tenant's choice: it costs
-nothing.
-
-Each class has counters of its own: who is served in a higher one has no less of a lower one, and
-who waits in a lower one has nothing saved up for a higher one.
+A tenant's counter grows by a request's prompt at its first dispatch and by its outputs as routers
+report them, divided by the tenant's weight. Tokens that are recomputed after a lost worker or a
+preemption are free. Each class has its own counters, so service in one class neither costs nor
+earns anything in another.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class TokenCounters:
         return self._counters.get(tenant, 0.0)
 
     def note_queued(self, tenant: str, *, lift: bool) -> None:
-        """A request of it waits."""
+        """Record that a request of the tenant is queued."""
         if tenant in self._waiting:
             self._waiting[tenant] += 1
             return
@@ -200,7 +197,7 @@ class FairShare:
             self._charge(tenant, waiting.priority, cost)
 
     def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
-        """A gateway has had them."""
+        """Charge outputs that a router reports."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
 

@@ -56,7 +56,10 @@ class QueueHandover:
         self._telling.pop(gateway, None)
 
     def on_waiting(self, gateway: str, key: Key, now: float) -> None:
-        """The key of something that waits there. One before its mark is news, not roll call."""
+        """Record a queued request of a router.
+
+        Requests before the router's mark are new, not part of the handover.
+        """
         telling = self._telling.get(gateway)
         if telling is not None:
             telling.heard = now
@@ -67,7 +70,7 @@ class QueueHandover:
         self._telling.pop(gateway, None)
 
     def dismiss(self) -> None:
-        """The queue has another order by now: nobody's mark says anything."""
+        """End the handover: after a change of order the marks are meaningless."""
         self._telling.clear()
 
     def is_over(self, now: float) -> bool:
@@ -111,7 +114,7 @@ class Generations:
         self._said.pop(gateway, None)
 
     def said(self, gateway: str, generation: str, now: float) -> None:
-        """The gateway has told everything again to the server of this generation."""
+        """Record that a router has sent its state again to the server of this generation."""
         if gateway in self._said:
             self._said[gateway] = _Said(generation, now)
 
@@ -133,8 +136,10 @@ _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
 class HandoverSender:
-    """``waiting`` and ``running`` are read as they are told, part by part. ``waiting`` is in the
-    order of ``policy``."""
+    """``waiting`` and ``running`` are read as they are told, part by part.
+
+    ``waiting`` is in the order of ``policy``.
+    """
 
     def __init__(
         self,
@@ -193,7 +198,7 @@ class HandoverSender:
         self._news[running.request_id] = running
 
     def dispatched(self, request_id: str) -> None:
-        """The leader knows that it waits no more."""
+        """Record that the leader knows that the request has left the queue."""
         if self._news.get(request_id) is not None:
             del self._news[request_id]
         self._leave_the_roll(request_id)

@@ -25,7 +25,7 @@ _FEW_HOLES = 64
 
 
 class Queued:
-    """One wait of a request in the queue. ``ticket`` numbers the waits."""
+    """Stay of a request in the queue. ``ticket`` numbers the stays."""
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -101,14 +101,12 @@ class KeyLane(Lane):
 
 
 class RatioLane(Lane):
-    """By how long it has waited for each token that it takes, the highest first.
+    """Lane by response ratio: the longest wait relative to the tokens leaves first.
 
-    Those that take about as many tokens, up to a factor of sqrt(2), are one line, by arrival: of
-    each line only the first can be next, so that 40 lines do for a million tokens. A request's
-    tokens count as those of its line.
-
-    Those whose tokens nobody knows leave by arrival: no one that came later goes before them, and
-    they go before no one that came earlier.
+    Requests of similar size, up to a factor of sqrt(2), form one line by arrival, of which only the
+    head can be next; 40 lines cover a million tokens. A request counts with the size of its line.
+    Requests of unknown size leave by arrival: later requests do not bypass them, and they bypass
+    none.
     """
 
     def __init__(self) -> None:
@@ -179,8 +177,10 @@ class StarvationLane(Lane):
 
 
 class FairLane(Lane):
-    """A lane for each tenant, and the turn is that of who was served least. By the places alone
-    tenants are not told apart."""
+    """A lane for each tenant, and the turn is that of who was served least.
+
+    By the places alone tenants are not told apart.
+    """
 
     def __init__(self, make: Callable[[], Lane], counters: TokenCounters) -> None:
         self._make = make

@@ -36,8 +36,11 @@ from router.config import RouterConfig
 
 
 class Late(NamedTuple):
-    """Something comes later than it is wanted. ``is_by_output``: its first token would come in
-    time, and its end would not. By ``shorter_s`` the queue has to be shorter, if that helps."""
+    """Something comes later than it is wanted.
+
+    ``is_by_output``: its first token would come in time, and its end would not. By ``shorter_s``
+    the queue has to be shorter, if that helps.
+    """
 
     is_by_output: bool
     shorter_s: float
@@ -56,9 +59,12 @@ class Wanted(NamedTuple):
         return cls(inf if first_token_s is None else first_token_s, inf if end_s is None else end_s)
 
     def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
-        """None where it can come in time. At the least it waits for ``wait_s``, and its output goes
-        on for ``output_s`` after its first token. Who need not wait is not late for its prompt's
-        sake, which its worker may have computed for another one."""
+        """None where it can come in time.
+
+        At the least it waits for ``wait_s``, and its output goes on for ``output_s`` after its
+        first token. Who need not wait is not late for its prompt's sake, which its worker may have
+        computed for another one.
+        """
         first_s = wait_s + prefill_s if wait_s else 0.0
         first_late_s = first_s - min(self.first_token_s, self.end_s)
         late_s = max(first_late_s, first_s + output_s - self.end_s)
@@ -76,8 +82,10 @@ _FEW = 64
 
 
 class RetryLimiter:
-    """``rate`` tokens a second for each tenant, of which ``burst`` may be saved. ``now`` is in
-    seconds."""
+    """``rate`` tokens a second for each tenant, of which ``burst`` may be saved.
+
+    ``now`` is in seconds.
+    """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
@@ -247,9 +255,12 @@ _ON_THE_WAY_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``slug`` is an error's. It may come again when the queue has room, and not before
-    ``retry_after_s``. ``least_tokens``: its first token would come in time, and the end of so long
-    an output would not; 0: it is not that."""
+    """``slug`` is an error's.
+
+    It may come again when the queue has room, and not before ``retry_after_s``. ``least_tokens``:
+    its first token would come in time, and the end of so long an output would not; 0: it is not
+    that.
+    """
 
     waiting: Waiting
     slug: str

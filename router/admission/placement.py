@@ -1,11 +1,8 @@
-"""Which worker has room for a request. Pure.
+"""Placement of requests on workers. Pure.
 
-A request is dispatched only against a credit, room that the worker's view shows (late binding), so
-a worker holds little that another one could have begun sooner.
-
-Of many workers those that are full are not looked at. While the same request finds no room, only
-those are that have changed since it was looked for: in a full cluster that is the one whose state
-has come.
+A request is dispatched only against credit, that is room in the worker's view (late binding), so a
+worker holds little that another one could have begun sooner. Full workers are not looked at. While
+the same request finds no room, only workers that changed since are looked at.
 """
 
 from __future__ import annotations
@@ -126,7 +123,7 @@ class Placement:
             self._note(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
-        """The worker counts this dispatch in its state from now on, or will never have it."""
+        """Record that the worker counts this dispatch in its load, or will never receive it."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
             self._note(worker_id)
@@ -194,14 +191,16 @@ class Placement:
         return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
-        """Return the worker with a credit for it; None when no worker has one now. Of several it is the
-        one that keeps room for it, or has the least burden. A suspect goes where everybody else
-        makes tokens, if it can.
+        """Return the worker with a credit for it; None when no worker has one now.
+
+        Of several it is the one that keeps room for it, or has the least burden. A suspect goes
+        where everybody else makes tokens, if it can.
 
         In forecasts (conversations on 8 H200s at 0.9 of saturation) committed tokens before pending
         prefill gave a TTFT of 80 instead of 42 ms at the median and of 198 instead of 180 ms at
         p99; with short KV caches, where committed tokens might count for more, it made no
-        difference."""
+        difference.
+        """
         asked = _Asked(waiting.prefill_tokens, waiting.choices, waiting.avoid)
         kept = self._release(waiting.request_id)
         candidates = self._candidates(asked, kept[0] if kept else "")

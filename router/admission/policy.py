@@ -1,8 +1,7 @@
-"""In which order those of a class leave the admission queue, and how many may wait. Pure.
+"""Orders of the queue within a class. Pure.
 
-A policy's place of a request is the same whenever it is asked, in every replica: a new leader is
-told what waits in the order of the places. What leaves next is up to the policy's lanes, which may
-look at the time as well.
+A policy's place of a request never changes and is the same in every replica: a new leader receives
+the queue in this order. A policy's lanes choose the next request and may use the time as well.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ _FIFO = Fifo()
 
 @dataclass(frozen=True, slots=True)
 class EarliestDeadline:
-    """By what is due first: a request's deadline, or that of its first token. One without any is
-    due ``undated_s`` after it came: nobody who comes later than that goes before it.
+    """Order by deadline, or by the due time of the first token.
 
-    One that is late still goes first, as its time does not change its place.
+    A request without either is due ``undated_s`` after its arrival. A late request still goes
+    first.
     """
 
     undated_s: float
@@ -91,10 +90,11 @@ class EarliestDeadline:
 
 @dataclass(frozen=True, slots=True)
 class ShortestWork:
-    """By predicted work, prompt and output, and by arrival: a request gives way to shorter ones for
-    ``ageing_factor`` times the wait that was foreseen when it came, on the average of all requests,
-    and
-    for longer the more of those that came lately take less than it does:
+    """Order by predicted work, with ageing relative to the estimated wait.
+
+    a request gives way to shorter ones for ``ageing_factor`` times the wait that was foreseen when
+    it came, on the average of all requests, and for longer the more of those that came lately take
+    less than it does:
 
         ageing_factor * its foreseen wait * -log(1 - its rank)
 
@@ -125,9 +125,10 @@ class ShortestWork:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRank:
-    """By where a request's outputs stand among those predicted lately (learning to rank, arXiv
-    2408.15792), and by arrival, as ShortestWork with that rank. Where nothing is predicted it is 0,
-    and this is fifo.
+    """Order by the rank of the predicted output length (learning to rank, arXiv 2408.15792).
+
+    Ageing as in ShortestWork, with that rank. Without a prediction the rank is 0 and the order is
+    fifo.
     """
 
     ageing_factor: float
@@ -148,19 +149,18 @@ class PredictedRank:
 
 
 def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
-    """By when those have to come that go before it. ``rank`` is below 1."""
+    """Return the place of a request that yields by ``rank`` (below 1)."""
     until = waiting.arrived - ageing_factor * waiting.queue_key.estimated_wait_s * log1p(-rank)
     return (until, waiting.arrived, waiting.request_id)
 
 
 @dataclass(frozen=True, slots=True)
 class HighestResponseRatio:
-    """By how long it has waited for what it takes: the highest ratio of the two leaves first
-    (highest response ratio next; for serving models in Magnus, arXiv 2406.04785).
+    """Order by response ratio (highest response ratio next; for serving in Magnus, arXiv
+    2406.04785).
 
-    A request of w tokens that has waited t gives way to a later one of v tokens only once that has
-    waited t * v / w itself, and to none that takes longer. Where nothing tells requests apart this
-    is fifo.
+    A request of w tokens that has waited t is bypassed by a later one of v tokens only once that
+    has waited t * v / w, and by none that is longer. Without predictions it is fifo.
     """
 
     @property
@@ -180,8 +180,11 @@ class HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class NeverLonger:
-    """As ``policy``, but who has waited for ``limit_s`` leaves before all others of its class.
-    Under an overload that lets everybody wait so long, this is fifo."""
+    """Order of ``policy``, except that requests that waited for ``limit_s`` leave their class
+    first.
+
+    If all requests wait that long, it is fifo.
+    """
 
     policy: Policy
     limit_s: float

@@ -1,9 +1,9 @@
-"""Whether running requests of a lower class make room for a higher one. Pure.
+"""Eviction of running requests of a lower class. Pure.
 
-The head of the queue has no credit anywhere, and its deadline comes before it would get one: then
-it is dispatched all the same, to the worker where the least is lost, and that worker's victims go
-back to the queue. There they keep their place and their tokens. A worker gives blocks and slots to
-its sequences by class, so none of those that wait there comes before it.
+If the head of the queue has no credit anywhere and its deadline comes before it would get one, it
+is dispatched to the worker where the least is lost, and that worker's victims are queued again with
+their place and tokens. Workers assign blocks and slots by class, so no waiting sequence there comes
+before it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class Eviction:
 
 
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Seconds until it must run to meet its deadlines; infinite where it has none to meet. One that
-    is missed already is in no hurry any more."""
+    """Seconds until it must run to meet its deadlines; infinite where it has none to meet.
+
+    One that is missed already is in no hurry any more.
+    """
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
     tokens = waiting.prefill_tokens
@@ -66,9 +68,12 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 
 
 class Evictions:
-    """``occupants`` answers the ids of the requests that have a slot of a worker. Before one that
-    comes this way no more than ``max_pending_prefill`` tokens may be pending with its own, as with
-    a credit; but only those of its class and higher ones count, which go before it."""
+    """``occupants`` answers the ids of the requests that have a slot of a worker.
+
+    Before one that comes this way no more than ``max_pending_prefill`` tokens may be pending with
+    its own, as with a credit; but only those of its class and higher ones count, which go before
+    it.
+    """
 
     def __init__(
         self,
@@ -110,8 +115,10 @@ class Evictions:
     def _cheapest(
         self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
     ) -> Eviction | None:
-        """Where the victims' known tokens are the fewest, none of them among the ``spared``, then
-        the least prefill pending; None where no victims make enough room."""
+        """Return the eviction with the fewest known tokens, then the least pending prefill.
+
+        None of the ``spared`` is a victim; None if no victims free enough room.
+        """
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
             for it, worker in workers.items()
@@ -258,8 +265,11 @@ class Moving:
     def candidates(
         self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Those that may move, in the order of ``key``, with the blocks that each has to wait for.
-        ``head`` is what leaves the queue next: all that come after it by the key stay."""
+        """Yield the preempted requests that may move, with the blocks that each needs.
+
+        They come in the order of ``key``; those behind ``head``, the next request of the queue,
+        stay.
+        """
         needed: dict[str, int] = {}
         for running in sorted(preempted, key=key):
             if head is not None and key(running) > key(head):
@@ -275,8 +285,11 @@ class Moving:
         workers: Mapping[str, WorkerView],
         promised: Mapping[str, int],
     ) -> Move | None:
-        """Where it goes on soonest, if that is not where it is. ``needed`` blocks must come free
-        there. ``promised`` are blocks at the others, for those that moved there before."""
+        """Return the move to the worker where the request resumes soonest, if that is another one.
+
+        ``needed`` blocks must become free at its worker; ``promised`` are blocks elsewhere for
+        earlier moves.
+        """
         home = workers.get(running.worker_id)
         if home is None:
             return None

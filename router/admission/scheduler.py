@@ -1,8 +1,7 @@
-"""What a leader knows of the queue and of what runs, from its election until it leads no more; and
-what it decides. Pure.
+"""State of a leader and its decisions, from its election to its end. Pure.
 
-It begins empty: the living gateways tell it what they have. What it knows of the workers, every
-replica knows (``placement``).
+It begins empty and is filled by the handover of living routers. Its view of the workers is
+``placement``.
 """
 
 from __future__ import annotations
@@ -78,7 +77,9 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A request, the worker that it goes to under this epoch, and who makes room for it there.
-    ``queue_wait`` is None of one that never came into the queue."""
+
+    ``queue_wait`` is None of one that never came into the queue.
+    """
 
     waiting: Waiting
     worker_id: str
@@ -93,9 +94,11 @@ class Placed:
 
 
 class LeaderState:
-    """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds. ``occupants`` answers
-    the ids of the requests that have a slot of a worker. ``fair_share``: None where tenants are not
-    told apart."""
+    """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
+
+    ``occupants`` answers the ids of the requests that have a slot of a worker. ``fair_share``: None
+    where tenants are not told apart.
+    """
 
     def __init__(
         self,
@@ -169,8 +172,11 @@ class LeaderState:
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Other rules. To go over to another order takes a while, which is gone through part by
-        part; what is left off there changes no order."""
+        """Other rules.
+
+        To go over to another order takes a while, which is gone through part by part; what is left
+        off there changes no order.
+        """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
             yield from self._queue.reorder(rules.order, is_fair=rules.fair_share)
@@ -378,13 +384,15 @@ class LeaderState:
         self.begun(placed, gateway)
 
     def begun(self, placed: Placed, gateway: str) -> None:
-        """The ledger has let it be dispatched; it names the gateway."""
+        """Record that the ledger accepted the dispatch, for this router."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
         self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
 
     def moves(self, now: float, ledger_now: float) -> list[Move]:
-        """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
-        x workers)."""
+        """Preempted requests that go on sooner elsewhere, where room is kept for them.
+
+        O(preempted x workers).
+        """
         is_fair = self._is_fair and self.handover.is_over(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
         candidates = self._moving.candidates(

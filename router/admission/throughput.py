@@ -1,4 +1,4 @@
-"""How fast a worker works, from what it says of itself. Pure.
+"""Throughput of workers, from their own reports. Pure.
 
 A step takes longer the more tokens it computes, so times are compared between steps of about as
 many tokens: of each size class (1, 2 to 3, 4 to 7, ... tokens a step) the usual time is kept. For
@@ -145,8 +145,11 @@ class ThroughputEstimator:
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
-        """``now`` in seconds. ``is_full``: more sequences there would compute no more tokens.
-        Answers the steps of about the last fifth of a second, if there were any."""
+        """``now`` in seconds.
+
+        ``is_full``: more sequences there would compute no more tokens. Answers the steps of about
+        the last fifth of a second, if there were any.
+        """
         if self._sample is None:
             self._sample, self._was_full = (now, work), is_full
             return None
@@ -233,8 +236,7 @@ def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) ->
 
 
 def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
-    """Of what steps of this size class take at most, the median of all but one is no less than
-    this, whichever is left out."""
+    """Return a lower bound on the median step time of this size class, if any one is left out."""
     fewest = 1 << size >> 1
     known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
     return known[(len(known) - 2) // 2] if len(known) > 1 else inf
@@ -267,7 +269,7 @@ class DrainRate:
         self._token_rate = self._request_rate = 0.0
 
     def note_left(self, work_tokens: int) -> None:
-        """A request left the queue for a worker."""
+        """Record that a request left the queue for a worker."""
         self._tokens += work_tokens
         self._requests += 1
 
@@ -310,8 +312,10 @@ _STEP = 0.1
 
 
 class Least:
-    """The part of what was predicted that all but a twentieth of the requests have taken. By
-    stochastic approximation of a quantile (Robbins and Monro, 1951), of the logarithm."""
+    """The part of what was predicted that all but a twentieth of the requests have taken.
+
+    By stochastic approximation of a quantile (Robbins and Monro, 1951), of the logarithm.
+    """
 
     def __init__(self) -> None:
         self.part = 0.8

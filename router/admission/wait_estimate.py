@@ -1,4 +1,4 @@
-"""How long a request will wait, when its first token comes, and how long its output takes. Pure.
+"""Estimates of a request's wait, first token and end. Pure.
 
     wait    (work of its class and higher ones that waits) / (work that leaves the queue a second)
     prefill (prompt tokens that its worker computes before it, and its own), in the worker's steps
@@ -27,8 +27,10 @@ _SHORTEST_S = 0.1
 
 
 class WaitEstimator:
-    """``workers`` are those of the leader. Between two times that it looks at them a prediction
-    costs O(1)."""
+    """``workers`` are those of the leader.
+
+    Between two times that it looks at them a prediction costs O(1).
+    """
 
     def __init__(self, workers: Mapping[str, WorkerView]) -> None:
         self._workers = workers
@@ -90,7 +92,7 @@ class WaitEstimator:
 
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:
-    """Where a newcomer would go, about."""
+    """Return the worker that would probably get a new request."""
     return min(workers, key=lambda it: it.load_rank, default=None)
 
 
@@ -119,14 +121,16 @@ class EstimatedWait:
         self._came: dict[int, int] = {}
 
     def on_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """The leader's word."""
+        """Take the leader's estimate."""
         self._queue_estimate = queue_estimate
         self._rate = queue_estimate.tokens_per_s or self._rate
         self._came.clear()
 
     def estimate(self, priority: int, work_tokens: int) -> float:
-        """Seconds until what goes before a request of this class has left the queue. From now on it
-        is one of those that came."""
+        """Seconds until what goes before a request of this class has left the queue.
+
+        From now on it is one of those that came.
+        """
         waits = [it.work_tokens for it in self._queue_estimate.waits if it.priority >= priority]
         came = sum(tokens for its, tokens in self._came.items() if its >= priority)
         self._came[priority] = self._came.get(priority, 0) + work_tokens

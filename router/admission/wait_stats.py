@@ -1,11 +1,8 @@
-"""How long requests wait in the queue, and for what. Pure.
+"""Waits of requests in the queue and their causes. Pure.
 
-A request waits without any worker, or until a worker has room and no other request is before it.
-Requests that leave before it came earlier, are of a higher class, or precede it by the queue's
-rules.
-
-Of all that clocks and counts are kept that only grow. Who comes notes where they stand, and who
-leaves compares: no cost grows with what waits, and a stay is a tuple of plain values.
+A request waits without any worker, or until a worker has room and no other request is before it: an
+earlier one, one of a higher class, or one that precedes it by the rules. Clocks and counts only
+grow; a request notes them on arrival and compares when it leaves, so no cost grows with the queue.
 """
 
 from __future__ import annotations

@@ -290,8 +290,10 @@ class WorkerView:
         return self.step_time.seconds(self._decoding)
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Seconds until it has computed so many tokens of prompts; None: not known. Before anything
-        is known of its kind, by the best steps of its own."""
+        """Seconds until it has computed so many tokens of prompts; None: not known.
+
+        Before anything is known of its kind, by the best steps of its own.
+        """
         if self.step_time.is_known:
             budget = self.capacity.max_num_batched_tokens
             return prefill_s(self.step_time, self._decoding, tokens, budget)
@@ -343,8 +345,10 @@ class WorkerView:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
-        """Return whether few enough of them have to wait for one there. Where fewer may run than it could
-        run, nobody does: it would begin them at once."""
+        """Return whether few enough of them have to wait for one there.
+
+        Where fewer may run than it could run, nobody does: it would begin them at once.
+        """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs
         return without <= 0 or (may_wait and self.ahead + without <= local_depth)
@@ -355,6 +359,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def blocks_of(need: Need) -> int:
-    """What is known of it takes so many, but for the last one; its choices share the prompt's, and
-    each other one needs one of its own."""
+    """Return the blocks for the known tokens, without the last one.
+
+    Choices share the prompt's blocks; each further choice needs one of its own.
+    """
     return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

@@ -23,29 +23,28 @@ Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
 
 
 def check_count(num_requests: int) -> None:
-    """Raises OutOfRange."""
+    """Check the number of requests in a call. Raises OutOfRange."""
     kind = TooManyRequests if num_requests > MAX_REQUESTS else OutOfRange
     if not 1 <= num_requests <= MAX_REQUESTS:
         raise kind(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
 
 
 def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
-    """Raises InvalidRequest. Those without a name are given different ones."""
+    """Check that no request id occurs twice. Raises InvalidRequest."""
     named = [request.request_id for request in requests if request.request_id]
     if len(set(named)) < len(named):
         raise InvalidRequest("a request_id comes twice in the call", field="requests")
 
 
 class Many(AsyncIterator[pb.GenerateManyResponse]):
-    """What can be read at a time of several requests, at once. Ends with the last of them; closing
-    it leaves them all.
+    """Output of several requests that can be read at a time.
 
-    They have their turns in the order in which there was more of them. Of what nobody reads
-    nothing is made.
+    It ends with the last of them; closing it leaves them all. Requests take turns in the order in
+    which they have output, and nothing is produced that nobody reads.
     """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], open_: Open) -> None:
-        """``requests`` are as ``check_count`` and ``check_names`` want them."""
+        """Create the stream; ``check_count`` and ``check_names`` must accept ``requests``."""
         self._open = open_
         self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
         self._came = asyncio.Event()

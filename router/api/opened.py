@@ -13,7 +13,8 @@ class Opened:
     """A known request and its pieces from the offsets that the client asked for.
 
     ``request_id`` is the client's name for it. The owner of this value closes ``pieces``; until
-    then the request has a reader. ``is_new``: this call submitted the request."""
+    then the request has a reader. ``is_new``: this call submitted the request.
+    """
 
     request_id: str
     trace: TraceContext | None

@@ -1,5 +1,7 @@
-"""What clients may ask of a gateway, whatever they speak: who calls is known, and what goes wrong
-is an EverliftError."""
+"""Operations of a router for clients, independent of the protocol.
+
+The caller is authenticated, and errors are EverliftErrors.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def write(position: Position) -> str:
 
 
 def read(token: str) -> Position:
-    """Raises InvalidRequest for what nobody has written."""
+    """Parse a page token. Raises InvalidRequest."""
     try:
         arrived, _, request_id = urlsafe_b64decode(token.encode()).decode("ascii").partition(" ")
         microseconds = int(arrived)
@@ -77,9 +79,11 @@ _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 def apply(
     message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
 ) -> None:
-    """Names of ``headers`` are in small letters. ``place`` is of the request among several of one
-    call, each of which is named after the call's name then. Raises InvalidRequest, OutOfRange with
-    the header's name."""
+    """Names of ``headers`` are in small letters.
+
+    ``place`` is of the request among several of one call, each of which is named after the call's
+    name then. Raises InvalidRequest, OutOfRange with the header's name.
+    """
     message.request_id = message.request_id or _request_id(headers, place)
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
@@ -90,8 +94,7 @@ def apply(
 
 
 def header_request_id(headers: Mapping[str, str]) -> str:
-    """Empty where there is none, or none that a log line can have: proxies make it, and not for
-    us."""
+    """Empty where there is none, or none that a log line can have: proxies make it, and not for us."""
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
@@ -255,7 +258,8 @@ class Inference:
         ``had_output``: the client has output of the request, also where ``message`` has no offset.
 
         Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, RequestConflict,
-        OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
+        OffsetOutOfRange, RouterStopping, LedgerUnavailable.
+        """
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
             raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
@@ -328,7 +332,7 @@ class Inference:
         return source
 
     async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
-        """Raises UnknownRequest, LedgerUnavailable."""
+        """Cancel a request. Raises UnknownRequest, LedgerUnavailable."""
         message.request_id = caller.qualify(message.request_id)
         try:
             entry = await self._requests.cancel(message.request_id)
@@ -337,7 +341,7 @@ class Inference:
         return pb.CancelResponse(state=_WIRE_STATE[entry.state])
 
     async def forget(self, caller: Caller, message: pb.ForgetRequest) -> pb.ForgetResponse:
-        """Raises UnknownRequest, Moved, LedgerUnavailable."""
+        """Erase a request. Raises UnknownRequest, Moved, LedgerUnavailable."""
         message.request_id = caller.qualify(message.request_id)
         try:
             await self._requests.forget(message.request_id)
@@ -348,7 +352,7 @@ class Inference:
     async def get_request(
         self, caller: Caller, message: pb.GetRequestRequest
     ) -> pb.GetRequestResponse:
-        """Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request and its events. Raises UnknownRequest, LedgerUnavailable."""
         stored, events = await self._requests.get(caller.qualify(message.request_id))
         response = _described(stored.entry)
         response.request_id = caller.name(stored.entry.request_id)
@@ -361,7 +365,7 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Raises UnknownRequest, LedgerUnavailable."""
+        """Return the explanation of a request. Raises UnknownRequest, LedgerUnavailable."""
         return _named(caller, await self._explained(caller.qualify(message.request_id)))
 
     async def _explained(self, request_id: str) -> pb.Explanation:
@@ -372,7 +376,7 @@ class Inference:
             return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Raises UnknownModel, PromptTooLong."""
+        """Tokenise a text. Raises UnknownModel, PromptTooLong."""
         self._model.check_asked(message.model)
         ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
@@ -380,7 +384,7 @@ class Inference:
     async def detokenize(
         self, caller: Caller, message: pb.DetokenizeRequest
     ) -> pb.DetokenizeResponse:
-        """Raises UnknownModel, OutOfRange."""
+        """Detokenise ids. Raises UnknownModel, OutOfRange."""
         self._model.check_asked(message.model)
         ids = message.token_ids
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
@@ -402,7 +406,7 @@ class Inference:
     async def list_requests(
         self, caller: Caller, message: pb.ListRequestsRequest
     ) -> pb.ListRequestsResponse:
-        """Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable."""
+        """List requests. Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable."""
         tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
         if message.page_size > MOST_LISTED:
             raise OutOfRange(f"page_size must be at most {MOST_LISTED}")
@@ -423,7 +427,7 @@ class Inference:
             stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
     def turned_away(self, error: EverliftError) -> None:
-        """A submission that could not even be read."""
+        """Record a submission that could not be parsed."""
         self._requests.turned_away(error)
 
     @contextmanager

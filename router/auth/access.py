@@ -94,7 +94,7 @@ class Access:
 
     @classmethod
     async def open(cls, store: Store) -> Self:
-        """Raises SettingsError, LedgerUnavailable."""
+        """Open the store of keys. Raises SettingsError, LedgerUnavailable."""
         try:
             document = await store.news()
         except OSError as error:

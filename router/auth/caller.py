@@ -45,16 +45,20 @@ class Caller:
             raise Forbidden(f"this key lacks the scope {names}")
 
     def qualify(self, request_id: str) -> str:
-        """Return the name inside the cluster of what this caller calls ``request_id``. Who administers the
-        cluster may name any tenant's. Raises InvalidRequest."""
+        """Return the name inside the cluster of what this caller calls ``request_id``.
+
+        Who administers the cluster may name any tenant's. Raises InvalidRequest.
+        """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
         return qualified(self.tenant, check_request_id(request_id))
 
     def tenant_of_listing(self, tenant: str | None) -> str:
-        """Whose requests this caller is shown, who asks for those of ``tenant`` (None: its own);
-        empty: everybody's. Raises Forbidden for others' unless it administers the cluster,
-        InvalidRequest."""
+        """Return the tenant whose requests the caller may list; empty for all tenants.
+
+        ``tenant`` None is the caller's own. Raises Forbidden for others' unless it administers the
+        cluster, InvalidRequest.
+        """
         its = self.tenant if tenant is None else tenant
         if its != self.tenant or not its:
             self.check(Scope.ADMIN)

@@ -42,7 +42,7 @@ class Document:
         return replace(self, keys=_put(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:
-        """Raises SettingsError."""
+        """Return the document with the tenant's own limits. Raises SettingsError."""
         document = replace(self, tenants=_put(self.tenants, tenant, dict(own) or None))
         document.limits_of(tenant)
         return document
@@ -72,7 +72,7 @@ class Document:
 
 
 def from_plain(plain: object) -> Document:
-    """Raises SettingsError, which names the place."""
+    """Return the document of plain data. Raises SettingsError, which names the place."""
     if plain is None:
         return Document()
     sections = _mapping("the document", plain)
@@ -91,7 +91,7 @@ def from_plain(plain: object) -> Document:
 
 
 def from_records(texts: Mapping[str, str]) -> Document:
-    """Raises SettingsError."""
+    """Return the document of stored records. Raises SettingsError."""
     plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
     for name, text in texts.items():
         section, _, rest = name.partition("/")

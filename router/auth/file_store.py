@@ -28,7 +28,7 @@ _Identity = tuple[int, ...]
 
 
 def parse(text: str) -> Document:
-    """Raises SettingsError."""
+    """Parse a file of keys. Raises SettingsError."""
     try:
         plain = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -95,8 +95,10 @@ class FileStore:
             os.close(descriptor)
 
     def _write(self, document: Document) -> None:
-        """Nobody else can read it at any time; it is whole or as it was. Behind a symbolic link it
-        is the file there that changes."""
+        """Replace the file atomically, readable by its owner only.
+
+        Behind a symbolic link the target is replaced.
+        """
         path = self._path.resolve()
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:

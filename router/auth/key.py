@@ -30,8 +30,11 @@ _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of a key. ``created`` and ``expires`` are moments as ISO 8601 writes them, with
-    their offset from UTC; a key without ``expires`` holds until it is revoked."""
+    """Stored data of a key.
+
+    ``created`` and ``expires`` are ISO 8601 with an offset from UTC; a key without ``expires`` is
+    valid until revoked.
+    """
 
     tenant: str
     scopes: tuple[Scope, ...]

@@ -44,7 +44,10 @@ class Limits:
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Return the same within these limits: tokens that it does not limit are. Raises OutOfRange."""
+        """Return the same within these limits: tokens that it does not limit are.
+
+        Raises OutOfRange.
+        """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(
                 f"priority {submission.priority} is above this tenant's max_priority, "

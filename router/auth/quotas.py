@@ -1,4 +1,4 @@
-"""What this gateway's requests take of their tenants' limits, and when they give it back.
+"""Charges of this router's requests against their tenants' limits.
 
     comes -> charge -> held while it is in this gateway's hands, or an heir's -> settled at its end
 
@@ -40,8 +40,11 @@ class Quotas:
         self._telling = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
-        """Before a request is opened. False where there is nothing to give back if it is not:
-        without limits, or charged before. Raises RateLimited, LedgerFull, LedgerUnavailable."""
+        """Before a request is opened.
+
+        False where there is nothing to give back if it is not: without limits, or charged before.
+        Raises RateLimited, LedgerFull, LedgerUnavailable.
+        """
         limits = self._limits_of(tenant_of(request.request_id))
         if not limits.is_metered:
             return False
@@ -93,7 +96,7 @@ class Quotas:
                 await asyncio.sleep(_RETRY_S)
 
     async def flush(self) -> None:
-        """The ledger knows what has ended so far. Raises LedgerUnavailable."""
+        """Settle the requests that have ended. Raises LedgerUnavailable."""
         async with self._telling:
             self._has_ended.clear()
             if ended := list(self._ended.values()):

@@ -13,13 +13,17 @@ Edit = Callable[[Document], Document]
 
 class Store(Protocol):
     async def news(self) -> Document | None:
-        """What it holds; None if that is what was answered last. Raises SettingsError for what
-        cannot be used, OSError, LedgerUnavailable."""
+        """Return the document; None if it equals the last answer.
+
+        Raises SettingsError for an invalid one, OSError, LedgerUnavailable.
+        """
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """What it holds from now on. Raises what ``news`` does, and what ``edit`` does; then
-        nothing is changed."""
+        """Change the document and return it.
+
+        Raises as ``news`` and ``edit`` do; then nothing is changed.
+        """
         ...
 
 

@@ -14,8 +14,11 @@ _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_json(name: str, value: Any, max_bytes: int) -> None:
-    """Raises OutOfRange where ``value``, which came out of JSON, is too deep or is longer than
-    ``max_bytes`` when written again; NotUtf8; InvalidRequest where JSON has no such number."""
+    """Check a JSON value.
+
+    Raises OutOfRange if it is too deep or longer than ``max_bytes`` when serialised; NotUtf8;
+    InvalidRequest for a number that JSON does not have.
+    """
     check_depth(name, value)
     try:
         num_bytes = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
@@ -28,7 +31,7 @@ def check_json(name: str, value: Any, max_bytes: int) -> None:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Raises OutOfRange."""
+    """Check the nesting depth of a value. Raises OutOfRange."""
     level, depth = [value], 0
     while level := [part for whole in level for part in _parts(whole)]:
         depth += 1
@@ -69,7 +72,7 @@ _SPECIAL = re.compile(r".*_tokens?(_id)?")
 
 
 def checked(given: object) -> Variables:
-    """Raises InvalidRequest, OutOfRange, NotUtf8."""
+    """Check template variables. Raises InvalidRequest, OutOfRange, NotUtf8."""
     if not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
     if len(given) > MAX_VARIABLES:

@@ -44,8 +44,10 @@ AUTO = "auto"
 
 
 def tool_format(setting: str, template: str) -> ToolFormat | None:
-    """By ``setting`` (a format's name, or "auto"), or as ``template`` tells its model to write
-    them. None: it does not, or in a format that is not among these."""
+    """Return the format of tool calls by ``setting`` or, for "auto", as detected in ``template``.
+
+    None if it is unknown.
+    """
     return detected(template) if setting == AUTO else _BY_NAME[setting]
 
 

@@ -10,8 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``tool_use`` is the template for chats with tools. ``cpu_s`` for one chat, ``max_characters``
-    of what it becomes, ``memory_mib`` beyond what the process has at its start."""
+    """``tool_use`` is the template for chats with tools.
+
+    ``cpu_s`` for one chat, ``max_characters`` of what it becomes, ``memory_mib`` beyond what the
+    process has at its start.
+    """
 
     default: str
     tool_use: str
@@ -35,7 +38,7 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Raises ValueError."""
+    """Decode a frame. Raises ValueError."""
     frame = json.loads(body)
     if not isinstance(frame, dict):
         raise ValueError("no frame")

@@ -1,4 +1,4 @@
-"""From an output's text to content and tool calls, character by character. Pure.
+"""Parser from an output's text to content and tool calls, character by character. Pure.
 
 What is certain after character k depends on characters 0..k alone, however they come: who reads a
 stream again from anywhere goes on with exactly the next character. Text is held back while it may
@@ -209,10 +209,10 @@ class ArgumentsParser(_CharParser):
 
 
 class CallParser(_CharParser):
-    """Of an output in ``form`` that may call functions of ``names``. Unless ``is_parallel``, the
-    output ends for its reader with the first call.
+    """Parser of an output in ``form`` with calls of the functions ``names``.
 
-    Space next to a call is no content, nor is a tool's name that is none of ``names`` a call.
+    Unless ``is_parallel``, the output ends for its reader with the first call. Space next to a call
+    is no content, and an unknown name is no call.
     """
 
     def __init__(
@@ -267,15 +267,19 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _take_back(self) -> None:
-        """There is no call: the first character is content, and one may begin behind it. Of much
-        text all but the last character is content."""
+        """There is no call: the first character is content, and one may begin behind it.
+
+        Of much text all but the last character is content.
+        """
         behind = len(self._held) - self._held_space() - 1
         self._put_back(behind if behind <= _MAX_AGAIN else 1)
         self._tell_content()
 
     def _is_followed(self) -> Reading[bool]:
-        """Whether a call has another one behind it that needs no mark. Its closing mark is passed
-        over, and so is what models write behind an object too much."""
+        """Return whether another call follows without a mark.
+
+        The closing mark and superfluous characters behind an object are skipped.
+        """
         while True:
             self._drop()
             is_closed = yield from self._is_next(self._form.closes)
@@ -334,8 +338,7 @@ class CallParser(_CharParser):
             call.arguments = _object(value)
 
     def _key(self, call: _Call) -> Reading[str]:
-        """Of the next member. Raises _NoCall as soon as it is none that ``call`` may have: what
-        follows need not be held then."""
+        """Return the next member's name. Raises _NoCall as soon as ``call`` cannot have it."""
         if (yield from self._read_solid()) != '"':
             raise _NoCall
         first = len(self._held) - 1

@@ -49,8 +49,11 @@ class RendererProcess:
             await self._start()
 
     async def render(self, request: bytes) -> str:
-        """Raises TemplateFailed, TemplateTimeout, PromptTextTooLong; EverliftError where no process
-        can be had."""
+        """Render a chat.
+
+        Raises TemplateFailed, TemplateTimeout, PromptTextTooLong; EverliftError if no process can
+        be started.
+        """
         await self.start()
         try:
             answer = await self._exchange(request, _PATIENCE * self._launch.cpu_s)

@@ -60,8 +60,10 @@ class ChatTemplate:
         config: RouterConfig = _DEFAULTS,
         max_characters: int = _MAX_CHARACTERS,
     ) -> Self | None:
-        """Of the model in ``directory``; None: it has none. A chat may become ``max_characters`` of
-        text. Raises UnknownModel for files that are none."""
+        """Load the template of the model in ``directory``; None if it has none.
+
+        A chat may have ``max_characters`` characters. Raises UnknownModel for invalid files.
+        """
         templates = Templates.read(directory)
         return cls(templates, config, max_characters) if templates is not None else None
 
@@ -71,7 +73,7 @@ class ChatTemplate:
         return self._tool_format
 
     def start(self) -> None:
-        """The processes, which a chat would have to wait for. Nobody waits for them here."""
+        """Start the renderer processes in the background."""
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._run(one)) for one in self._processes]
 

@@ -76,8 +76,10 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
-        """Of a request's ``tools``, ``tool_choice`` (None where it has none) and
-        ``parallel_tool_calls``. Raises InvalidRequest, OutOfRange, NotUtf8."""
+        """Parse ``tools``, ``tool_choice`` (None if absent) and ``parallel_tool_calls``.
+
+        Raises InvalidRequest, OutOfRange, NotUtf8.
+        """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)
         names = [function.name for function in functions]
@@ -97,9 +99,11 @@ class ToolUse:
         return [function.shown for function in self.functions]
 
     def grammar(self, form: ToolFormat | None) -> Grammar | None:
-        """What the output must obey; None: nothing. ``form`` is how the model writes calls, None:
-        not known. Raises ToolsUnsupported where it would have to be known, OutOfRange for schemas
-        that are too large for a grammar."""
+        """Return the grammar of the output; None if it is free.
+
+        ``form`` is the model's format of calls, None if unknown. Raises ToolsUnsupported if it is
+        required, OutOfRange for schemas that are too large.
+        """
         match self.choice:
             case Choice.NAMED:
                 schema = self._function(self.named).parameters
@@ -115,8 +119,10 @@ class ToolUse:
         return Grammar(GrammarKind.JSON_SCHEMA, (json.dumps(schema, ensure_ascii=False),))
 
     def parser(self, form: ToolFormat | None, request_id: str, choice: int) -> Parser:
-        """Of the text of choice ``choice`` of the request, whose names the calls' ids follow
-        from. ``grammar`` was asked with the same ``form``."""
+        """Return the parser of a choice, whose call ids follow from the request's id.
+
+        ``form`` must be the one given to ``grammar``.
+        """
         identify = partial(call_id, request_id, choice)
         if self.choice is Choice.NONE:
             return PlainParser()
@@ -132,8 +138,10 @@ class ToolUse:
         return next(function for function in self.functions if function.name == name)
 
     def _calls_schema(self, form: ToolFormat) -> Json:
-        """Of an array of calls. A schema's references are to its own root: each keeps one, and
-        what refers to it is told where that is."""
+        """Return the schema of an array of calls.
+
+        References inside a tool's schema are rebased to its place.
+        """
         schema: Json = {
             "type": "array",
             "minItems": 1,

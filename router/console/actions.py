@@ -1,5 +1,7 @@
-"""What a page asks for beside its feed: a request's record, and what operators tell a cluster. The
-bodies are the messages of ``everlift.v1`` as JSON."""
+"""Operations of the console's page besides its feed.
+
+Bodies are messages of ``everlift.v1`` as JSON.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class Actions:
         self._has_access = has_access
 
     async def request(self, call: Call) -> Response:
-        """Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request. Raises UnknownRequest, LedgerUnavailable."""
         request_id = call.request.path_params["request_id"]
         message = pb.GetRequestRequest(request_id=request_id)
         return _told(call, await self._inference.get_request(call.caller, message))
@@ -77,16 +79,16 @@ class Actions:
         return _told(call, await self._inference.list_requests(call.caller, message))
 
     async def drain(self, call: Call) -> Response:
-        """Raises UnknownWorker."""
+        """Drain a worker. Raises UnknownWorker."""
         return _told(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
 
     async def policy(self, call: Call) -> Response:
-        """Raises InvalidRequest, LedgerUnavailable."""
+        """Change the policy. Raises InvalidRequest, LedgerUnavailable."""
         message = await self._read(call, admin_pb2.SetPolicyRequest)
         return _told(call, await self._admin.set_policy(message))
 
     async def chaos(self, call: Call) -> Response:
-        """Raises what Chaos.inject raises."""
+        """Inject a fault. Raises as Chaos.inject does."""
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _told(call, chaos_pb2.InjectResponse(target=target))
 
@@ -96,7 +98,7 @@ class Actions:
 
 
 def message_of(kind: type[M], fields: Json) -> M:
-    """Raises InvalidRequest."""
+    """Parse a message from JSON fields. Raises InvalidRequest."""
     try:
         return ParseDict(fields, kind())
     except ParseError as error:
@@ -105,10 +107,11 @@ def message_of(kind: type[M], fields: Json) -> M:
 
 
 def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
-    """That no page of another site is behind this, whose reader's browser can reach this router.
+    """Check that no other site's page sent this request through a reader's browser.
 
-    JSON and another origin make a browser ask first. Where nobody has a key, a name is not believed
-    either: another site's may lead here (DNS rebinding). Raises Forbidden, UnsupportedMediaType."""
+    JSON from another origin makes a browser ask first. Without keys a host name is not trusted (DNS
+    rebinding). Raises Forbidden, UnsupportedMediaType.
+    """
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")
     host = headers.get("host", "")

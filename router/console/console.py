@@ -52,7 +52,7 @@ class Audience:
         return self._size
 
     def check_room(self) -> None:
-        """Raises TooManyConnections."""
+        """Check that another console may connect. Raises TooManyConnections."""
         if self._size >= MOST_VIEWERS:
             raise TooManyConnections(f"this router already serves {MOST_VIEWERS} consoles")
 
@@ -66,8 +66,11 @@ class Audience:
 
 
 class Feed:
-    """An ASGI response. ``frame`` makes the next one; what it raises is told as the last event. Who
-    reads slowly gets fewer of them."""
+    """An ASGI response.
+
+    ``frame`` makes the next one; what it raises is told as the last event. Who reads slowly gets
+    fewer of them.
+    """
 
     def __init__(self, audience: Audience, frame: Callable[[], str]) -> None:
         self._audience = audience
@@ -196,8 +199,11 @@ class Console:
             self._log_failure("the console could not read other routers")
 
     async def feed(self, call: Call) -> ASGIApp:
-        """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not
-        hold any more, or is not good for this any more."""
+        """Return the feed.
+
+        Raises TooManyConnections; later, Unauthenticated and Forbidden when the key becomes
+        invalid.
+        """
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
         if call.request.method == "HEAD":

@@ -64,8 +64,10 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Of those that answer in time, and how many others there are. One that came back to its
-        address has two leases for a while. Raises LedgerUnavailable."""
+        """Return the counts of the routers that answer in time, and the number of the others.
+
+        A router that returned to its address has two leases for a while. Raises LedgerUnavailable.
+        """
         gateways = await self._ledger.gateways()
         others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
         asked = others[:_MOST]

@@ -63,7 +63,7 @@ class EventLog:
         return self._number
 
     def update(self, view: View, now: float) -> None:
-        """The first look tells of nothing."""
+        """Record the events since the last view; none for the first one."""
         before, self._before = self._before, view
         if before is None:
             return

@@ -25,8 +25,10 @@ class Failed:
 
 
 class Failures:
-    """Told of counters by slug that only grow, at every look. Nobody knows when those of ``before``
-    were."""
+    """Told of counters by slug that only grow, at every look.
+
+    Nobody knows when those of ``before`` were.
+    """
 
     def __init__(self, before: Mapping[str, int] | None = None) -> None:
         self._totals = dict(before or {})

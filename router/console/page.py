@@ -75,7 +75,7 @@ class Page:
         return self._answer(_INDEX, call)
 
     async def file(self, call: Call) -> Response:
-        """Raises UnknownPath."""
+        """Return a file of the page. Raises UnknownPath."""
         return self._answer(call.request.path_params["file"], call)
 
     def _answer(self, name: str, call: Call) -> Response:

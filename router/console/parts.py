@@ -31,7 +31,7 @@ class Counters(Protocol):
 
 
 class Requests(Protocol):
-    """This router's."""
+    """Requests of this router."""
 
     @property
     def counters(self) -> Counters: ...
@@ -89,7 +89,7 @@ class Measured(Protocol):
         ...
 
     def failures(self) -> Mapping[str, int]:
-        """Requests by the slug that they ended with."""
+        """Return failed requests by slug."""
         ...
 
 

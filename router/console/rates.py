@@ -87,8 +87,11 @@ def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) ->
 
 
 def quantile(bounds: Sequence[float], cumulative: Sequence[int], part: float) -> float:
-    """As Prometheus's histogram_quantile: linear within the bucket that it falls in, whose lower
-    bound is 0 for the first one; the last finite bound for the infinite one."""
+    """Return a quantile of a histogram as Prometheus's histogram_quantile.
+
+    It is linear within its bucket, whose lower bound is 0 for the first one; the infinite bucket
+    gives the last finite bound.
+    """
     wanted = part * cumulative[-1]
     edges = pairwise([(0.0, 0), *zip(bounds, cumulative, strict=True)])
     for (low, before), (high, until) in edges:

@@ -15,8 +15,10 @@ _LATE_S = 10.0
 
 
 def described(report: ScalingReport | None, now: float) -> Json | None:
-    """None where no autoscaler says anything: the number of workers is fixed. Moments are in
-    seconds, as ``now`` is."""
+    """None where no autoscaler says anything: the number of workers is fixed.
+
+    Moments are in seconds, as ``now`` is.
+    """
     if report is None or report.age_s > _FORGOTTEN_S:
         return None
     scaling, said_at = report.scaling, now - report.age_s

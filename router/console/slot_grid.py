@@ -1,4 +1,4 @@
-"""Who has which batch slot of some workers, from one look to the next. Pure.
+"""Requests in the batch slots of some workers, from one snapshot to the next. Pure.
 
 A request that leaves a slot and has another one later went on there: at another worker it has
 migrated, at the same one it was preempted and is back. Who only left has ended, or waits.
@@ -99,8 +99,10 @@ class News:
 
 
 class SlotGrid:
-    """Of the workers that it is shown, the same ones at each look. Memory is bounded by their slots
-    and by ``_MOST_LOOKED_FOR``."""
+    """Slots of the shown workers, the same at each snapshot.
+
+    Memory is bounded by their slots and by ``_MOST_LOOKED_FOR``.
+    """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Occupancy] = {}

@@ -186,8 +186,10 @@ class Snapshot:
         return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Who waits, by tenant and class: of all of them, or of one. Its wait is its class's: by
-        whose turn it is nobody predicts."""
+        """Return the queue by tenant and class, for all tenants or one.
+
+        The wait is that of the class.
+        """
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()
         waits = self._waits()

@@ -1,4 +1,4 @@
-"""One viewer: its permissions, and what it has received. Pure."""
+"""Viewer: its permissions, and what it has received. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from router.console.snapshot import Snapshot
 
 
 class Viewer:
-    """``caller`` may have another one's rights by the next frame. ``lanes`` are the workers whose
-    slots it is shown."""
+    """``caller`` may have another one's rights by the next frame.
+
+    ``lanes`` are the workers whose slots it is shown.
+    """
 
     def __init__(self, snapshot: Snapshot, caller: Caller, lanes: Lanes) -> None:
         self._snapshot = snapshot
@@ -28,8 +30,10 @@ class Viewer:
         self._has_history = False
 
     def frame(self, sections: Mapping[str, str], now: float) -> str:
-        """What it has not been told yet, as JSON: ``sections``, which are JSON already, that have
-        changed, its own ones, and what happened. O(slots of its lanes)."""
+        """Return the changes since the last frame as JSON. O(slots of its lanes).
+
+        ``sections`` are JSON already.
+        """
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
         lanes = self._lanes.worker_ids

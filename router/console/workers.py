@@ -1,5 +1,7 @@
 """The workers of a cluster as a page shows them: in few numbers each, however many there are.
-Pure."""
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,11 @@ class Link(Protocol):
 
 
 class Row(NamedTuple):
-    """A worker. ``blocks_cached`` are free and hold a known prefix; of ``prompt_tokens``, known
-    when their sequences came into the batch, ``prefix_hit_tokens`` were found in such ones."""
+    """A worker.
+
+    ``blocks_cached`` are free and hold a known prefix; of ``prompt_tokens``, known when their
+    sequences came into the batch, ``prefix_hit_tokens`` were found in such ones.
+    """
 
     worker_id: str
     address: str
@@ -102,8 +107,7 @@ def occupancy(link: Link) -> Occupancy:
 
 
 def names(rows: Sequence[Row]) -> Json:
-    """What seldom changes of each cell: its first worker, and how many it has in all; and of each
-    worker where there is one to a cell."""
+    """Return the names of the cells: first worker, number of workers, and each worker's details."""
     grouped = _grouped(rows)
     named: Json = {
         "ids": [cell[0].worker_id for cell in grouped],
@@ -118,8 +122,7 @@ def names(rows: Sequence[Row]) -> Json:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str | int]]:
-    """For each cell its state, slots, sequences that run and that wait there, percent of the KV
-    blocks in use and of those that hold a prefix and are free, tokens per second."""
+    """Return state, slots, sequences, KV percentages and tokens per second of each cell."""
     return [_cell(cell) for cell in _grouped(rows)]
 
 

@@ -1,4 +1,4 @@
-"""Which faults can be made on purpose, and where. Pure.
+"""Faults that can be injected, and their targets. Pure.
 
 target    KILL   PAUSE   PARTITION (peer)                   SLOW
 worker    rank   rank    all routers | one router           factor

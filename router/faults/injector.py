@@ -61,8 +61,10 @@ class Disturbable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Somebody by a full name. ``address`` is a router's, empty for this one's own; ``num_ranks`` a
-    worker's."""
+    """Target by its full name.
+
+    ``address`` is a router's, empty for this one's; ``num_ranks`` a worker's.
+    """
 
     part: Part
     name: str
@@ -114,8 +116,10 @@ class Chaos:
         return target.name
 
     async def strike(self, fault: pb.Fault) -> None:
-        """What of a fault is this router's to do; names are full ones. Raises ChaosForbidden,
-        InvalidRequest, LedgerUnavailable."""
+        """Apply this router's part of a fault.
+
+        Names are full ones. Raises ChaosForbidden, InvalidRequest, LedgerUnavailable.
+        """
         self._check_allowed()
         match fault.kind:
             case pb.FAULT_KIND_KILL:
@@ -160,8 +164,10 @@ class Chaos:
         return _Named(Part.ROUTER, found, address=routers[found])
 
     async def _routers(self) -> dict[str, str]:
-        """Internal addresses by id, empty for this one's own. While the ledger is away, no other
-        router is known."""
+        """Return internal addresses by router id, empty for this one.
+
+        While the ledger is away, no other router is known.
+        """
         try:
             return await self._ledger.gateways() | {self._router_id: ""}
         except LedgerUnavailable:
@@ -181,8 +187,10 @@ class Chaos:
         return (await self._routers()).values()
 
     async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
-        """Raises the error of the one router that it concerns; of several, one that does not answer
-        needs no fault."""
+        """Send a fault to routers.
+
+        Raises the error if only one is concerned; of several, one that does not answer is ignored.
+        """
         told = (self._tell_one(address, fault) for address in addresses)
         answers = await asyncio.gather(*told, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]

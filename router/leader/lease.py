@@ -66,7 +66,7 @@ class Lease:
         self._hurry.set()
 
     def confirm(self) -> None:
-        """The ledger's server came back without its last second: it is told the term again."""
+        """Send the term again to a ledger that lost its last second."""
         self.is_confirmed = False
         self._hurry.set()
 
@@ -116,6 +116,9 @@ class Lease:
 
 
 def _fresh_term() -> int:
-    """For one leadership. It is asked for under the same term until it is had: where the answer was
-    lost, another one would be refused for as long as the lease."""
+    """Return a new term.
+
+    It is requested until it is granted: if the answer was lost, another term would be refused for
+    as long as the lease.
+    """
     return secrets.randbits(64) or 1

@@ -122,16 +122,20 @@ class RuntimePolicy:
         self._put_in_force(self._policy)
 
     async def keep_up(self, version: int) -> None:
-        """Goes over to the policy that the ledger has under this version. One that its server
-        forgot is put back. Raises LedgerUnavailable."""
+        """Goes over to the policy that the ledger has under this version.
+
+        One that its server forgot is put back. Raises LedgerUnavailable.
+        """
         if version > self._policy.version:
             self._take(await self._ledger.policy())
         elif version < self._policy.version:
             self._take(await self._ledger.restore_policy(self._policy))
 
     async def set(self, changes: Mapping[str, Any]) -> Holding:
-        """Change what is named, one of SETTINGS, and answers what holds then. None goes back to
-        the configuration. Raises SettingsError, LedgerUnavailable."""
+        """Change what is named, one of SETTINGS, and answers what holds then.
+
+        None goes back to the configuration. Raises SettingsError, LedgerUnavailable.
+        """
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():
             if name not in SETTINGS:

@@ -34,7 +34,7 @@ class LeaderServer:
         return list(self._sends)
 
     def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
-        """A gateway that is gone hears nothing: the sweep finds its requests in the ledger."""
+        """Send a message to a router; a router that is gone is left to the sweep."""
         send = self._sends.get(gateway)
         if send is not None:
             send(message)
@@ -87,7 +87,7 @@ class LeaderServer:
             await asyncio.sleep(0)
 
     def connect(self, gateway: str, send: Send) -> None:
-        """A gateway's line is open, in place of an older one; ``send`` must not block."""
+        """Register a router's stream in place of an older one; ``send`` must not block."""
         self.redirect(gateway)
         self._sends[gateway] = send
         self._listener.connected(gateway)

@@ -65,8 +65,10 @@ class Sweep:
         self._give_away(orphans, now())
 
     def _bury_all_but(self, living: Container[str]) -> None:
-        """A gateway that is frozen has a line still: it would inherit what was its own, and what
-        waits there would take room at workers that nobody uses."""
+        """Remove the queued requests of routers without a lease.
+
+        A frozen router still has a stream; its requests would take room at workers.
+        """
         for gateway in self._heirs():
             if gateway not in living:
                 self._bury(gateway)

@@ -48,14 +48,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is there, as of ``now`` (ledger time in seconds).
+    """Members of the cluster as of ``now`` (ledger time in seconds).
 
-    ``leader`` and ``leader_address`` are empty while nobody leads. ``workers_version`` changes with
-    every change of the worker table, ``policy_version`` with every one of the policy, 0 while none
-    was set. ``generation`` is another one after each restart or failover of a server, which may
-    have lost what it had acknowledged. ``memory_used`` is the part of its bound that the fullest
-    server uses, 0 where there is no bound. ``unfit`` is why a router that started now would not
-    take this ledger: a server that took over may promise less; empty if it would.
+    ``leader`` and ``leader_address`` are empty without a leader. ``workers_version`` changes with
+    the worker table, ``policy_version`` with the policy (0: never set). ``generation`` changes with
+    each restart or failover of a server, which may have lost acknowledged writes. ``memory_used``
+    is the used share of the fullest server, 0 without a limit. ``unfit`` is why a router would
+    refuse this ledger now; empty if it would not.
     """
 
     now: float
@@ -71,9 +70,10 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPolicy:
-    """What operators set of queue and engines, in place of the configuration: texts by the names of
-    settings, none of them empty. Of two ``version``s the larger one is the newer one; 0: nothing
-    was ever set."""
+    """Settings of queue and engines that operators set at run time, as texts by name.
+
+    The larger ``version`` is the newer one; 0: never set.
+    """
 
     values: Mapping[str, str] = field(default_factory=dict)
     version: int = 0
@@ -211,21 +211,28 @@ class Ledger(Protocol):
         tally: Tally = NOTHING,
         explanation: bytes = b"",
     ) -> Entry:
-        """RUNNING -> QUEUED. With ``loss``, its cause in words, one more loss is counted, and at
-        ``max_losses`` it goes to FAILED (attempts_exhausted) with that cause instead. ``tally`` is
-        stored as it is, ``explanation`` unless it is empty. Answers the entry as it is when the
-        epoch is not current. Raises UnknownRequest."""
+        """Move a request from RUNNING to QUEUED.
+
+        With ``loss``, its cause in words, a loss is counted, and at ``max_losses`` the request goes
+        to FAILED (attempts_exhausted). ``tally`` is stored, and ``explanation`` unless it is empty.
+        Returns the entry unchanged if the epoch is not current. Raises UnknownRequest.
+        """
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
-        """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off. A
-        request that is final, or no longer ``owner``'s, is answered as it is: the caller has it if
-        the entry's gateway is ``gateway``. Raises UnknownRequest."""
+        """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off.
+
+        A request that is final, or no longer ``owner``'s, is answered as it is: the caller has it
+        if the entry's gateway is ``gateway``. Raises UnknownRequest.
+        """
         ...
 
     async def discard(self, request_id: str, owner: str) -> Entry | None:
-        """QUEUED -> gone: the id may be opened again. Answers None, also where there is no request,
-        or the entry of one that stays: it is not QUEUED, or not ``owner``'s."""
+        """QUEUED -> gone: the id may be opened again.
+
+        Answers None, also where there is no request, or the entry of one that stays: it is not
+        QUEUED, or not ``owner``'s.
+        """
         ...
 
     async def end_request(
@@ -237,15 +244,19 @@ class Ledger(Protocol):
         owner: str | None = None,
         explanation: bytes = b"",
     ) -> Entry:
-        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A request that is final,
-        or not ``owner``'s where one is given, is answered as it is; else ``explanation`` is stored
-        unless it is empty. Raises UnknownRequest."""
+        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED).
+
+        A request that is final, or not ``owner``'s where one is given, is answered as it is; else
+        ``explanation`` is stored unless it is empty. Raises UnknownRequest.
+        """
         ...
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        """Store them in the place of what was told with the requests' ends. One whose request is
-        not known, not final, another gateway's, or another one under the same id changes nothing.
-        One round trip for all of them."""
+        """Store them in the place of what was told with the requests' ends.
+
+        One whose request is not known, not final, another gateway's, or another one under the same
+        id changes nothing. One round trip for all of them.
+        """
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
@@ -255,30 +266,36 @@ class Ledger(Protocol):
         ...
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        """What a gateway holds of a request, told again to a ledger whose server may have lost some
-        of it: record, state, epoch, owner, tokens, log probabilities and ends. ``stored`` has every
-        choice from offset 0 on. What is missing is created; tokens and ends beyond the ledger's are
-        added; state, owner, arrival and deadline become those of ``stored`` if it knows of more
-        moves than the ledger. With the end of its last choice it is finished. What was forgotten
-        stays so, for as long as it would have been kept. Answers the entry as it is then; of what
-        is forgotten as it was told."""
+        """Send a router's state of a request again to a ledger that may have lost some of it.
+
+        ``stored`` has record, state, epoch, owner, ends, and every choice from offset 0. What is
+        missing is created; tokens and ends beyond the ledger's are added; state, owner, arrival and
+        deadline are taken from ``stored`` if it knows of more moves. With the end of its last
+        choice the request is finished. A forgotten request stays forgotten. Returns the resulting
+        entry.
+        """
         ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]:
-        """Return a request's moves, oldest first; of very many the last ones. Raises UnknownRequest."""
+        """Return a request's moves, oldest first; of very many the last ones.
+
+        Raises UnknownRequest.
+        """
         ...
 
     async def get(self, request_id: str) -> Entry:
         """Return the request's entry.
 
-        Raises UnknownRequest; ForgottenRequest for ``retention`` after Forget."""
+        Raises UnknownRequest; ForgottenRequest for ``retention`` after Forget.
+        """
         ...
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
         """Return what each choice has from its offset on, from 0 on where none is given.
 
         Raises UnknownRequest and ForgottenRequest as ``get``; OffsetOutOfRange for an offset beyond
-        a choice's tokens, below 0 or of no choice."""
+        a choice's tokens, below 0 or of no choice.
+        """
         ...
 
     async def list_requests(
@@ -306,12 +323,14 @@ class Ledger(Protocol):
         ...
 
     async def gateways(self) -> dict[str, str]:
-        """Internal addresses of the gateways with a living lease, by gateway id."""
+        """Return internal addresses of the routers with a living lease, by id."""
         ...
 
     async def orphans(self, limit: int) -> list[str]:
         """Up to ``limit`` unfinished requests whose gateway's lease is over, oldest gateway first.
-        The cost does not grow with the requests of living gateways."""
+
+        The cost does not grow with the requests of living gateways.
+        """
         ...
 
     # leadership
@@ -358,7 +377,8 @@ class Ledger(Protocol):
         """Return whether this cluster serves clients, of those that share ``active_key``.
 
         A cluster that none of the others precedes becomes active by asking. The active one stays
-        so for 10 s after its routers asked last."""
+        so for 10 s after its routers asked last.
+        """
         ...
 
     async def activate(self) -> None:
@@ -380,18 +400,23 @@ class Ledger(Protocol):
     # tenants
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
-        """Take what the request may need of all its tenant's limits, or nothing. It counts among
-        the tenant's requests until it is settled, or for the lease unless it is held. False where
-        it was charged before: nothing more is taken. Raises RateLimited, LedgerFull."""
+        """Take what the request may need of all its tenant's limits, or nothing.
+
+        It counts among the tenant's requests until it is settled, or for the lease unless it is
+        held. False where it was charged before: nothing more is taken. Raises RateLimited,
+        LedgerFull.
+        """
         ...
 
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
-        """Requests have ended: they count no more, and what they did not use is given back. Nothing
-        for those that were not charged or are settled."""
+        """Settle requests that have ended: refund what they did not use.
+
+        Requests that were not charged or are settled are ignored.
+        """
         ...
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
-        """These requests go on, and count for another lease."""
+        """Renew the charges of running requests for another lease."""
         ...
 
     # who may come in
@@ -407,8 +432,10 @@ class Ledger(Protocol):
     # policy
 
     async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
-        """Change what is named, and answers what is set then. An empty text takes back what was
-        set."""
+        """Change what is named, and answers what is set then.
+
+        An empty text takes back what was set.
+        """
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:

@@ -31,14 +31,18 @@ PROMISES: dict[str, str] = {
 
 
 class LedgerSetupError(Exception):
-    """The ledger cannot be used as it is set up. The message says what to change; to try again does
-    not help."""
+    """The ledger cannot be used as it is set up.
+
+    The message says what to change; to try again does not help.
+    """
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class LedgerConfig:
-    """Durations are seconds. Routers of one cluster must agree on ``key_prefix`` and ``shards``;
-    the ledger refuses others."""
+    """Durations are seconds.
+
+    Routers of one cluster must agree on ``key_prefix`` and ``shards``; the ledger refuses others.
+    """
 
     #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://... (TLS),
     #: redis+sentinel://host:port,host:port/service, redis+cluster://host:port,host:port

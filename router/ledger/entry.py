@@ -60,8 +60,10 @@ class State(Enum):
 
 
 class Move(Enum):
-    """Each move with the states that it may start from and end in. A reassertion is none of them:
-    it repeats what was."""
+    """Each move with the states that it may start from and end in.
+
+    A reassertion is none of them: it repeats what was.
+    """
 
     OPEN = ((), (State.QUEUED,))
     DISPATCH = ((State.QUEUED,), (State.RUNNING,))
@@ -94,7 +96,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One move of a request: when (ledger time in seconds), which, and with whom or why.
+    """Event of a request: the time (ledger time in seconds), the move, and its detail.
+
+    when (ledger time in seconds), which, and with whom or why.
 
     open         its gateway
     dispatch     its worker
@@ -112,11 +116,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the ledger says of a request, without prompt and tokens.
+    """Ledger's view of a request, without prompt and tokens.
 
-    ``arrived`` is ledger time in seconds and never changes: the key under which the request queues.
-    ``num_tokens`` and ``finish_reasons`` are by choice; a choice that goes on has no reason.
-    ``attempts`` counts dispatches, ``losses`` those of them whose worker was lost.
+    ``arrived`` is ledger time in seconds and never changes: the key under which the request is
+    queued. ``num_tokens`` and ``finish_reasons`` are by choice; an unfinished choice has no reason.
+    ``attempts`` counts dispatches, ``losses`` those whose worker was lost.
     """
 
     request_id: str
@@ -137,8 +141,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredChoice:
-    """Tokens of one choice, the first of them at ``offset``. ``logprobs`` are theirs where the
-    request asks for them, else none."""
+    """Tokens of one choice, the first of them at ``offset``.
+
+    ``logprobs`` are theirs where the request asks for them, else none.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -199,8 +205,10 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Where the time of a final request went, by the ``gateway`` that had it to its end. It had
-    ``arrived`` then, in ledger time: another one may have its id by now."""
+    """Explanation of a final request, from the ``gateway`` that owned it.
+
+    ``arrived`` tells it from a later request with its id.
+    """
 
     request_id: str
     gateway: str

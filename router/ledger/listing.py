@@ -78,10 +78,13 @@ def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A request. ``owned`` says that its gateway's set of unfinished requests has it, ``listed``
-    that the listings have it at its arrival, ``immortal`` which of its keys the server would keep
-    for ever, ``missing`` which are not there. ``finished_by`` is the epoch whose append finished
-    it, 0 for none."""
+    """A request.
+
+    ``owned`` says that its gateway's set of unfinished requests has it, ``listed`` that the
+    listings have it at its arrival, ``immortal`` which of its keys the server would keep for ever,
+    ``missing`` which are not there. ``finished_by`` is the epoch whose append finished it, 0 for
+    none.
+    """
 
     entry: Entry
     max_tokens: int
@@ -118,8 +121,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A tenant's listing names this request. ``is_kept_up``: as the listing of all does, so that it
-    leaves both when it is gone."""
+    """A tenant's listing names this request.
+
+    ``is_kept_up``: as the listing of all does, so that it leaves both when it is gone.
+    """
 
     request_id: str
     tenant: str
@@ -135,5 +140,8 @@ class Audit(Protocol):
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:
-        """Return the same as they are by now, without those that are gone. Raises LedgerUnavailable."""
+        """Return the same as they are by now, without those that are gone.
+
+        Raises LedgerUnavailable.
+        """
         ...

@@ -1,4 +1,4 @@
-"""What requests take of their tenants' limits. Pure.
+"""Buckets of tenants' limits. Pure.
 
 Of what a limit allows in a minute, a bucket holds a minute's worth and is filled evenly. It is
 kept as one moment: ``due``, when it will be full again. To take something is to move it away, by
@@ -47,8 +47,10 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """A request's end: it has made so many tokens in all its choices. None: it never began, and
-    takes nothing."""
+    """A request's end: it has made so many tokens in all its choices.
+
+    None: it never began, and takes nothing.
+    """
 
     request_id: str
     output_tokens: int | None

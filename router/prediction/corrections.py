@@ -1,4 +1,4 @@
-"""What became of predictions, taken into account in the next ones. Pure.
+"""Corrections of predictions by their outcomes. Pure.
 
 Each quantile of each group has a shift of its logarithm. After every output it goes up by
 rate * q where the output was longer, and down by rate * (1 - q) where it was not: so the part of
@@ -32,20 +32,24 @@ class Corrections:
         self._shifts: OrderedDict[str, list[float]] = OrderedDict()
 
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
-        """Of the quantiles' logarithms. A group of which nothing ended yet is shifted as the others
-        are by and large."""
+        """Return the corrected logarithms of the quantiles.
+
+        A group without outcomes is shifted like the average of the others.
+        """
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]
 
     def note(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """An output ended of which ``logs`` were predicted, before any shift."""
+        """Record the length of an output with the uncorrected prediction ``logs``."""
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """One was cut off, and had at least this length: whether it would have stayed within the
-        quantiles above that nobody knows."""
+        """Record an output that was cut off with at least this length.
+
+        It teaches nothing about the quantiles above.
+        """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer * quantile for longer, quantile in moves])

@@ -19,8 +19,10 @@ _Identity = tuple[int, ...]
 
 
 class PredictorFile:
-    """``load`` is called with each model that comes, and refuses one by ValueError. Then, as where
-    the file cannot be read, what is in use stays."""
+    """``load`` is called with each model that comes, and refuses one by ValueError.
+
+    Then, as where the file cannot be read, what is in use stays.
+    """
 
     def __init__(self, path: Path, load: Callable[[Model], None]) -> None:
         self._path = path

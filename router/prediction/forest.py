@@ -92,7 +92,7 @@ class _Trees:
         self.values: list[list[float]] = []
 
     def add(self, root: int) -> None:
-        """Raises ValueError."""
+        """Add a tree. Raises ValueError."""
         self.values.append([])
         leaves = self._walk(root, -1)
         self.values[-1] += [0.0] * (_LEAVES - leaves.bit_count())

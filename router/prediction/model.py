@@ -58,8 +58,10 @@ _HISTORY_MEMORY = 64
 
 
 class History(NamedTuple):
-    """Of the logarithms of a group's last ``outputs`` lengths, up to 64. The first one is taken to
-    have shown a variance of 1: what a spread is, one alone cannot say."""
+    """Mean and variance of the logarithms of a group's last outputs, up to 64.
+
+    The first output is assumed to have variance 1.
+    """
 
     outputs: int = 0
     mean: float = 0.0
@@ -75,9 +77,11 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``forest`` has a sum for the natural logarithm of each of QUANTILES. ``served`` is the name
-    of the model whose outputs they are. ``report`` is what training found, for people, with
-    Kendall's ``tau``."""
+    """``forest`` has a sum for the natural logarithm of each of QUANTILES.
+
+    ``served`` is the name of the model whose outputs they are. ``report`` is what training found,
+    for people, with Kendall's ``tau``.
+    """
 
     served: str
     forest: Forest
@@ -87,7 +91,7 @@ class Model:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Raises ValueError with what is wrong with it."""
+        """Parse a model. Raises ValueError with the cause."""
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError):

@@ -53,9 +53,10 @@ class LengthDistribution:
         return max(0, min(expected, max_tokens) - num_made)
 
     def _mean_beyond(self, made: float) -> float:
-        """Of those outputs that get longer than ``made``.
+        """Return the mean of the outputs longer than ``made``.
 
-        E[X | X > m] = E[X] * Phi(sigma - z) / Phi(-z), where z = ln(m / median) / sigma."""
+        E[X | X > m] = E[X] * Phi(sigma - z) / Phi(-z), where z = ln(m / median) / sigma.
+        """
         if not self.sigma:
             return self.median
         mean = min(_LONGEST_LENGTH, self.median * exp(min(50.0, self.sigma**2 / 2)))
@@ -84,7 +85,7 @@ class OutputLengths:
         self._count = 0
 
     def note(self, num_tokens: int) -> None:
-        """An output ended by itself, or by its ``max_tokens``."""
+        """Record an output that ended by itself or by its ``max_tokens``."""
         self._count = min(_LENGTH_MEMORY, self._count + 1)
         self.mean += (num_tokens - self.mean) / self._count
 
@@ -165,7 +166,10 @@ def asked_of(
     application: str,
     moment: float,
 ) -> Asked:
-    """``stops`` are strings that end an output; ``moment`` is ledger time in seconds."""
+    """Return the features of a request.
+
+    ``stops`` are strings that end an output; ``moment`` is ledger time in seconds.
+    """
     count = len(prompt_ids)
     static = (
         log1p(count),
@@ -243,7 +247,10 @@ class Histories:
         self._all = self._known.pop(_ALL, History())
 
     def features(self, asked: Asked) -> list[float]:
-        """Return the values of FEATURES. A group of which nothing ended yet is as the one around it."""
+        """Return the values of FEATURES.
+
+        A group of which nothing ended yet is as the one around it.
+        """
         values, around = list(asked.static), self._all
         for group in asked.groups:
             found = self._known.get(group) if group else None
@@ -253,7 +260,7 @@ class Histories:
         return values
 
     def note(self, groups: Sequence[str], log_length: float) -> None:
-        """An output of these groups ended. ``log_length`` is its length's natural logarithm."""
+        """Record an output of these groups; ``log_length`` is the natural logarithm of its length."""
         self._all = self._all.with_one(log_length)
         for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)
@@ -262,8 +269,10 @@ class Histories:
             self._known.popitem(last=False)
 
     def learn(self, others: Mapping[str, History]) -> None:
-        """What is not known here yet. ``others`` are as they were told: what was heard of last
-        comes last there, and is forgotten last here."""
+        """Add histories that are unknown here.
+
+        ``others`` are in order of use; they are forgotten in the same order.
+        """
         for group, history in reversed([*others.items()]):
             if group == _ALL:
                 self._all = self._all if self._all.outputs else history
@@ -290,10 +299,12 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What was predicted of a request's outputs, believed or not: ``logs``, the
-    corrected quantiles' natural logarithms, ``least_log`` that of LEAST, and the ``length`` that
-    follows from ``logs``; ``uncorrected`` are these three logarithms as the model has them. Of the
-    request it keeps its ``groups`` alone: a million may wait."""
+    """Prediction of a request's outputs, trusted or not.
+
+    ``logs`` are the corrected quantiles' natural logarithms, ``least_log`` that of LEAST,
+    ``length`` follows from ``logs``; ``uncorrected`` are the model's three logarithms. Only the
+    ``groups`` of the request are kept: a million may wait.
+    """
 
     groups: tuple[str, ...]
     uncorrected: tuple[float, ...]
@@ -326,7 +337,7 @@ class Learned:
         return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
 
     def note(self, guess: Guess, num_tokens: int) -> None:
-        """An output ended."""
+        """Record an output that ended."""
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
         self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
@@ -334,7 +345,7 @@ class Learned:
         self.trust.note(guess.tokens, within, num_tokens)
 
     def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
-        """An output had so many tokens, and would have got more."""
+        """Record an output that was cut off after ``num_tokens``."""
         group = narrowest(guess.groups)
         self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
 
@@ -390,7 +401,10 @@ NOTHING = Prediction(LengthDistribution(0.0), is_certain=True)
 
 class Predictor:
     def __init__(self, tokenizer: Vocabulary, served: str, min_tau: float) -> None:
-        """``served`` is the served model's name. Below ``min_tau`` predictions are not trusted."""
+        """Create a predictor for the model ``served``.
+
+        Below ``min_tau`` predictions are not trusted.
+        """
         self._tokenizer = tokenizer
         self._served = served
         self._min_tau = min_tau
@@ -455,8 +469,10 @@ class Predictor:
         return Prediction(length, guess=guess, learned=self._learned)
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
-        """Return an output ended, by itself or by its ``max_tokens``. Whether others are trusted from now
-        on, or are not any more."""
+        """Return an output ended, by itself or by its ``max_tokens``.
+
+        Whether others are trusted from now on, or are not any more.
+        """
         if prediction.is_certain:
             return False
         self._lengths.note(num_tokens)
@@ -468,7 +484,7 @@ class Predictor:
         return learned.trust.is_trusted is not was_trusted
 
     def note_cut_off(self, prediction: Prediction, num_tokens: int) -> None:
-        """An output had so many tokens when its deadline came, and would have got more."""
+        """Record an output that its deadline cut off after ``num_tokens``."""
         guess, learned = prediction.guess, prediction.learned
         if guess is not None and learned is not None and learned is self._learned:
             learned.note_cut_off(guess, num_tokens)

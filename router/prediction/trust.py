@@ -64,7 +64,7 @@ class Trust:
         self.is_trusted = tau >= limit
 
     def note(self, predicted: float, within: Sequence[bool], actual: float) -> None:
-        """An output ended, ``within`` these of the quantiles."""
+        """Record an output of ``actual`` tokens and the quantiles that it was ``within``."""
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
         self._since_look += 1

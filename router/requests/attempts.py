@@ -300,7 +300,10 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Return a request of a higher class needs the place. That is not one of the request's moves."""
+        """Return a request of a higher class needs the place.
+
+        That is not one of the request's moves.
+        """
         if (live := self.running.get(eviction.epoch)) is None:
             return []
         is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)

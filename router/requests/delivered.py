@@ -13,7 +13,8 @@ from everlift.v1 import inference_pb2 as pb
 class Delivered:
     """Tokens and ends of a request's choices that one stream has delivered.
 
-    A stream that continues at another router begins behind them."""
+    A stream that continues at another router begins behind them.
+    """
 
     def __init__(self) -> None:
         self._offsets = defaultdict[int, int](int)
@@ -48,7 +49,8 @@ class Delivered:
     def accept(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
         """Return what is new in the next piece, from now on delivered, or None.
 
-        Raises DataLoss if the piece does not continue what was delivered."""
+        Raises DataLoss if the piece does not continue what was delivered.
+        """
         if _is_head(piece):
             is_new, self._has_head = not self._has_head, True
             return piece if is_new else None

@@ -1,5 +1,7 @@
-"""What came after the ledger was told where a request's time went: the way of its end there and
-back, and how long its client read on. Where that is much of its time, the ledger is told again."""
+"""Reports of what followed the last explanation: the end's way into the ledger, and the client.
+
+If that took much of the request's time, the ledger is told again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Deliveries:
         self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
 
     def track(self, live: LiveRequest) -> None:
-        """A client reads it."""
+        """Track a request that a client reads."""
         self._read[live.request_id] = live
 
     def going_on(self, entry: Entry) -> LiveRequest | None:
@@ -36,7 +38,7 @@ class Deliveries:
         return live if live.has_untold_end and live.has_readers else None
 
     def note_delivered(self, live: LiveRequest) -> None:
-        """A client of it is gone, or has all."""
+        """Note that a client of the request has left or has everything."""
         journal, entry = live.journal, live.entry
         if not live.has_untold_end or not journal.is_delivered:
             return

@@ -1,7 +1,7 @@
-"""Where the time of a request went, as it is told and as the ledger keeps it. Pure.
+"""Explanation of a request's time, as shown and as the ledger keeps it. Pure.
 
-What a gateway knows of a request goes into the ledger with each of its moves, in so many bytes at
-most. What came later, up to the last move, the ledger's own events say.
+A router stores what it knows with each of a request's moves, in a limited number of bytes. The
+ledger's events add what followed, up to the last move.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 
 
 def packed(explanation: pb.Explanation) -> bytes:
-    """In MAX_BYTES: of the first attempts the names of other requests are left out, who came later
-    before those that were there, and if that is not enough all but their time. What is true for a
-    moment alone is not kept."""
+    """Return the explanation in at most MAX_BYTES.
+
+    Names of other requests are dropped first, from the earliest attempts, later arrivals first;
+    then all of an attempt but its time. Momentary values are not kept.
+    """
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
         if shorter.ByteSize() <= MAX_BYTES:
@@ -136,8 +138,11 @@ def _drop_first(explanation: pb.Explanation) -> None:
 
 
 def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
-    """What the ledger has of a request that is in no gateway's hands. What it was not told is the
-    last span: the way of the end into the ledger, or what came after a gateway that is lost."""
+    """Return the explanation of a request that no router owns.
+
+    The last span covers what the ledger was not told: the end's way into it, or the time after its
+    router was lost.
+    """
     entry = stored.entry
     explanation = pb.Explanation.FromString(stored.explanation)
     explanation.request_id = entry.request_id

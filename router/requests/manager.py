@@ -364,7 +364,7 @@ class Requests:
         self._estimated_wait.on_estimate(queue_estimate)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """The leader rejected a request, which is then as if it had never been submitted."""
+        """Forget a request that the leader rejected."""
         live = self._registry.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
@@ -399,7 +399,7 @@ class Requests:
         live.settle(now(), refusal)
 
     def adopt_soon(self, request_id: str) -> None:
-        """The leader found a request whose router is gone."""
+        """Take over a request whose router is lost, as the leader asks."""
         self._takeover.take_over_soon(request_id)
 
     def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:

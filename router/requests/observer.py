@@ -9,11 +9,13 @@ from everlift.messages import FinishReason
 
 
 class ClassObserver(Protocol):
-    """Hears of the requests of one class. Durations are seconds. Called from the event loop, for
-    every piece of output: must be quick."""
+    """Hears of the requests of one class.
+
+    Durations are seconds. Called from the event loop, for every piece of output: must be quick.
+    """
 
     def accepted(self, prompt_tokens: int) -> None:
-        """A new one is in the ledger."""
+        """Count an accepted request."""
         ...
 
     def dispatched(self, wait_s: float) -> None:
@@ -27,8 +29,7 @@ class ClassObserver(Protocol):
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
-        """Each token after the first one took so many times as long as was predicted when it
-        came."""
+        """Each token after the first one took so many times as long as was predicted when it came."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:
@@ -44,8 +45,11 @@ class ClassObserver(Protocol):
         bypassed: int,
         reasons: Sequence[FinishReason],
     ) -> None:
-        """By its last token, ``latency_s`` after its call and ``decode_s`` after its first one; so
-        many that came later left the queue before it; ``reasons`` are by choice."""
+        """Record a finished request.
+
+        ``latency_s`` counts from its call, ``decode_s`` from its first token; ``bypassed`` later
+        requests left the queue before it; ``reasons`` are by choice.
+        """
         ...
 
     def failed(self, slug: str) -> None:
@@ -57,7 +61,7 @@ class Observer(Protocol):
     def of_class(self, priority: int) -> ClassObserver: ...
 
     def refused(self, slug: str) -> None:
-        """A request that was never accepted."""
+        """Count a refused request."""
         ...
 
 

@@ -25,7 +25,7 @@ _MAX_ENDED = 10_000
 
 
 class KeyedLock:
-    """One lock per key, which exists while it is held or awaited."""
+    """Lock per key, which exists while it is held or awaited."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}

@@ -131,7 +131,7 @@ class Choice:
     # what happens to it
 
     def begin_attempt(self, epoch: int) -> None:
-        """A worker gets it, under a fresh epoch."""
+        """Note that a worker gets the choice under a fresh epoch."""
         self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
 
@@ -152,7 +152,7 @@ class Choice:
         return True
 
     def mark_taken(self, count: int) -> None:
-        """A client has the first ``count`` tokens."""
+        """Note that a client has the first ``count`` tokens."""
         self.taken = max(self.taken, count)
 
     def complete(self) -> None:
@@ -235,8 +235,11 @@ class Phase(Enum):
 
 
 class LiveRequest:
-    """``entry`` is the ledger's, as of the last move that is known here. ``now`` is the router's
-    clock in seconds. ``outputs`` are by choice; ``journal`` has what came before."""
+    """``entry`` is the ledger's, as of the last move that is known here.
+
+    ``now`` is the router's clock in seconds. ``outputs`` are by choice; ``journal`` has what came
+    before.
+    """
 
     def __init__(
         self,
@@ -423,7 +426,7 @@ class LiveRequest:
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
-        """A worker gets what is unfinished of it, under a fresh epoch."""
+        """Note that a worker gets the unfinished choices under a fresh epoch."""
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""
         self.is_known_preempted = False
@@ -459,7 +462,7 @@ class LiveRequest:
         self.journal.queued_again(now)
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
-        """The first ``count`` tokens of the choice are in the ledger."""
+        """Note that the first ``count`` tokens of the choice are stored."""
         if choice.mark_stored(count):
             self._more_to_read(choice, now)
         self.wake()
@@ -476,19 +479,21 @@ class LiveRequest:
         self._moments.more_to_read(choice.index, now)
 
     def judge_tpot(self, now: float) -> float | None:
-        """Its last token came. How many times as long each after the first one took as was
-        predicted; None where nobody can say."""
+        """Return the measured over the predicted time per output token, at the last token.
+
+        None if unknown.
+        """
         return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
 
     def complete(self, now: float) -> None:
-        """The ledger has all that came: every choice is at its end."""
+        """Note that the ledger has everything: all choices have ended."""
         for choice in self.choices:
             self.mark_stored(choice, len(choice.output), now)
             choice.complete()
         self.settle(now)
 
     def settle(self, now: float, error: EverliftError | None = None) -> None:
-        """The end: complete, or with ``error``."""
+        """End the request, complete or with ``error``."""
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
@@ -521,7 +526,7 @@ class LiveRequest:
     # who reads it
 
     def join(self, wake: Callable[[], None]) -> None:
-        """A client that reads: ``wake`` is called whenever there may be more."""
+        """Register a reader; ``wake`` is called whenever there may be more output."""
         self._num_readers += 1
         self.end_grace()
         self._watchers.add(wake)
@@ -536,7 +541,7 @@ class LiveRequest:
             wake()
 
     def caught_up(self, choice: Choice, now: float) -> None:
-        """A client has taken all of the choice that it was late with."""
+        """Note that a client has caught up with a choice."""
         choice.is_late = False
         self.journal.unread.mark_caught_up(choice.index, now)
 
@@ -657,8 +662,10 @@ class LiveRequest:
         return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, told)
 
     def as_entry(self) -> Entry:
-        """As the ledger would say it if it had all that came, or as it said it at the end: it did
-        not take what came later."""
+        """Return the entry that the ledger would have if it had everything so far.
+
+        After the end, it is the entry that the ledger returned.
+        """
         if self.entry.state.is_final:
             return self.entry
         return replace(

@@ -38,7 +38,8 @@ class RequestStream(Source):
 
     When the request leaves the router that it is read from, ``reopen`` finds its new owner, and
     the stream continues exactly behind the last piece that was taken. Where that is impossible
-    the stream fails with the error of its last source."""
+    the stream fails with the error of its last source.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class RequestStream(Source):
 
         Without ``delivered`` the source itself is asked for it, if it knows. ``was_submitted``: the
         client can submit the request again. ``had_output``: the client has output from an earlier
-        stream."""
+        stream.
+        """
         super().__init__()
         self._request_id = request_id
         self._source = source

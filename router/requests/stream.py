@@ -41,7 +41,10 @@ class Reading:
         *,
         explains: bool = False,
     ) -> None:
-        """Its last piece ``explains`` where the time went. Raises OffsetOutOfRange."""
+        """Create a reader.
+
+        Its last piece contains the explanation if it ``explains``. Raises OffsetOutOfRange.
+        """
         self._live = live
         self._explains = explains
         self._offsets = [*offsets, *[0] * (len(live.choices) - len(offsets))]
@@ -85,9 +88,11 @@ class Reading:
         return delivered
 
     def next(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now, of each choice in turn what it has. The last one of
-        all has usage and timing. Raises DataLoss where the client has other tokens, or more than
-        were made in the end."""
+        """Return the next piece that can be read now, of each choice in turn what it has.
+
+        The last one of all has usage and timing. Raises DataLoss where the client has other tokens,
+        or more than were made in the end.
+        """
         for _ in range(len(self._open)):
             self._turn %= len(self._open)
             choice = self._open[self._turn]
@@ -187,7 +192,8 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     A server that knows when its client has room takes pieces (``take``), and is notified by
     ``on_more`` when there may be more: thousands of streams need no task of their own. Its owner
-    closes it, also before its end."""
+    closes it, also before its end.
+    """
 
     #: Errors after which the same request can be read from another source.
     resumable: ClassVar[tuple[type[EverliftError], ...]] = ()
@@ -264,7 +270,8 @@ class Carried(Source):
 class Pieces(Source):
     """Pieces of a live request, which has a reader until they are closed.
 
-    ``left`` is called when they are closed. No piece is made before it is taken."""
+    ``left`` is called when they are closed. No piece is made before it is taken.
+    """
 
     resumable = (Moved,)
 
@@ -288,7 +295,8 @@ class Pieces(Source):
         """Return the next piece that can be read now.
 
         Raises the request's error when all pieces before it were taken, and DataLoss as Reading
-        does."""
+        does.
+        """
         if (piece := self._head) is not None:
             self._head = None
         elif not self._is_closed:

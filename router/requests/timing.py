@@ -1,4 +1,4 @@
-"""What a gateway sees of a request, from its call to its end. Pure.
+"""Times of a request in its router, from its call to its end. Pure.
 
     came --> tokenised --> in the ledger --> in the queue
                                                   |
@@ -47,7 +47,7 @@ class Unread:
         self._since = inf
 
     def mark_late(self, index: int, since: float) -> None:
-        """A choice is late, with tokens that could be read since then."""
+        """Note that a choice is late, with tokens to read since ``since``."""
         self._choices.add(index)
         self._since = min(self._since, max(since, self._counted))
 
@@ -131,8 +131,11 @@ class Pause:
 
 @dataclass(slots=True)
 class Attempt:
-    """``number`` counts from 1. None stands for what was not seen, or did not come to pass. What
-    grows with each token or frame is as of the last look."""
+    """``number`` counts from 1.
+
+    None stands for what was not seen, or did not come to pass. What grows with each token or frame
+    is as of the last look.
+    """
 
     number: int
     dispatched: float
@@ -386,8 +389,10 @@ class Journal:
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
     def until(self, now: float, *, is_read: bool = False) -> Journal:
-        """As it would be if all that goes on had ended at this moment. After its end that is its
-        delivery, as long as it ``is_read`` by a client."""
+        """Return the journal as if all that is open ended now.
+
+        After the end, delivery is open while a client reads.
+        """
         is_current = not is_read if not self.is_open else now <= self._until
         if is_current and not self._is_at_worker:
             return self
@@ -521,7 +526,7 @@ class Journal:
         self._open = pb.SPAN_KIND_UNSPECIFIED
 
     def delivered(self, now: float) -> None:
-        """A client has read all of it. The first one counts."""
+        """Note that a client has read everything; the first one counts."""
         if not self.is_open and not self._is_delivered:
             self._lap(pb.SPAN_KIND_CLIENT, now)
             self._is_delivered = True
@@ -558,8 +563,7 @@ class Journal:
         shares: Sequence[Share],
         until: float,
     ) -> None:
-        """The time up to this moment, of which so much is told. Clocks are not exact: no more is
-        told than there was."""
+        """Divide the time until now by reported shares, scaled down to what there was."""
         whole, told = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
         scale = min(1.0, whole / told) if told > 0.0 else 0.0
         self._lap(rest, until - scale * told)
@@ -596,8 +600,10 @@ def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
 
 
 class Moments:
-    """``journal`` knows when its call came; this gateway took it ``now``. ``has_begun_elsewhere``:
-    whoever read its first token read it at another one."""
+    """``journal`` knows when its call came; this gateway took it ``now``.
+
+    ``has_begun_elsewhere``: whoever read its first token read it at another one.
+    """
 
     def __init__(self, journal: Journal, now: float, *, has_begun_elsewhere: bool) -> None:
         self.observer: ClassObserver = NOBODY
@@ -651,8 +657,10 @@ class Moments:
                 self.observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
 
     def judge_tpot(self, longest: int, now: float) -> float | None:
-        """Its last token came; ``longest`` tokens has its longest choice. How many times as long
-        each after the first one took as was predicted; None where nobody can say."""
+        """Return the measured over the predicted time per output token, at the last token.
+
+        ``longest`` is the length of the longest choice; None if unknown.
+        """
         if self._first_token is None or self._has_begun_elsewhere:
             return None
         ratio = seen_ratio(self._predicted_tpot_s, now - self._first_token, longest)

@@ -55,7 +55,7 @@ class Tokenizer(text.Vocabulary, Protocol):
 
 class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
-        """Raises UnknownModel for a file that is no tokenizer."""
+        """Load the tokenizer. Raises UnknownModel for an invalid file."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # it raises no class of its own
@@ -197,8 +197,10 @@ class ServedModel:
             self.max_model_len = _room(last)
 
     def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
-        """Take the limits that the connected workers announced. Without workers, keep the last
-        limits."""
+        """Take the limits that the connected workers announced.
+
+        Without workers, keep the last limits.
+        """
         self._rooms = {worker.worker_id: _room(worker) for worker in workers}
         if workers:
             self.fingerprint = workers[-1].fingerprint
@@ -226,7 +228,7 @@ class ServedModel:
             _check_total(len(request.prompt_ids), request.max_tokens, room)
 
     def check_name(self, request: Request) -> None:
-        """Raises UnknownModel for a request of another model."""
+        """Check the model of a stored request. Raises UnknownModel."""
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
@@ -244,9 +246,11 @@ class ServedModel:
         raise UnknownModel(cause, field="model")
 
     def begun(self, request: Request, *, has_begun: bool) -> Request:
-        """Return a request that this model's workers begin, or go on with if it ``has_begun``. Raises
-        UnknownModel where other weights, another tokenizer or other settings began it. What is not
-        known yet cannot differ."""
+        """Return a request that this model's workers begin, or go on with if it ``has_begun``.
+
+        Raises UnknownModel where other weights, another tokenizer or other settings began it. What
+        is not known yet cannot differ.
+        """
         self.check_name(request)
         if self.fingerprint in ("", request.fingerprint):
             return request
@@ -322,8 +326,11 @@ class ServedModel:
             self._check_ids("prompt", prompt)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Raises PromptTooLong, for a text that exceeds the
-        context by far before all of it is tokenised."""
+        """Return the token ids of a prompt.
+
+        Raises PromptTooLong, for a text that exceeds the context by far before all of it is
+        tokenised.
+        """
         self.check_fits(text)
         self._check_count(text)
         return self.encode(text, add_special_tokens=add_special_tokens)
@@ -358,7 +365,7 @@ class ServedModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def check_fits(self, prompt: str | Sequence[int]) -> None:
-        """What cannot fit by far is not even looked at. Raises PromptTooLong."""
+        """Check the size of a prompt before it is tokenised. Raises PromptTooLong."""
         if isinstance(prompt, str):
             # A token stands for a few dozen characters at most.
             if len(prompt) > self.longest_sequence * _MAX_CHARACTERS_PER_TOKEN:
@@ -375,7 +382,7 @@ class ServedModel:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Raises OutOfRange."""
+        """Return the text of ids. Raises OutOfRange."""
         if len(ids) > self.longest_sequence:
             raise OutOfRange(
                 f"{len(ids)} tokens are more than the context of {self.longest_sequence}",
@@ -442,7 +449,9 @@ def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
 
 def _context(facts: Mapping[str, Any]) -> int:
     """YaRN lengthens it by a section of the configuration alone: the other number stays as it was.
-    Gemma has such a section for each kind of layer."""
+
+    Gemma has such a section for each kind of layer.
+    """
     written = _number(facts, _CONTEXT_KEYS, _UNBOUNDED)
     rope = facts.get("rope_scaling") or facts.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -466,6 +475,8 @@ _INLINE = 4096
 
 
 async def with_text(length: int, work: Callable[[], T]) -> T:
-    """What ``work`` answers, whose time goes with a text of ``length`` characters or tokens. It
-    must not hold Python's lock all the while."""
+    """Return the result of ``work``, in a thread if the text is long.
+
+    ``length`` is in characters or tokens. ``work`` must release Python's lock.
+    """
     return work() if length <= _INLINE else await asyncio.to_thread(work)

@@ -1,7 +1,6 @@
-"""What the decoder needs of attention. A backend owns a block's layout: it writes and it reads.
+"""Interfaces of attention. A backend owns the layout of a block: it writes and reads.
 
-A backend lives as long as its cache; what it prepares lives for one step, and holds the index
-tensors that all layers of the step share.
+A backend lives as long as its cache; a prepared step holds the index tensors that all layers share.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from worker.engine.plan import Rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """How one layer attends. Of a query at position p, the key at position j gets the score
+    """Attention of one layer.
 
-        s = scale * (query . key),  or  softcap * tanh(s / softcap) with a softcap,
-
-    for every j with p - window < j <= p, or 0 <= j <= p without a window; the softmax of the
-    scores weighs the values. ``sinks`` [heads], those of this rank, are one more score for each
-    head in its softmax, which weighs nothing.
+    For a query at position p, key j scores s = scale * (query . key), or softcap * tanh(s /
+    softcap), for every j with p - window < j <= p, or 0 <= j <= p without a window; the softmax of
+    the scores weighs the values. ``sinks`` [heads of this rank] are one more score per head in its
+    softmax, without a value.
     """
 
     scale: float
@@ -53,9 +51,10 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:
-        """One step over ``rows``, of which there may be a thousand: a loop over them would take
-        longer than planning them. What a device has to know of them goes with ``parcel``, if there
-        is one: nothing is written or attended before all is in it. Nothing of a block's earlier
-        owners shows in its results, be it NaN: a block changes hands where a row writes its first
-        position."""
+        """Prepare one step over ``rows``.
+
+        There may be a thousand rows: no loop over them. Data for the device goes with ``parcel``,
+        if given; nothing is written or attended before it has arrived. A block's earlier content,
+        even NaN, never shows: a block changes hands where a row writes its first position.
+        """
         ...

@@ -1,5 +1,4 @@
-"""Which attention there is for a KV cache: the compiled one on CPUs where there is a compiler, the
-one in Triton on GPUs where that is, perhaps with somebody else's for prompts, else torch's."""
+"""Choice of the attention backend: compiled on CPUs, Triton on GPUs, else torch."""
 
 from __future__ import annotations
 

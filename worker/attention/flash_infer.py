@@ -66,7 +66,10 @@ class _Planner:
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, prompts: Prompts, layer: Tensor, query: Tensor, form: AttentionForm) -> Any:
-        """What runs. A plan is copied to the device from memory that the next one overwrites."""
+        """Plan the attention of prompts.
+
+        A plan is copied to the device from memory that the next plan overwrites.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         num_pages = -(-prompts.lengths // BLOCK_SIZE)

@@ -87,8 +87,11 @@ class GpuAttention:
         return GpuStep(self._cache, lambda: table, tile_sets, None)
 
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
-        """Of rows with ``counts`` [n] tokens, of which those of ``span`` may be attended to
-        otherwise. What layers of steps before have asked for is in ``parcel``."""
+        """Return the tile sets of rows with ``counts`` [n] tokens.
+
+        The rows in ``span`` may be attended to by other kernels. Tile sets that layers of earlier
+        steps needed are in ``parcel``.
+        """
         likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
         known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
 
@@ -102,7 +105,7 @@ class GpuAttention:
     def _sent(
         self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Decoding and prompts are separate launches: either would waste the other's tiles."""
+        """Add the tile sets to the parcel; decodes and prompts are separate launches."""
         is_ours = np.ones(len(counts), np.bool_)
         if span is not None and not wanted.is_for_all:
             is_ours[span] = False
@@ -129,8 +132,11 @@ class GpuAttention:
 
 
 class GpuStep:
-    """StepAttention over one KVCache. ``table`` and ``tile_sets`` are on the device once they are
-    asked for; ``prompts`` may attend to some of the rows."""
+    """StepAttention over one KVCache.
+
+    ``table`` and ``tile_sets`` are on the device once they are asked for; ``prompts`` may attend to
+    some of the rows.
+    """
 
     def __init__(
         self,
@@ -150,9 +156,10 @@ class GpuStep:
     def turn_and_write(
         self, layer: int, turned: Tensor, num_query: int, value: Tensor, angle: Angle
     ) -> Tensor:
-        """Of the heads ``turned`` [tokens, heads, head_dim] the first ``num_query`` are queries, in
-        whose place they are turned, and which are returned; the others are keys, which go turned to
-        the cache, as does ``value``."""
+        """Rotate queries in place and return them; write rotated keys and ``value`` to the cache.
+
+        ``turned`` is [tokens, heads, head_dim], the first ``num_query`` heads of which are queries.
+        """
         assert turned.stride(2) == 1, "a copy would be turned"
         place(self._cache, layer, self._table(), turned, value, num_query, angle)
         return turned[:, :num_query]

@@ -110,8 +110,10 @@ def attend(
     form: AttentionForm,
     out: Tensor,
 ) -> None:
-    """Launch what attends for ``tiles`` in one layer. ``query`` and ``out`` are of the whole
-    step; ``out`` is one run of memory."""
+    """Launch what attends for ``tiles`` in one layer.
+
+    ``query`` and ``out`` are of the whole step; ``out`` is one run of memory.
+    """
     query = _with_whole_heads(query)
     keys = cache.layer(layer)
     num_tiles, heads, head_dim = len(tiles.rows), *query.shape[1:]
@@ -170,8 +172,7 @@ def attend(
 
 
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
-    """At how many keys of ``dim`` features one of attend_tiles looks in one go, with how many
-    warps, and how many turns ahead of its use something is begun."""
+    """Return block size, warps and pipeline stages of attend_tiles for ``dim`` features."""
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
     is_single = item_bytes == 4
     most_bytes = _KEY_BYTES // 2 if is_single else _KEY_BYTES

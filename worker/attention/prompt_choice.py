@@ -1,5 +1,4 @@
-"""Whether somebody else's kernels attend to prompts: where they are installed, fit the device and
-the cache, and were right when they were tried."""
+"""Choice of third-party kernels for prompts: installed, suitable and right when tried."""
 
 from __future__ import annotations
 
@@ -58,8 +57,10 @@ class _Like(NamedTuple):
 
 
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
-    """None where our own kernel attends to prompts. The log says why it does though somebody else's
-    is there."""
+    """None where our own kernel attends to prompts.
+
+    The log says why it does though somebody else's is there.
+    """
     return next(filter(None, (try_backend(each, cache) for each in BACKENDS)), None)
 
 

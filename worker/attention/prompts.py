@@ -27,16 +27,19 @@ log = logs.get_logger(__name__)
 
 
 def span_of_prompts(counts: Ints) -> slice | None:
-    """Of rows with ``counts`` [n] new tokens, those from the first to the last that has many."""
+    """Return the span from the first to the last row with many of ``counts`` [n] new tokens."""
     (many,) = (counts > FEW).nonzero()
     return slice(int(many[0]), int(many[-1]) + 1) if len(many) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Rows [n] that lie side by side in a step. Their ``counts`` [n] new tokens are the last of
-    ``lengths`` [n] positions, which lie in the blocks ``tables`` [n, width]; what lies behind them
-    means nothing. ``there`` has the same on the device."""
+    """Rows [n] that lie side by side in a step.
+
+    Their ``counts`` [n] new tokens are the last of ``lengths`` [n] positions, which lie in the
+    blocks ``tables`` [n, width]; what lies behind them means nothing. ``there`` has the same on the
+    device.
+    """
 
     counts: Ints
     lengths: Ints
@@ -101,7 +104,7 @@ class PromptKernels:
     def of_step(
         self, rows: Rows, span: slice, tables: Callable[[], Tensor], parcel: Parcel
     ) -> PromptAttention:
-        """For the ``rows`` of ``span``, of which ``tables`` has the blocks on the device."""
+        """Prepare the ``rows`` of ``span``, whose blocks ``tables`` has on the device."""
         counts = rows.counts[span]
         lengths = rows.starts[span] + counts
         bounds_there = parcel.add(bounds_of(counts))
@@ -121,7 +124,7 @@ class PromptKernels:
 
 
 class PromptAttention:
-    """Of one step's prompts, which have ``tokens`` of its tokens."""
+    """Attention of one step's prompts, whose tokens are the slice ``tokens``."""
 
     def __init__(
         self, kernels: PromptKernels, tokens: slice, prepare: Callable[[], PromptStep]
@@ -131,8 +134,7 @@ class PromptAttention:
         self._prepare = cache_of(prepare)
 
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor | None:
-        """As PromptStep.attend, for its part of the step's ``query``; None where that has to be
-        done otherwise."""
+        """Attend as PromptStep.attend for its part of ``query``; None if another kernel must."""
         if not self._kernels.take(form):
             return None
         try:

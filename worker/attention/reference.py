@@ -137,7 +137,7 @@ def _attend_plainly(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """With rows of zeros, [.., rows, columns] up to a multiple of _ALIGNED_ROWS, on a CPU."""
+    """Pad with rows of zeros to a multiple of _ALIGNED_ROWS, on a CPU."""
     missing = -tensor.shape[-2] % _ALIGNED_ROWS
     if not missing or tensor.device.type != "cpu":
         return tensor
@@ -164,8 +164,11 @@ def _attend_in_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """What rows see under ``window``: of their blocks those from ``first_blocks`` [n] to before
-    ``last_blocks`` [n]. A row's shape is its new tokens and blocks to attend to."""
+    """Blocks that rows see under ``window``: from ``first_blocks`` [n] to before ``last_blocks``
+    [n].
+
+    A row's shape is its new tokens and its blocks.
+    """
 
     window: int | None
     first_blocks: Ints
@@ -185,7 +188,7 @@ class _Spans:
         return cls(window, first_blocks, last_blocks, shapes)
 
     def groups(self, max_blocks: int) -> Iterator[Ints]:
-        """Indices of rows of one shape, of one or as many as have ``max_blocks`` between them."""
+        """Yield indices of rows of one shape, with at most ``max_blocks`` blocks together."""
         shapes, kinds = np.unique(self.shapes, axis=0, return_inverse=True)
         for kind, (_, blocks) in enumerate(shapes.tolist()):
             alike = np.flatnonzero(kinds == kind)
@@ -194,8 +197,11 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """[n, blocks] of each row of ``group`` which of its blocks it attends to. What fills it up
-        to its shape is masked out, but read, so it is its own: the others' may hold NaN."""
+        """[n, blocks] of each row of ``group`` which of its blocks it attends to.
+
+        What fills it up to its shape is masked out, but read, so it is its own: the others' may
+        hold NaN.
+        """
         first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
         blocks = first + np.arange(self.shapes[group[0], 1])
         return np.where(blocks < last, blocks, first)

@@ -1,8 +1,7 @@
-"""How a step's tokens are cut for attention on a GPU. Pure.
+"""Tiles of a step's tokens for attention on a GPU. Pure.
 
-A tile is a few tokens of one row. Rows with few tokens, as those that decode, have tiles of few,
-of which there may be so few that most of a GPU would idle: the positions that they see are then
-cut into splits.
+A tile is a few tokens of one row. If tiles are too few for a GPU, as in decoding, the positions
+that they see are split.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """By tile, its row and where in it the tile begins, int64 [m]."""
+    """Tiles: the row of each and its offset in that row, int64 [m]."""
 
     rows: Ints
     offsets: Ints
@@ -32,7 +31,7 @@ class Tiles:
 
 
 def tiles_of(counts: Ints, chosen: Ints, tokens: int) -> Tiles:
-    """Of the rows ``chosen``, which have ``counts`` [n] new tokens, in tiles of ``tokens``."""
+    """Cut the rows ``chosen`` with ``counts`` [n] new tokens into tiles of ``tokens``."""
     number = -(-counts[chosen] // tokens)
     firsts = number.cumsum() - number
     offsets = (np.arange(number.sum()) - np.repeat(firsts, number)) * tokens
@@ -40,7 +39,7 @@ def tiles_of(counts: Ints, chosen: Ints, tokens: int) -> Tiles:
 
 
 def narrow_rows(counts: Ints) -> Ints:
-    """Indices of those with few new tokens."""
+    """Return the indices of rows with few new tokens."""
     return np.flatnonzero(counts <= FEW)
 
 
@@ -50,13 +49,15 @@ def wide_rows(counts: Ints) -> Ints:
 
 
 def tokens_of_tiles(counts: Ints, most: int) -> int:
-    """Of rows with ``counts`` [n], at least one: as many as fit; 1 where every row has one, for
-    nothing is merged then for tokens that there are not."""
+    """Return the tokens per tile: ``most``, or 1 if every row has one token."""
     return 1 if counts.max() == 1 else most
 
 
 def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return a power of two, so that few kernels are compiled. It depends on the number of tiles and not
-    on what they see: a captured step has to fit rows of any length."""
+    """Return a power of two, so that few kernels are compiled.
+
+    It depends on the number of tiles and not on what they see: a captured step has to fit rows of
+    any length.
+    """
     wanted = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())

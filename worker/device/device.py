@@ -26,8 +26,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """``auto`` is bfloat16 where the device computes in it natively, else float32. With quantised
-    weights a CPU computes in float32."""
+    """``auto`` is bfloat16 where the device computes in it natively, else float32.
+
+    With quantised weights a CPU computes in float32.
+    """
     if wanted != "auto":
         return _DTYPES[wanted]
     if quantization != "none":
@@ -49,8 +51,10 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def name_of(device: torch.device) -> str:
-    """What it is, as its maker calls it, with what decides how fast it is: of a CPU the threads
-    that torch uses, of a GPU that there are no kernels for it, where that is so."""
+    """Return the device's name with what decides its speed.
+
+    For a CPU the threads of torch; for a GPU the lack of kernels, if so.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return name if kernels_work(device) else f"{name}, without kernels"

@@ -75,17 +75,20 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:
-    """Where the system has them: a sequence's blocks lie anywhere, and with pages of 4 KiB the CPU
-    looks up nearly every head of a block anew. They are only taken as they are written to, or
-    ahead."""
+    """Request huge pages, because a sequence's blocks are scattered.
+
+    With pages of 4 KiB the CPU looks up nearly every head of a block anew.
+    """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages = _whole_pages(tensor)
         _advise(pages.start, len(pages), mmap.MADV_HUGEPAGE)
 
 
 def _take_memory(tensor: Tensor) -> None:
-    """In pieces: while one comes, nobody else of the process gets memory from the system. A kernel
-    that cannot do it leaves all as it was."""
+    """Touch the memory in pieces, so that other threads get memory in between.
+
+    A kernel that cannot do it changes nothing.
+    """
     if not sys.platform.startswith("linux"):
         return
     pages = _whole_pages(tensor)[:_TAKEN_AHEAD]

@@ -41,8 +41,10 @@ class Parcel:
         self._there: list[Tensor] | None = None
 
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
-        """Return what has ``array`` on the device, of its shape and type. Once that was asked for
-        any of them, nothing more is added."""
+        """Return what has ``array`` on the device, of its shape and type.
+
+        Once that was asked for any of them, nothing more is added.
+        """
         assert self._there is None, "it is on its way"
         self._arrays.append(array)
         index = len(self._arrays) - 1

@@ -20,9 +20,9 @@ from worker.engine.slot_table import SlotTable
 
 
 class Batch:
-    """At most ``limits.max_num_seqs`` sequences over one pool of blocks.
+    """Batch of at most ``limits.max_num_seqs`` sequences over one pool of blocks.
 
-    Preempted sequences are not in it, but their computed blocks are kept for them if possible.
+    Preempted sequences are not in it; their computed blocks are kept if possible.
     """
 
     def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:

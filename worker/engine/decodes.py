@@ -1,5 +1,4 @@
-"""What sequences that decode would have taken alone, without a look at each of them in every step.
-Pure.
+"""Time that decoding sequences would have taken alone, by sums over steps. Pure.
 
 Of a step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
 alone, and in the step after it is one position further. So what it would have taken in the steps
@@ -22,7 +21,7 @@ _OFFSET = 3
 
 
 class Decodes:
-    """By batch slot. Positions are those of the next step that is added."""
+    """Sums by batch slot. Positions are those of the next step."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_steps = 0
@@ -39,15 +38,15 @@ class Decodes:
 
     @property
     def positions(self) -> int:
-        """Of all that are noted together."""
+        """Return the sum of the positions of all noted slots."""
         return self._offsets + self._num_noted * (self._num_steps - 1)
 
     def positions_of(self, slots: Ints) -> int:
-        """Of these, which are noted, together."""
+        """Return the sum of the positions of these noted slots."""
         return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
     def begin_decode(self, slot: int, position: int) -> None:
-        """It decodes from now on."""
+        """Note a slot that decodes from now on."""
         offset = position + 1 - self._num_steps
         self._notes[slot] = self._base, self._slope, self._moment, offset
         self.is_noted[slot] = True
@@ -62,14 +61,14 @@ class Decodes:
         return self._base - base + offset * (self._slope - slope) + self._moment - moment
 
     def drop(self, slot: int) -> None:
-        """It decodes no more."""
+        """Remove a slot."""
         if self.is_noted[slot]:
             self.is_noted[slot] = False
             self._num_noted -= 1
             self._offsets -= int(self._notes[slot, _OFFSET])
 
     def add(self, base: float, slope: float) -> None:
-        """A step in which all that are noted had a row."""
+        """Add a step in which all noted slots had a row."""
         self._base += base
         self._slope += slope
         self._moment += slope * self._num_steps
@@ -78,7 +77,7 @@ class Decodes:
     # many at once
 
     def drain(self, slots: Ints) -> NDArray[np.float64]:
-        """Of these, which are noted, the seconds until now: they begin anew."""
+        """Return the seconds of these noted slots until now, and start them anew."""
         base, slope, moment, offset = self._notes[slots].T
         seconds: NDArray[np.float64] = (
             self._base - base + offset * (self._slope - slope) + self._moment - moment
@@ -87,13 +86,13 @@ class Decodes:
         return seconds
 
     def sit_out(self, slots: Ints) -> None:
-        """These, which were taken before the last step, had no row in it."""
+        """Correct these slots, which had no row in the last step."""
         self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
         self._notes[slots, _OFFSET] -= 1
         self._offsets -= len(slots)
 
     def place(self, slots: Ints, positions: Ints) -> None:
-        """These, which were taken, are where nobody expected them."""
+        """Correct the positions of these slots."""
         offsets = positions + 1 - self._num_steps
         self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
         self._notes[slots, _OFFSET] = offsets

@@ -18,8 +18,9 @@ from worker.engine.plan import BlockCopy
 
 
 class HostStore:
-    """``num_places`` places with ids from 0; with none nothing is kept. Every operation is O(1) a
-    block, but for ``forget_all``.
+    """``num_places`` places with ids from 0; with none nothing is kept.
+
+    Every operation is O(1) a block, but for ``forget_all``.
 
     What it plans for a step it believes when the step is ``done``; after one that ``failed`` it
     has forgotten what the step was to save. Until then no place that the step copies from or to is
@@ -44,13 +45,16 @@ class HostStore:
     # who wants what
 
     def want(self, hashes: Sequence[bytes]) -> None:
-        """Somebody will come back for what these name, the blocks of a sequence in their order."""
+        """Ask for the blocks of a sequence that will return, in their order."""
         if self._num_places:
             self._wanted.update(hashes)
 
     def unwant(self, hashes: Sequence[bytes]) -> None:
-        """Take one ``want`` of these back. What nobody wants is dropped first, and of a sequence
-        its later blocks, which are of no use without the earlier ones."""
+        """Take one ``want`` of these back.
+
+        What nobody wants is dropped first, and of a sequence its later blocks, which are of no use
+        without the earlier ones.
+        """
         if not self._num_places:
             return
         self._wanted.subtract(hashes)
@@ -74,7 +78,7 @@ class HostStore:
     # one step
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """What ``block`` holds is about to be overwritten, by the step that is being planned."""
+        """Record that the planned step overwrites ``block``."""
         if block_hash not in self._wanted or block_hash in self:
             return
         if (place := self._take()) is not None:
@@ -89,7 +93,7 @@ class HostStore:
         return None
 
     def pin(self, block_hash: bytes) -> None:
-        """It stays where it is until the step is over."""
+        """Keep a block in its place until the step is over."""
         if block_hash in self._kept:
             self._pinned[block_hash] = self._kept.pop(block_hash)
 
@@ -102,7 +106,7 @@ class HostStore:
         return tuple(copy for _, copy in self._saves), tuple(self._loads)
 
     def done(self) -> None:
-        """The step was executed, or launched."""
+        """Commit the copies of a step that was executed or launched."""
         self._kept.update(self._pinned)
         self._drop_first(reversed(self._pinned))
         self._pinned.clear()
@@ -110,7 +114,7 @@ class HostStore:
         self._loads.clear()
 
     def failed(self) -> None:
-        """The step was not executed, or who knows how far."""
+        """Drop the copies of a step that was not executed completely."""
         for block_hash, copy in self._saves:
             del self._pinned[block_hash]
             self._free.append(copy.place)

@@ -31,7 +31,7 @@ class InFlightStep:
 
     @property
     def _here(self) -> Flags:
-        """bool [n]: rows whose sequences are still in the batch."""
+        """Return which rows' sequences are still in the batch, bool [n]."""
         slots = self.plan.rows.slots.tolist()
         here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
         return np.array(here, np.bool_)

@@ -59,8 +59,11 @@ class Limits:
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Device) -> Self:
-        """Resolve the limits. A pool smaller than the model's context makes the context smaller:
-        routers are told so, and no sequence outgrows the pool."""
+        """Resolve the limits.
+
+        A pool smaller than the model's context makes the context smaller: routers are told so, and
+        no sequence outgrows the pool.
+        """
         wanted = config.max_model_len or runner.max_model_len
         return cls(
             num_blocks=runner.num_blocks,

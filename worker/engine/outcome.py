@@ -50,7 +50,7 @@ class Stop(Enum):
 
 
 class Residence(Enum):
-    """Whether a sequence has its KV blocks."""
+    """State of a sequence's KV blocks."""
 
     #: it gave them up, and waits for its turn
     PREEMPTED = session_pb2.RESIDENCE_PREEMPTED

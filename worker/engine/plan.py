@@ -1,4 +1,6 @@
-"""What crosses between scheduler and runner: one engine step, as frozen values. Pure.
+"""Values between scheduler and runner: one engine step, frozen. Pure.
+
+one engine step, as frozen values. Pure.
 
 Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
       <-  a RowResult for each row
@@ -50,7 +52,9 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One slot's share of a step: compute ``tokens``, the first of them at position ``start``.
+    """Share of one slot in a step: compute ``tokens``, the first of them at position ``start``.
+
+    compute ``tokens``, the first of them at position ``start``.
 
     Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
     BLOCK_SIZE]``), which may go on beyond them; everything before ``start`` is in the cache
@@ -103,8 +107,7 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
-        """With ``tables`` that have theirs, or else with their own: rows of one slot agree about
-        it."""
+        """Create columns of rows with ``tables``, or their own; rows of one slot share a table."""
         rows = tuple(rows)
         return cls(
             slots=_ints([row.slot for row in rows]),
@@ -124,7 +127,7 @@ class Rows:
         return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
 
     def then(self, others: Rows) -> Rows:
-        """These, and behind them ``others`` with the same tables."""
+        """Return these rows followed by ``others`` with the same tables."""
         assert others.tables is self.tables
         return Rows(
             slots=np.concatenate((self.slots, others.slots)),
@@ -138,7 +141,7 @@ class Rows:
         )
 
     def only(self, chosen: Flags) -> Rows:
-        """Those of them that are ``chosen`` [n]."""
+        """Return the rows that are ``chosen`` [n]."""
         return Rows(
             slots=self.slots[chosen],
             starts=self.starts[chosen],
@@ -156,13 +159,15 @@ class Rows:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Whose keys and values the rows read, those that they write counted in."""
+        """Return the tokens whose keys and values the rows read, including those that they write."""
         return int(self.starts.sum()) + self.num_tokens
 
     @cached_property
     def num_pairs(self) -> int:
-        """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens,
-        from 1, attends to ``start + i`` of them."""
+        """Return the pairs of a token and one that it attends to, including itself.
+
+        The i-th token of a row, from 1, attends to ``start + i``.
+        """
         if len(self) == self.num_tokens:
             return self.kv_tokens
         triangles = (int(self.counts @ self.counts) + self.num_tokens) // 2
@@ -191,7 +196,7 @@ class Rows:
         return self.starts + self.counts - self.num_drafts
 
     def drafts(self, index: int) -> tuple[int, ...]:
-        """Of one row."""
+        """Return the draft tokens of one row."""
         end = int(self.firsts[index] + self.counts[index])
         return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
 
@@ -246,10 +251,12 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step; ``step`` counts from 1. Rows come decodes first, but for those that are new to the
-    batch, which follow in the order of their ``admissions``: they may attend to what the rows
-    before them write. Admissions of others repeat what a step that broke off may have spoilt.
-    ``saves`` are made before ``loads``, and both before anything is computed."""
+    """Plan of one step; ``step`` counts from 1.
+
+    Decodes come first; rows of ``admissions`` follow in their order and may attend to what earlier
+    rows write. Admissions of others repeat what a broken step may have spoilt. ``saves`` precede
+    ``loads``, and both precede computation.
+    """
 
     step: int
     rows: Rows
@@ -263,12 +270,11 @@ class Plan:
 
 
 class RowResult(NamedTuple):
-    """What became of a row.
+    """Result of a row.
 
-    ``tokens`` are drawn: one if the row samples, and one more for each draft that was the token
-    drawn at its place. On rank 0 ``logprobs`` has theirs, and ``prompt_logprobs`` those of the
-    prompt's tokens that the row scores, where they were asked for. With an ``error`` no token was
-    drawn, and the sequence cannot go on.
+    ``tokens`` are sampled: one if the row samples, and one more for each accepted draft. On rank 0
+    ``logprobs`` has theirs and ``prompt_logprobs`` those of scored prompt tokens, if requested.
+    With an ``error`` no token was sampled, and the sequence cannot continue.
     """
 
     tokens: tuple[int, ...] = ()
@@ -285,8 +291,10 @@ class Launched(Protocol):
     """A step that the device is computing."""
 
     def sample(self) -> None:
-        """Lets it draw, now that what was drawn in the step before is known. Raises as
-        Runner.execute; its copies to and from the host are made all the same."""
+        """Lets it draw, now that what was drawn in the step before is known.
+
+        Raises as Runner.execute; its copies to and from the host are made all the same.
+        """
         ...
 
     def results(self) -> list[RowResult]:
@@ -330,7 +338,7 @@ class Runner(Protocol):
 
     @property
     def device_kind(self) -> DeviceKind:
-        """What it computes on."""
+        """Return the kind of the device."""
         ...
 
     def unready_slots(self) -> frozenset[int]:
@@ -339,8 +347,10 @@ class Runner(Protocol):
 
     @property
     def launch(self) -> Launch | None:
-        """How a step is begun before what the one before it draws is known; None where that saves
-        no time. Steps with drafts are executed."""
+        """Return how a step is launched ahead; None if that saves no time.
+
+        Steps with drafts are executed.
+        """
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:
@@ -353,7 +363,7 @@ class Runner(Protocol):
         ...
 
     def release(self, slots: Collection[int]) -> None:
-        """Nobody is in these slots: what is kept for them can go."""
+        """Release what is kept for these empty slots."""
         ...
 
     def close(self) -> None: ...

@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """What ``take_vacated`` would return now."""
+        """Return what ``take_vacated`` would return now."""
         return self._batch.vacated
 
     @property
@@ -312,8 +312,11 @@ class Scheduler:
         return sequence.drafter
 
     def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
-        """Propose drafts. Their blocks stay in the table until known tokens need them: drafts never
-        preempt a sequence."""
+        """Propose drafts.
+
+        Their blocks stay in the table until known tokens need them: drafts never preempt a
+        sequence.
+        """
         most = min(budget, self._room_for_drafts(sequence))
         if most <= 0:
             return ()

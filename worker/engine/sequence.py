@@ -1,4 +1,4 @@
-"""One generation inside the engine. Pure.
+"""Sequence inside the engine. Pure.
 
     tokens      |---- prompt ----|-------- output --------|
                 0            num_prompt               num_known

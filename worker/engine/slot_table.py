@@ -166,7 +166,7 @@ class SlotTable:
 
     @property
     def _goes_on(self) -> Flags:
-        """bool [slots]: whom no limit ends."""
+        """Return which slots no limit ends, bool [slots]."""
         goes_on: Flags = self._num_known < self._ends
         return goes_on
 

@@ -1,4 +1,4 @@
-"""What one sequence's next tokens are guessed to be, and how many of them. Pure.
+"""Draft tokens of one sequence. Pure.
 
 How many follows from what became of the last draft:
 
@@ -20,8 +20,11 @@ _TOKEN_BITS = 32
 
 
 class NgramIndex:
-    """What followed each n-gram of a growing list of tokens the last time, for n from ``min_match``
-    to ``max_match``. A token costs O(max_match - min_match), and about 100 bytes for each n."""
+    """Index of what followed each n-gram of a growing list of tokens, for ``min_match`` to
+    ``max_match``.
+
+    A token costs O(max_match - min_match), and about 100 bytes for each n.
+    """
 
     def __init__(self, min_match: int, max_match: int) -> None:
         #: by n, the longest first: an n-gram as one number -> the index of what followed it last
@@ -36,7 +39,7 @@ class NgramIndex:
 
     @property
     def length(self) -> int:
-        """How many tokens were taken in."""
+        """Return the number of tokens in the index."""
         return self._length
 
     def extend(self, tokens: Sequence[int], most: int) -> None:
@@ -72,7 +75,7 @@ _MAX_PAUSE = 64
 
 
 class Drafter:
-    """One sequence's. The same tokens and the same ``learn`` make the same drafts."""
+    """Drafter of one sequence. Equal tokens and ``learn`` calls give equal drafts."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._index = NgramIndex(speculation.min_match, speculation.max_match)
@@ -89,8 +92,10 @@ class Drafter:
         return self._index.length - before
 
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """Return a draft of up to ``most`` tokens after ``tokens``, if it has read them all. Once a
-        step."""
+        """Return a draft of up to ``most`` tokens after ``tokens``, if it has read them all.
+
+        Once a step.
+        """
         if self._pause:
             self._pause -= 1
             return ()
@@ -100,7 +105,7 @@ class Drafter:
         return continued(tokens, follower, min(self._count, most))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """What became of the last draft, which had at least one token."""
+        """Record how many of the last draft's tokens were accepted."""
         if accepted:
             self._misses = 0
             grown = 2 * self._count if accepted == drafted else accepted + 1

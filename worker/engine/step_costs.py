@@ -1,4 +1,4 @@
-"""What each row of a step adds to the step's time, by a model that is learned from the steps. Pure.
+"""Cost of each row of a step, by a model that is learned from the steps. Pure.
 
     seconds = step + the sum of what its rows cost
 
@@ -39,7 +39,7 @@ class Costs(NamedTuple):
     is_known: bool
 
     def row(self, start: int, count: int) -> float:
-        """Of ``count`` tokens, the first of them at position ``start``."""
+        """Return the cost of ``count`` tokens from position ``start``."""
         pairs = count * start + count * (count + 1) / 2
         each = self.each
         tokens = count * each.num_tokens + (start + count) * each.kv_tokens
@@ -52,25 +52,24 @@ class Costs(NamedTuple):
         return len(rows) * each.num_rows + tokens + rows.num_pairs * each.num_pairs
 
     def by_row(self, rows: Rows) -> Floats:
-        """[n]"""
+        """Return the cost of each row, [n]."""
         each, counts = self.each, rows.counts
         pairs = counts * rows.starts + counts * (counts + 1) / 2
         tokens = counts * each.num_tokens + (rows.starts + counts) * each.kv_tokens
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def alone(self, cost: float, together: float) -> float:
-        """Of the time that rows take together, the part that one would take alone: all of it where
-        nobody knows."""
+        """Return the share of the common time that one row would take alone; 1 if unknown."""
         return (self.step + cost) / (self.step + together) if self.is_known else 1.0
 
     @property
     def first(self) -> float:
-        """Of the step and a row of one token, without what it reads."""
+        """Return the cost of a step with a row of one token, without what it reads."""
         return self.step + self.each.num_rows + self.each.num_tokens
 
     @property
     def position(self) -> float:
-        """Of each token that a row of one token reads."""
+        """Return the cost of each token that a row of one token reads."""
         return self.each.kv_tokens + self.each.num_pairs
 
 
@@ -86,7 +85,7 @@ class StepCosts:
         self.now = Costs(0.0, StepSize(0.0, 1.0, 0.0, 0.0), is_known=False)
 
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
-        """The step took ``seconds`` and is over."""
+        """Learn from a step that took ``seconds``."""
         pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
         if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:
             self._observed[has_prompts] = now

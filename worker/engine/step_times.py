@@ -1,4 +1,4 @@
-"""What steps spend their time on. Pure: the clock is handed in."""
+"""Time of the parts of steps. Pure: the clock is passed in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_TIME = StepTimes()
 
 
 class Stopwatch:
-    """One look at ``clock`` (seconds) at each boundary."""
+    """Stopwatch with one look at ``clock`` (seconds) at each boundary."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,7 +54,7 @@ class Stopwatch:
         self._since = self._clock()
 
     def lap(self, part: Part) -> None:
-        """What has passed since the last boundary was this."""
+        """Add the time since the last boundary to ``part``."""
         now = self._clock()
         self._sums[part] += now - self._since
         self._since = now

@@ -1,4 +1,4 @@
-"""Where a sequence's time at this worker went. Pure."""
+"""Time breakdown of a sequence at this worker. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
-    """Of an breakdown, in the order of its fields."""
+    """Part of a breakdown, in the order of its fields."""
 
     WAITING = 0
     PREFILL = 1
@@ -26,9 +26,10 @@ class Part(IntEnum):
 
 
 class TimeBreakdown(NamedTuple):
-    """The fields are those of the message TimeBreakdown, where they are explained. Its seconds sum
-    up to
-    the time from the sequence's start to ``until``."""
+    """The fields are those of the message TimeBreakdown, where they are explained.
+
+    Its seconds sum up to the time from the sequence's start to ``until``.
+    """
 
     until: float
     waiting_s: float = 0.0
@@ -45,16 +46,16 @@ class TimeBreakdown(NamedTuple):
 
     @classmethod
     def waiting(cls, since: float, until: float) -> Self:
-        """Of a sequence that was not in the batch yet."""
+        """Return the breakdown of a sequence that was not in the batch yet."""
         return cls(until, waiting_s=max(0.0, until - since))
 
     def preempted(self, until: float) -> Self:
-        """It was without blocks since."""
+        """Return the breakdown with the time until ``until`` as preempted."""
         return self._replace(until=until, preempted_s=self.preempted_s + until - self.until)
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """By ``Part``."""
+        """Return the seconds by ``Part``."""
         return self[1:]
 
     @property
@@ -62,7 +63,7 @@ class TimeBreakdown(NamedTuple):
         return sum(self.parts[: Part.STEPS])
 
     def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
-        """Of the sequence of this name."""
+        """Return the message for the sequence of this name."""
         return session_pb2.TimeBreakdown(
             epoch=epoch,
             choice=choice,

@@ -1,4 +1,6 @@
-"""Where the time of all sequences goes that are here. Pure: rank 0's clock comes in.
+"""Time breakdowns of all sequences of an engine. Pure: rank 0's clock comes in.
+
+Pure: rank 0's clock comes in.
 
     came --waiting--> in the batch --> gone
                          |  ^
@@ -55,8 +57,11 @@ class _Chunk(NamedTuple):
 
 
 class TimeBreakdowns:
-    """Of the sequences of an engine with ``num_slots`` batch slots. ``begin`` and ``end`` surround
-    the time of a step; ``left`` comes whenever slots were left. ``clock`` is that of all times."""
+    """Breakdowns of an engine with ``num_slots`` batch slots.
+
+    ``begin_step`` and ``end_step`` surround a step; ``drop_slots`` is called whenever slots become
+    empty. ``clock`` gives all times.
+    """
 
     def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -94,9 +99,10 @@ class TimeBreakdowns:
     def begin_step(
         self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
     ) -> None:
-        """A step that computes ``rows`` begins ``now``, or when the last one was over, if that was
-        later. By its plan the slots ``left`` are empty, whose sequences were preempted, and
-        ``newcomers`` have theirs."""
+        """Begin a step that computes ``rows``, ``now`` or when the last one was over.
+
+        By its plan the slots ``left`` are empty (preempted), and ``newcomers`` have theirs.
+        """
         began = max(now, self._now)
         self._clocks[Part.BETWEEN_STEPS] += began - self._now
         self._now, self._rows, self._is_in_vain = began, rows, False
@@ -111,7 +117,7 @@ class TimeBreakdowns:
         self._is_in_vain = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Nobody is in ``slots`` any more."""
+        """Note that ``slots`` are empty."""
         if self._rows is not None:
             self._left.update(slots)
             return
@@ -119,7 +125,7 @@ class TimeBreakdowns:
         self._gone += [sequence for sequence in gone if sequence.is_preempted]
 
     def end_step(self) -> None:
-        """The step in progress, if there is one, is over."""
+        """End the step in progress, if there is one."""
         rows, self._rows = self._rows, None
         if rows is None:
             return
@@ -130,8 +136,10 @@ class TimeBreakdowns:
         self._left.clear()
 
     def report(self) -> list[SequenceBreakdown]:
-        """As of the end of the last step: of those that lost their blocks, of those whose prompts
-        are computed by it, and of those whose turn it is; of those that ended, as of then."""
+        """Return breakdowns as of the last step.
+
+        Of sequences that were preempted, whose prompt is computed, whose turn it is, or that ended.
+        """
         gone, self._gone = self._gone, []
         slots = self._computed.union(self._turns(self._now))
         self._computed.clear()
@@ -152,7 +160,9 @@ class TimeBreakdowns:
 
     @property
     def decoding(self) -> TimeBreakdown:
-        """Of a sequence that would have decoded in every step, as others did on average."""
+        """Return the breakdown of a sequence that decoded in every step, like the average of the
+        others.
+        """
         breakdown = TimeBreakdown(self._now, *self._clocks)
         decode_interference_s = breakdown.decode_interference_s - self._decode_s
         return breakdown._replace(
@@ -279,8 +289,10 @@ class TimeBreakdowns:
         seconds: float,
         absent: Ints | None,
     ) -> None:
-        """The other rows took so long, which cost so much ``together``: what each of them would
-        have taken alone."""
+        """Charge the time of a step to the decoding rows.
+
+        ``together`` is the cost of all of them.
+        """
         costs, num_decodes = self._costs.now, len(rows) - len(chunks)
         self._decode_s += seconds * costs.alone(together / num_decodes, together)
         has_drafts = rows.num_tokens - sum(chunk.num_tokens for chunk in chunks) > num_decodes
@@ -341,7 +353,7 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _settle(self, slots: Ints) -> None:
-        """What they would have taken alone until now is in their columns."""
+        """Add the decode time of these slots to their columns."""
         self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

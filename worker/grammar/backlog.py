@@ -1,4 +1,4 @@
-"""What the processes still have to do, in the CPU time that it will probably take. Pure."""
+"""Outstanding work of the grammar processes, in estimated CPU time. Pure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Backlog:
 
 
 class Account:
-    """One grammar process's part of a backlog: what it was asked and has not answered, by matcher.
+    """Share of one grammar process in a backlog: unanswered requests by matcher.
 
-    A matcher's next answer will take as long as its last one, or half as long as the one before,
-    whichever is more; its first may take ``budget_s``.
+    The next answer of a matcher is estimated by its last one, or half of the one before, whichever
+    is more; the first by ``budget_s``.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:

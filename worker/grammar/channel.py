@@ -21,9 +21,11 @@ _CORES = os.cpu_count() or 1
 
 
 class Channel:
-    """Requests go out at once, replies wait here until they are taken. Used by one thread, but for
-    what says otherwise. With the last reference to it the socket closes, and the grammar process
-    ends."""
+    """Requests go out at once, replies wait here until they are taken.
+
+    Used by one thread, but for what says otherwise. With the last reference to it the socket
+    closes, and the grammar process ends.
+    """
 
     def __init__(
         self, sock: socket.socket, mask_budget_s: float, timeout_s: float, backlog: Backlog
@@ -55,22 +57,23 @@ class Channel:
         return bool(poll.poll(0))
 
     def expect(self, matcher: int) -> None:
-        """The grammar process will be told something about ``matcher``: from now on it has that to
-        do."""
+        """Note that the grammar process will be asked about ``matcher``."""
         self._account.asked(matcher)
 
     def send(self, request: Request) -> None:
-        """What was expected. Raises EverliftError when the grammar process is gone."""
+        """Send an expected request. Raises EverliftError when the grammar process is gone."""
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
         self._stirred = time.monotonic()
 
     def take_reply(self, matcher: int, began: float) -> bytes:
-        """Return the body of the next reply about ``matcher``. Raises EverliftError for a refusal, when
-        the grammar process is gone, or where the reply is not here in time: the patience of whoever
-        waits is counted from when it ``began`` to wait, for this grammar process or others, in
-        monotonic time."""
+        """Return the body of the next reply about ``matcher``.
+
+        Raises EverliftError for a refusal, when the grammar process is gone, or where the reply is
+        not here in time: the patience of whoever waits is counted from when it ``began`` to wait,
+        for this grammar process or others, in monotonic time.
+        """
         deadline = began + self._timeout_s
         while not self._replies[matcher]:
             if not self._receive() and not self._wait(select.POLLIN, deadline):
@@ -87,7 +90,7 @@ class Channel:
         return self._backlog.seconds > _BACKLOG_S * _CORES
 
     def has_reply(self, matcher: int) -> bool:
-        """True if ``take`` would not wait."""
+        """Return whether ``take_reply`` would not wait."""
         try:
             while not self._replies[matcher]:
                 if not self._receive():

@@ -131,9 +131,11 @@ class GrammarCompiler:
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
-        """Return the body of the grammar process's reply to ``compile``. A refusal is kept: it would be
-        the same
-        again. Why a grammar process ended nobody knows, and it may not be the grammar's fault."""
+        """Return the body of the grammar process's reply to ``compile``.
+
+        A refusal is kept: it would be the same again. Why a grammar process ended nobody knows, and
+        it may not be the grammar's fault.
+        """
         loop, replies = asyncio.get_running_loop(), _Replies(sock)
         try:
             await replies.next()

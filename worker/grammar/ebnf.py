@@ -23,7 +23,7 @@ class EbnfError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of ``ranges`` of code points, or any other one if ``negated``."""
+    """Character out of ``ranges`` of code points, or any other one if ``negated``."""
 
     ranges: tuple[tuple[int, int], ...] = ()
     negated: bool = False
@@ -198,8 +198,10 @@ class _Parser:
         return Chars(tuple(ranges), negated=is_negated)
 
     def _character(self, problem: str, start: int) -> int:
-        """Return the next code point of what begins at ``start``; a line feed is one, too. Raises
-        EbnfError with ``problem`` at the end of the text."""
+        """Return the next code point of what begins at ``start``; a line feed is one, too.
+
+        Raises EbnfError with ``problem`` at the end of the text.
+        """
         if self._at == len(self._text):
             self._at = start
             raise self._error(problem)

@@ -69,8 +69,7 @@ class GrammarForkServer:
         return ours
 
     def close(self) -> None:
-        """The process is gone when it returns, and with it every grammar process that still
-        compiles."""
+        """End the fork server and every process that still compiles."""
         self._is_closed = True
         if self._beginning is not None:
             self._beginning.cancel()

@@ -83,8 +83,10 @@ def _cpu_budget(seconds: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Place:
-    """The state of one sequence. ``debt_s`` is the CPU time of its masks beyond their average
-    share."""
+    """The state of one sequence.
+
+    ``debt_s`` is the CPU time of its masks beyond their average share.
+    """
 
     matcher: llguidance.LLMatcher
     stops: frozenset[int]
@@ -191,8 +193,10 @@ class GrammarProcess:
 
     @contextmanager
     def _masks(self, place: Place, count: int) -> Iterator[None]:
-        """Raises Refused where they take too much in the long run; the process ends where they
-        take too much at once."""
+        """Limit the CPU time of masks.
+
+        Raises Refused beyond their long-term share; the process ends if they take too much at once.
+        """
         began = time.process_time()
         with _cpu_budget(self._budget.mask_s * count):
             yield

@@ -17,11 +17,10 @@ from worker.grammar.messages import Request
 
 
 class CompiledGrammar:
-    """What ``Admission.grammar`` is on the rank that draws. Its grammar process lives as long as it
-    does.
+    """Compiled grammar on the rank that samples. Its grammar process lives as long as it does.
 
-    ``eos_token_ids`` are what ends an output of the model; ``num_bytes`` is what the grammar takes
-    in its grammar process.
+    ``eos_token_ids`` end an output of the model; ``num_bytes`` is its memory in the grammar
+    process.
     """
 
     def __init__(self, channel: Channel, eos_token_ids: tuple[int, ...], num_bytes: int) -> None:
@@ -40,19 +39,18 @@ class CompiledGrammar:
         self._channel.close()
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Matcher:
-        """Of a sequence that has ``output`` already.
+        """Return the matcher of a sequence with ``output`` so far.
 
-        Where the grammar is complete, ``stop_token_ids`` are allowed, and nowhere else. Raises
-        EverliftError when the grammar process is gone; an output that is not of the grammar is
-        found out when its mask is asked for.
+        ``stop_token_ids`` are allowed only where the grammar is complete. Raises EverliftError when
+        the grammar process is gone; an output outside the grammar shows with its mask.
         """
         return Matcher(self._channel, next(self._matchers), stop_token_ids, output)
 
 
 class Matcher:
-    """One sequence's place in its grammar. ``mask`` raises EverliftError where it cannot go on.
+    """State of one sequence in its grammar. ``mask`` raises EverliftError if it cannot continue.
 
-    The mask of its next token is under way from its birth, and from each ``accept``, on.
+    The mask of the next token is requested on creation and after each ``accept``.
     """
 
     def __init__(

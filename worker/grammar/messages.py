@@ -1,4 +1,4 @@
-"""What goes over the socket between rank 0 and a grammar process.
+"""Messages between rank 0 and a grammar process.
 
     request    length, JSON
     reply      length, status, matcher, CPU time, body: masks, JSON, or a refusal's cause in UTF-8
@@ -77,7 +77,10 @@ class Frames:
         self._unread = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Yield the frames that are whole now. Raises EOFError where nothing was received: the end."""
+        """Yield the frames that are whole now.
+
+        Raises EOFError where nothing was received: the end.
+        """
         if not received:
             raise EOFError
         self._unread += received

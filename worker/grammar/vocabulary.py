@@ -20,10 +20,10 @@ class UnknownVocabulary(ValueError):
 
 
 def token_bytes(path: Path, vocab_size: int) -> list[bytes]:
-    """Of the tokens below ``vocab_size``, by id. Empty are those that are no text: special tokens,
-    and ids that the tokenizer does not have.
+    """Return the bytes of each token below ``vocab_size``.
 
-    Raises UnknownVocabulary, or OSError where ``path`` is no file.
+    Empty for special tokens and for ids that the tokenizer lacks. Raises UnknownVocabulary, or
+    OSError if ``path`` is no file.
     """
     tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     decoders = decoder_types(json.loads(tokenizer.to_str())["decoder"])
@@ -76,8 +76,11 @@ class LimitExceeded(Exception):
 def token_trie(
     tokens: Sequence[bytes], slices: Sequence[str] | None = None
 ) -> llguidance.LLTokenizer:
-    """Return the trie of ``tokens``, by id. Its end token has the id ``len(tokens)``. ``slices``
-    are expressions whose tokens are found without a walk; None: those that suit JSON."""
+    """Return the trie of ``tokens``, by id.
+
+    Its end token has the id ``len(tokens)``. ``slices`` are expressions whose tokens are found
+    without a walk; None: those that suit JSON.
+    """
     chosen = llguidance.LLTokenizer.json_slices() if slices is None else list(slices)
     wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens))
     return llguidance.LLTokenizer(wrapper, slices=chosen)

@@ -1,4 +1,6 @@
-"""One token a row: temperature, filters, one uniform number, as worker.runner.draw has them.
+"""Sampling kernel: temperature, filters, one uniform number, as in worker.runner.draw.
+
+temperature, filters, one uniform number, as worker.runner.draw has them.
 
 A program has one row, and reads it a few times. Each of its lanes adds up what it has read, and the
 lanes are added up in the end: at every part of the row all threads would have to wait for that.
@@ -35,9 +37,12 @@ def draw_rows(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``tokens`` int64 [rows] of ``logits`` fp32 [rows, VOCAB]. By row, ``filters`` fp64 [rows, 4]
-    are temperature, top_k, top_p and min_p, inf where top_k or top_p keep all; ``keys`` int64
-    [rows, 2] have the bits of seed and choice, ``positions`` int64 [rows]."""
+    """``tokens`` int64 [rows] of ``logits`` fp32 [rows, VOCAB].
+
+    By row, ``filters`` fp64 [rows, 4] are temperature, top_k, top_p and min_p, inf where top_k or
+    top_p keep all; ``keys`` int64 [rows, 2] have the bits of seed and choice, ``positions`` int64
+    [rows].
+    """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
     largest, token = _largest(source, VOCAB, BLOCK)
@@ -103,7 +108,7 @@ def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
 def _least_kept(
     source, largest, temperature, top_k, top_p, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest weight that the filters keep; 0 without any."""
+    """Return the smallest weight that the filters keep; 0 without any."""
     least = tl.full([], 0.0, tl.float32)
     if top_k < VOCAB:
         bits = _crossing(source, largest, temperature, top_k, 0, VOCAB, BLOCK, False)
@@ -140,8 +145,11 @@ def _crossing(
     BLOCK: tl.constexpr,
     OF_MASS: tl.constexpr,
 ):
-    """The bits of the smallest weight of which the greater ones are, together, less than ``limit``:
-    their number, or OF_MASS their mass. Weights with bits below ``floor`` are not looked at."""
+    """Return the bits of the smallest weight for which the greater ones stay below ``limit``.
+
+    The limit is on their number, or with OF_MASS on their mass. Weights with bits below ``floor``
+    are ignored.
+    """
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)
     digits = tl.arange(0, VALUES)

@@ -189,7 +189,7 @@ def merge_splits(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """From ``attend_tiles``' sums and states to ``out``, a program for each (token, head)."""
+    """Merge ``attend_tiles``' sums and states into ``out``, a program for each (token, head)."""
     token, head = tl.program_id(0), tl.program_id(1)
     tile = token // TOKENS
     row = tl.load(tile_rows + tile)

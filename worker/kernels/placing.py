@@ -33,14 +33,13 @@ def turn_and_place(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """A program for each (token, BLOCK_HEADS heads): first those of ``turned`` [tokens, NUM_QUERY +
-    KV_HEADS, HEAD_DIM], the queries' and then the keys', then those of ``value`` [tokens, KV_HEADS,
-    HEAD_DIM]. Queries are turned where they are; keys go turned, and values as they are, to
-    ``cache``, which points to one layer's keys of block 0. Of a token at a negative position
-    nothing is written.
+    """Rotate queries in place, and write rotated keys and values to the cache.
 
-    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are the Angle of model.rope; with HALF 0 nothing is
-    turned, and features from 2 * HALF on are not.
+    A program for each (token, BLOCK_HEADS heads): first those of ``turned`` [tokens, NUM_QUERY +
+    KV_HEADS, HEAD_DIM], queries then keys, then those of ``value`` [tokens, KV_HEADS, HEAD_DIM].
+    ``cache`` points to one layer's keys of block 0. Nothing is written for a token at a negative
+    position. ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are the Angle of model.rope; with HALF 0
+    nothing is rotated, and features from 2 * HALF on are not.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

@@ -21,9 +21,11 @@ def sum_and_norm(
     ADDS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):
-    """``out`` [rows, WIDTH] = x / rms(x) * weight, a program for each row. Row r of ``x`` begins at
-    (r // heads) * token_stride + (r % heads) * head_stride. With ADDS, ``added`` [rows, WIDTH] is
-    first added to ``x`` in its place, rounded as it is kept there."""
+    """``out`` [rows, WIDTH] = x / rms(x) * weight, a program for each row.
+
+    Row r of ``x`` begins at (r // heads) * token_stride + (r % heads) * head_stride. With ADDS,
+    ``added`` [rows, WIDTH] is first added to ``x`` in its place, rounded as it is kept there.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     within = columns < WIDTH

@@ -1,4 +1,6 @@
-"""What a safetensors file holds, read from its header. Knows no torch.
+"""Contents of a safetensors file, read from its header, without torch.
+
+Knows no torch.
 
 length of the header (u64) | header (JSON): type, shape, place of each tensor | the tensors
 """
@@ -60,7 +62,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def read_header(path: Path) -> bytes:
-    """Raises BadCheckpoint, OSError."""
+    """Read the header. Raises BadCheckpoint, OSError."""
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
         if len(prefix) == _LENGTH.size:

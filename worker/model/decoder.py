@@ -1,4 +1,4 @@
-"""One decoder for every supported family, driven by a ModelSpec; flat tensors, no batch dimension.
+"""Decoder for every supported family, driven by a ModelSpec; flat tensors, no batch dimension.
 
 A step's tokens lie one after the other, whatever sequences they belong to: only attention knows
 whose they are, and it is handed in.
@@ -129,10 +129,9 @@ class Mlp:
 
 
 class Residual:
-    """What a layer does twice: norm the hidden state, compute something of it, which is then to be
-    added to it.
+    """Residual branch of a layer: norm, compute, add.
 
-    ``norms`` are those before the computation and, where there are two, after it.
+    ``norms`` are those before the computation and, if there are two, after it.
     """
 
     def __init__(self, norms: tuple[str, ...], spec: ModelSpec, place: Placement) -> None:
@@ -198,8 +197,10 @@ class Stack(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerByLayer:
-    """The Stack that says what is computed. ``tables`` are of the rotary angles, and
-    ``table_of_layer`` says which of them each layer has."""
+    """The Stack that says what is computed.
+
+    ``tables`` are of the rotary angles, and ``table_of_layer`` says which of them each layer has.
+    """
 
     embedding: VocabTable
     embedding_multiplier: float
@@ -273,8 +274,10 @@ class Decoder:
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere. They hold
-        until the next call."""
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
+
+        They hold until the next call.
+        """
         logits = self.stack.logits(hidden)
         if logits is None:
             return None
@@ -284,13 +287,13 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def untie(self) -> None:
-        """The head becomes a table of its own, before anything is filled."""
+        """Give the head a table of its own, before anything is filled."""
         self.tied = None
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
         self.stack = self.layer_by_layer
 
     def pack(self, packing: Packing) -> None:
-        """What is multiplied with, once everything is filled; ``pieces`` has ended then."""
+        """Pack the weights, once everything is filled and ``pieces`` has ended."""
         parts = self.layer_by_layer
         for layer in parts.layers:
             layer.pack(packing)
@@ -344,5 +347,5 @@ def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionFor
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """As a parameter of ``dtype`` would hold it: models of half precision were trained so."""
+    """Round to ``dtype``, as models of half precision were trained."""
     return torch.tensor(value, dtype=dtype).item()

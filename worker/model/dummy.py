@@ -40,8 +40,10 @@ def fill(decoder: Decoder, progress: Progress = untold) -> int:
 
 
 def _stream(piece: Piece) -> Tensor:
-    """PERIOD values of uniform distribution. A product with a matrix keeps the size of its input:
-    its variance is one over its inputs."""
+    """PERIOD values of uniform distribution.
+
+    A product with a matrix keeps the size of its input: its variance is one over its inputs.
+    """
     if len(piece.shape) > 1:
         return _uniform(piece.name, 0.0, piece.shape[-1] ** -0.5)
     return _uniform(piece.name, 0.0 if piece.name.endswith("bias") else 1.0, _SMALL)

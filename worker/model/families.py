@@ -1,7 +1,7 @@
-"""From a Hugging Face config to a ModelSpec: one adapter an architecture.
+"""Adapters from a Hugging Face config to a ModelSpec, one per architecture.
 
-An adapter's defaults are those of the family's config class in transformers, for what published
-files leave out. What a config asks for beyond the spec is refused by name.
+Defaults are those of the family's config class in transformers, for what published files leave out.
+Anything beyond the spec is refused by name.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class HfConfig:
 
     @staticmethod
     def read(path: Path) -> HfConfig:
-        """Raises UnsupportedModel where there is no JSON object."""
+        """Read a config. Raises UnsupportedModel for anything but a JSON object."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class HfConfig:
         return otherwise if value is None else value
 
     def flag(self, key: str) -> bool:
-        """False where it is missing or null."""
+        """Return a flag; False if it is missing or null."""
         value = self.get(key, False)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")
@@ -114,7 +114,7 @@ class HfConfig:
         return tuple(values)
 
     def refuse_unless(self, key: str, *supported: object) -> None:
-        """Raises UnsupportedModel where ``key`` has a value other than null and ``supported``."""
+        """Check that ``key`` is null or ``supported``. Raises UnsupportedModel."""
         value = self.get(key)
         if value is not None and value not in supported:
             names = ", ".join(map(repr, (*supported, None)))

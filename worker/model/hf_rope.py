@@ -44,7 +44,10 @@ class _Written:
 
 
 def read_rope(config: HfConfig, head_dim: int) -> Rope:
-    """Return the one rope of ``config``. Raises UnsupportedModel, also where it turns part of a head."""
+    """Return the one rope of ``config``.
+
+    Raises UnsupportedModel, also where it turns part of a head.
+    """
     theta = config.number("rope_theta", DEFAULT_THETA)
     rope = rope_of(rope_parameters(config), config, head_dim, theta)
     if rope.dim != head_dim:

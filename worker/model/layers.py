@@ -46,9 +46,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One checkpoint tensor's way into a parameter: ``into`` gets ``tensor[slices]``.
+    """Piece of a checkpoint tensor: ``into`` gets ``tensor[slices]``.
 
-    ``shape`` is that of the whole tensor in the checkpoint. Several pieces may be of one tensor.
+    ``shape`` is that of the whole tensor. Several pieces may be of one tensor.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the checkpoint's linears, or a part of one, and the share of it held here.
+    """Linear of the checkpoint, or a part of one, and this rank's share.
 
-    ``size`` counts the features of the checkpoint's linear that its layer splits, and ``share``
-    cuts them: those of the output in a column layer, of the input in a row layer.
+    ``size`` counts the features that the layer splits, and ``share`` cuts them: output features in
+    a column layer, input features in a row layer.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def held(self) -> slice:
-        """Of the checkpoint's features."""
+        """Return this rank's slice of the checkpoint's features."""
         return slice(self.share.start, self.share.stop)
 
 
@@ -136,9 +136,9 @@ class RowLinear:
 
 
 class VocabTable:
-    """One row a token: looked up as the embedding, multiplied with as the head, or both (tied).
+    """Table with one row per token: embedding, head, or both (tied).
 
-    The logits of rows past the vocabulary's end are cut off.
+    Logits of rows past the vocabulary's end are cut off.
     """
 
     def __init__(self, name: str, vocab_size: int, width: int, place: Placement) -> None:
@@ -169,7 +169,9 @@ class VocabTable:
 
     def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
         """``logits`` [n, share] of each rank as fp32 [n, vocab_size] on rank 0, None elsewhere.
-        Between ranks they are of ``dtype``."""
+
+        Between ranks they are of ``dtype``.
+        """
         if self.group.size == 1:
             return logits
         gathered = self.group.gather_to_first(logits.to(dtype))
@@ -201,7 +203,7 @@ class RmsNorm:
         self._pointwise = place.pointwise
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """``added`` is first added to ``x``, in its place."""
+        """Return the norm of ``x``, to which ``added`` is first added in place."""
         return self._pointwise.norm(x, self.weight, self.eps, self.add_one, added)
 
     def pieces(self) -> Iterator[Piece]:

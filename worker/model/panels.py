@@ -36,8 +36,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels:
-    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up. One of
-    int8 has ``scales`` [outputs]."""
+    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up.
+
+    One of int8 has ``scales`` [outputs].
+    """
 
     def __init__(
         self,
@@ -123,8 +125,11 @@ class PanelPacking:
         self.width = int(library.width())
 
     def pack(self, weight: Tensor) -> Panels:
-        """It takes more memory than ``weight`` has only where its outputs fill no whole number of
-        panels, or its inputs no 32 bits. int8 is made of a weight of any type."""
+        """Pack a weight.
+
+        More memory is needed only if outputs fill no whole number of panels, or inputs no 32 bits.
+        int8 is made of a weight of any type.
+        """
         outputs, inputs = weight.shape
         scales = None
         if self._weights == torch.int8:
@@ -172,8 +177,10 @@ def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | No
 
 
 def pays(dtype: torch.dtype, weights: torch.dtype) -> bool:
-    """Return whether panels are the fastest form. AMX, where it is, multiplies bfloat16 faster, and
-    oneDNN uses it."""
+    """Return whether panels are the fastest form.
+
+    AMX, where it is, multiplies bfloat16 faster, and oneDNN uses it.
+    """
     if dtype not in _DTYPES or weights not in _WEIGHTS:
         return False
     return dtype != torch.bfloat16 or not native.has_amx()

@@ -26,9 +26,11 @@ class Pointwise(Protocol):
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
     ) -> Tensor:
-        """x / rms(x) * weight over the last dimension, or with ``add_one`` * (1 + weight), of which
-        a half precision weight keeps more digits. ``added``, of the same shape, is first added to
-        ``x`` in its place."""
+        """Return x / rms(x) * weight over the last dimension, or with ``add_one`` * (1 + weight).
+
+        The latter keeps more digits in half precision. ``added``, of the same shape, is first added
+        to ``x`` in place.
+        """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -36,7 +38,7 @@ class Pointwise(Protocol):
         ...
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """As rope.rotate; it may be in the memory of ``heads``."""
+        """Rotate as rope.rotate, possibly in the memory of ``heads``."""
         ...
 
     def rotate_and_write(

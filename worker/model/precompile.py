@@ -46,8 +46,7 @@ def _short(dtype: torch.dtype) -> str:
 def precompile(
     head_dim: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
 ) -> None:
-    """Whoever wants one of the libraries finds it done. A compiler has one core: as many of them
-    run at a time as there are cores."""
+    """Compile the libraries that a decoder needs, as many at a time as there are cores."""
     if device.type != "cpu":
         return
     libraries: list[Callable[[], object]] = [

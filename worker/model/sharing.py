@@ -16,14 +16,16 @@ class Run(NamedTuple):
 
 
 def bounds_of(slices: Sequence[slice], shape: Sequence[int]) -> tuple[range, ...]:
-    """What ``slices``, of step 1 and of the first dimensions or all, take of each dimension."""
+    """Return the range of each dimension that ``slices`` (step 1, first dimensions) take."""
     whole = (slice(None),) * (len(shape) - len(slices))
     return tuple(range(size)[part] for part, size in zip((*slices, *whole), shape, strict=True))
 
 
 def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
-    """What makes up the slice ``bounds`` of a tensor of ``shape``, in the slice's order. The
-    tensor has a dimension at least."""
+    """Yield the contiguous runs of the slice ``bounds`` of a tensor of ``shape``, in order.
+
+    The tensor has at least one dimension.
+    """
     row = math.prod(shape[1:])
     if all(len(bound) == size for bound, size in zip(bounds[1:], shape[1:], strict=True)):
         yield Run(bounds[0].start * row, len(bounds[0]) * row)
@@ -35,9 +37,9 @@ def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's ``width`` places for things that are counted through over the whole model.
+    """Share of one rank: ``width`` places of things that are numbered over the whole model.
 
-    The first of its places hold those from ``start`` to ``stop``; the rest are padding.
+    The first places hold ``start`` to ``stop``; the rest are padding.
     """
 
     start: int
@@ -59,8 +61,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One rank's query heads and KV heads. Each KV head is read by as many places of ``query`` as
-    any other, one KV head's after the other's."""
+    """Query heads and KV heads of one rank.
+
+    Each KV head is read by equally many places of ``query``, one KV head's after the other's.
+    """
 
     query: Share
     kv: Share
@@ -73,8 +77,11 @@ def tail_padded(size: int, parts: int, part: int) -> Share:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> HeadShare:
-    """Rank ``rank``'s heads. With fewer KV heads than ranks, neighbours hold the same one and part
-    its query heads between them."""
+    """Rank ``rank``'s heads.
+
+    With fewer KV heads than ranks, neighbours hold the same one and part its query heads between
+    them.
+    """
     group = num_heads // num_kv_heads
     if num_kv_heads >= ranks:
         kv = tail_padded(num_kv_heads, ranks, rank)

@@ -1,8 +1,7 @@
-"""What a model is made of, in the decoder's own words. Knows no torch, and no family by name.
+"""Specification of a model for the decoder, without torch and without family names.
 
-What a family of models does differently is a field here; ``families.py`` fills the fields in from a
-Hugging Face ``config.json``. A config that asks for something the decoder does not do is refused
-there, not approximated.
+Differences between families are fields; ``families.py`` fills them from ``config.json`` and refuses
+what the decoder does not do.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 class UnsupportedModel(ValueError):
-    """This engine does not run such a checkpoint."""
+    """Checkpoint that this engine does not run."""
 
 
 class UnsupportedArchitecture(UnsupportedModel):
@@ -44,11 +43,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """As Llama3Scaling, but the blend goes by pairs, from the one that turns ``beta_fast`` times in
-    ``original_context`` positions to the one that turns ``beta_slow`` times (arXiv 2309.00071).
+    """Yarn scaling of rope (arXiv 2309.00071).
 
-    ``truncate`` rounds both to whole pairs, outwards. What is turned is also multiplied by
-    ``attention_factor``.
+    As Llama3Scaling, but the blend goes by pairs, from the one that turns ``beta_fast`` times in
+    ``original_context`` positions to the one that turns ``beta_slow`` times. ``truncate`` rounds
+    both outwards to whole pairs. Results are multiplied by ``attention_factor``.
     """
 
     factor: float
@@ -90,8 +89,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What may differ from layer to layer. A token sees ``window`` tokens, the last of them itself;
-    without one, all before it."""
+    """Differences between layers.
+
+    A token sees ``window`` tokens, itself the last; without one, all.
+    """
 
     rope: Rope
     window: int | None = None
@@ -99,10 +100,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What the checkpoint calls its tensors: ``{model}.layers.0...``, ``{head}.weight``.
+    """Names of the checkpoint's tensors: ``{model}.layers.0...``, ``{head}.weight``.
 
-    With ``fused``, the linears that read the same input are one tensor there. Names that begin with
-    one of ``unread`` are of no use to the decoder.
+    With ``fused``, linears with the same input are one tensor. Names that begin with one of
+    ``unread`` are ignored.
     """
 
     model: str = "model"

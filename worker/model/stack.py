@@ -156,8 +156,10 @@ class CompiledStack:
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """Raises IndexError for a token or a position that there is not, RuntimeError for a lost
-        rank."""
+        """Return hidden states.
+
+        Raises IndexError for an invalid token or position, RuntimeError for a lost rank.
+        """
         if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
             return self._plain.hidden(tokens, positions, attention, sites)
         number, num_sites = len(tokens), len(tokens if sites is None else sites)
@@ -208,8 +210,10 @@ class CompiledStack:
         return self._plain.head.gathered(logits, self._dtype)
 
     def _memory_for_logits(self, number: int) -> Tensor:
-        """Float32 [number, vocab]. It is kept too: large memory that is new each time is a page
-        fault for every 4 KiB of it."""
+        """Float32 [number, vocab].
+
+        It is kept too: large memory that is new each time is a page fault for every 4 KiB of it.
+        """
         if number > len(self._logits_memory):
             self._logits_memory = torch.empty(0)
             room = 1 << (number - 1).bit_length()
@@ -217,7 +221,7 @@ class CompiledStack:
         return self._logits_memory[:number]
 
     def _space_for(self, tokens: int) -> _Space:
-        """It is kept, since the largest step comes again."""
+        """Return the work space, which is kept because the largest step returns."""
         if tokens > self._room:
             # The old memory goes before the new one comes.
             self._memory = torch.empty(0, dtype=self._dtype)

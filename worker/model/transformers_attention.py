@@ -1,4 +1,4 @@
-"""What the attention layers of a transformers model call in place of attention.
+"""Attention function that transformers' attention layers call by name.
 
 transformers lets a model take its attention from outside, by name: each attention layer hands its
 queries, keys and values to the function of that name. Two names, one function: who answers is said
@@ -28,8 +28,11 @@ PAGED = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's attention over T tokens: ``query`` [T, heads, d], ``key`` [T, kv_heads, d],
-    ``value`` [T, kv_heads, e], and what else the layer said."""
+    """Attention call of one layer over T tokens.
+
+    ``query`` [T, heads, d], ``key`` [T, kv_heads, d], ``value`` [T, kv_heads, e], and the layer's
+    other arguments.
+    """
 
     layer: nn.Module
     query: Tensor
@@ -110,7 +113,7 @@ def hand_over(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' side of it: [1, heads, T, d] comes in, [1, T, heads, e] goes out."""
+    """Adapt transformers' shapes: [1, heads, T, d] comes in, [1, T, heads, e] goes out."""
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     call = Call(layer, query, key, value, attention_mask, arguments)
     return _attend.get()(call).unsqueeze(0), None

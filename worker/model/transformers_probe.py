@@ -1,4 +1,6 @@
-"""Whether a model computes through paged attention what it computes by itself: tried at start.
+"""Trial at start of whether paged attention computes what the model computes by itself.
+
+tried at start.
 
 A short random prompt goes through the model's own attention in one piece, and through the paged one
 in two chunks and single tokens, each beside tokens of another sequence in one flat batch:
@@ -65,8 +67,10 @@ class Probe:
         self._place = place
 
     def verify(self, max_model_len: int) -> None:
-        """Raises Unservable where a sequence could come out otherwise, in a batch whose longest
-        has ``max_model_len`` tokens."""
+        """Compare both ways.
+
+        Raises Unservable if a sequence could differ in a batch of ``max_model_len``.
+        """
         length = _CUTS[-1]
         if any(self._agrees(seed, max(length, max_model_len)) for seed in _SEEDS):
             return

@@ -1,8 +1,8 @@
-"""How a transformers model attends: asked of the model itself, in one pass over a few tokens.
+"""Survey of a transformers model's attention, in one pass over a few tokens.
 
-What a layer asks for and the paged attention does not do is refused. Of a window it is the mask
-that counts, as it does for transformers' own attention: a mask is made by a function of positions,
-and that function is asked about positions far beyond the few tokens.
+What a layer needs beyond the paged attention is refused. For windows the mask counts, as in
+transformers: it is a function of positions, which is asked about positions far beyond the few
+tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Survey:
 
 @torch.inference_mode()
 def survey(model: PreTrainedModel) -> Survey:
-    """Raises Unservable. ``model`` is left under SURVEY."""
+    """Survey ``model``, which is left under SURVEY. Raises Unservable."""
     model.set_attn_implementation(SURVEY)
     tokens = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
     surveyor = _Surveyor()
@@ -130,9 +130,9 @@ def _window_said_by(mask: Tensor | None) -> int | None:
 
 
 def window_of(sees: MaskFunction) -> int | None:
-    """How many tokens, itself the last of them, a token sees; None: all up to itself.
+    """Return how many tokens a token sees, itself the last; None: all up to itself.
 
-    Raises Unservable where ``sees`` is anything but that.
+    Raises Unservable if ``sees`` is anything else.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)

@@ -1,5 +1,6 @@
-"""From safetensors into a rank's parameters: of each tensor only the rank's slices, once, and of
-short rows what lies between them.
+"""Loading of safetensors into a rank's parameters: each needed slice once.
+
+of each tensor only the rank's slices, once, and of short rows what lies between them.
 
 Everything is checked by the files' headers before the first tensor is filled. Tensors are begun in
 the order in which they lie in the files, by several threads: one alone waits for storage most of
@@ -55,7 +56,9 @@ def load(
     decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
 ) -> int:
     """Fill every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
-    Raises BadCheckpoint."""
+
+    Raises BadCheckpoint.
+    """
     tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())

@@ -24,8 +24,10 @@ _ALONE = 1 << 17
 
 class Argmax(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``logits`` fp32 [n, vocab] the largest of each row, fp32 [n], and the first token that
-        has it, int64 [n], or NOT_FINITE or NOTHING_LEFT."""
+        """Return the largest of each row of ``logits`` fp32 [n, vocab], and its first token.
+
+        Shapes: fp32 [n], int64 [n], or NOT_FINITE or NOTHING_LEFT.
+        """
         ...
 
 

@@ -49,8 +49,10 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """CPUs that libraries are shipped for: the compiler's flags, and what /proc/cpuinfo must
-    list. ``title`` is for people."""
+    """CPUs that libraries are shipped for: the compiler's flags, and what /proc/cpuinfo must list.
+
+    ``title`` is for people.
+    """
 
     name: str
     title: str
@@ -72,8 +74,11 @@ DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """Return the library made of ``source``: shipped, or compiled here. None, with a line in the log,
-    where none can be made: there is no compiler, or it fails, or what it makes does not load."""
+    """Return the library made of ``source``: shipped, or compiled here.
+
+    None, with a line in the log, where none can be made: there is no compiler, or it fails, or what
+    it makes does not load.
+    """
     level = shipped_level()
     if level is not None and (shipped := shipped_path(source, flags, level)).exists():
         return ctypes.CDLL(str(shipped))

@@ -44,8 +44,11 @@ class Store(Protocol):
 
 
 class Collectives:
-    """The end of one rank. All ranks make the same calls in the same order, with the same sizes.
-    Each raises RuntimeError when a rank is gone or does not come, and no other can follow then."""
+    """The end of one rank.
+
+    All ranks make the same calls in the same order, with the same sizes. Each raises RuntimeError
+    when a rank is gone or does not come, and no other can follow then.
+    """
 
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
@@ -59,7 +62,9 @@ class Collectives:
 
     def all_reduce(self, address: int, count: int, kind: int) -> None:
         """Replace ``count`` numbers by their sums over the ranks, the same bits on each of them.
-        They are fp32, bf16, fp16 or int64 by ``kind``, 0 to 3; bf16 and fp16 are summed in fp32."""
+
+        They are fp32, bf16, fp16 or int64 by ``kind``, 0 to 3; bf16 and fp16 are summed in fp32.
+        """
         self._call(self._library.collectives_all_reduce, address, count, kind)
 
     def broadcast(self, address: int, num_bytes: int) -> None:
@@ -121,7 +126,7 @@ def _unanimous(store: Store, subject: str, rank: int, size: int, word: str) -> b
 
 
 def _host() -> str:
-    """What kernel this is, since when it runs; empty where it does not say."""
+    """Return an id of this boot of this kernel; empty if unknown."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -193,8 +193,11 @@ class _CollectiveGroup(Group):
 
 
 class _NcclGroup(_CollectiveGroup):
-    """Over ProcessGroupNCCL, with ``host`` for what the hosts tell each other. What was captured
-    with its collectives must be gone before it is closed: NCCL waits for that, and for good."""
+    """Over ProcessGroupNCCL, with ``host`` for what the hosts tell each other.
+
+    What was captured with its collectives must be gone before it is closed: NCCL waits for that,
+    and for good.
+    """
 
     on_device = True
 

@@ -1,5 +1,6 @@
-"""What a rank watches in the event loop's thread, outside the step: that its own step ends, and
-that the other ranks are there.
+"""Observation of a rank's own step and of the other ranks, in the event loop's thread.
+
+that its own step ends, and that the other ranks are there.
 
     each rank      asks the watchdog about its step
     ranks above 0  beat, on the line of the step log, and look whether it ends: the thread that

@@ -1,4 +1,6 @@
-"""How the ranks of one worker find each other: by one address, which rank 0 gives out.
+"""Rendezvous of the ranks of one worker by one address, which rank 0 gives out.
+
+by one address, which rank 0 gives out.
 
     model         the address leads to                     and so they have
     real          a TCPStore, which has the step log's     a process group and the step log

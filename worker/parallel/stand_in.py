@@ -1,6 +1,7 @@
-"""What a rank does whose memory was too short for its part of a step: it takes part in what is left
-of the step's collectives, so that the others are not kept in theirs. What they compute of it is
-thrown away: nobody commits a step for which one rank had too little memory.
+"""Substitute for a rank's part of a step for which its memory was too short.
+
+It takes part in the remaining collectives, so that the other ranks are not blocked. Their results
+are discarded: nobody commits a step for which one rank had too little memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from worker.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What the ranks of a model tell each other: in a forward ``num_sums`` sums of hidden states
-    [T, ``hidden_size``], and of logits each rank ``vocab_share``, all of ``dtype``."""
+    """Collectives of a model.
+
+    A forward makes ``num_sums`` sums of hidden states [T, ``hidden_size``], and each rank
+    contributes ``vocab_share`` logits, all of ``dtype``.
+    """
 
     num_sums: int
     hidden_size: int

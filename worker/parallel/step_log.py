@@ -50,8 +50,10 @@ class StepLogListener:
         self.address = f"{host}:{self._server.getsockname()[1]}/{self._token}"
 
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
-        """Wait until ranks 1 to ``ranks`` - 1 have connected. Raises ChannelBroken if they don't
-        in time, or one has another model."""
+        """Wait until ranks 1 to ``ranks`` - 1 have connected.
+
+        Raises ChannelBroken if they don't in time, or one has another model.
+        """
         deadline = time.monotonic() + timeout_s
         lines: dict[int, socket.socket] = {}
         with ExitStack() as unless_complete:
@@ -121,7 +123,7 @@ class StepLogWriter:
             return False
 
     def write(self, entry: session_pb2.StepLog) -> None:
-        """Raises ChannelBroken."""
+        """Write an entry for all ranks. Raises ChannelBroken."""
         for rank, line in enumerate(self._lines, 1):
             try:
                 _send(line, entry.SerializeToString())
@@ -164,7 +166,7 @@ class StepLogReader:
         return cls(line, rank)
 
     def __iter__(self) -> Iterator[session_pb2.StepLog]:
-        """Raises ChannelBroken at the end of the connection."""
+        """Yield the entries. Raises ChannelBroken at the end of the connection."""
         while True:
             try:
                 data = _receive(self._line)
@@ -175,14 +177,19 @@ class StepLogReader:
             yield entry
 
     def beat(self) -> None:
-        """Tells rank 0 that this process runs. Called in another thread than the rest; never
-        waits, and a line that is broken is noticed where it is read."""
+        """Tells rank 0 that this process runs.
+
+        Called in another thread than the rest; never waits, and a line that is broken is noticed
+        where it is read.
+        """
         with suppress(OSError):
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Rank 0 is gone, and no stop was read so far: of what it wrote, some may be unread. Called
-        in another thread than the rest; never waits."""
+        """Rank 0 is gone, and no stop was read so far: of what it wrote, some may be unread.
+
+        Called in another thread than the rest; never waits.
+        """
         if self._has_stopped:
             return False
         ends = select.poll()

@@ -1,4 +1,4 @@
-"""Whether a step takes so long that it will not end any more. Pure.
+"""Detection of a step that takes so long that it will not end. Pure.
 
     limit = max(timeout, 10 * predicted)    seconds, for a step of n tokens
 
@@ -52,7 +52,7 @@ class StepTimes:
         self._token_s = 0.0
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """A step of ``num_tokens``, at least one."""
+        """Record the duration of a step of ``num_tokens``, at least one."""
         self._num_steps += 1
         self._last.append(seconds)
         if num_tokens >= self._most_tokens:
@@ -77,8 +77,11 @@ class _Running:
 
 
 class Watchdog:
-    """Over one engine's steps. ``begin`` and ``end`` are called in the thread that steps, with a
-    clock's time; ``overdue`` in another one, now and then, with waking time."""
+    """Over one engine's steps.
+
+    ``begin`` and ``end`` are called in the thread that steps, with a clock's time; ``overdue`` in
+    another one, now and then, with waking time.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._times = StepTimes(timeout_s)

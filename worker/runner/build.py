@@ -152,8 +152,11 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
 def weights_dtype(
     config: WorkerConfig, directory: Path, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Return the type in which weights are held. On a CPU weights of bfloat16 stay what they are:
-    that is half the bytes of fp32, and the same products. Raises BadCheckpoint."""
+    """Return the type in which weights are held.
+
+    On a CPU weights of bfloat16 stay what they are: that is half the bytes of fp32, and the same
+    products. Raises BadCheckpoint.
+    """
     if device.type != "cpu":
         return dtype
     stored = weights.stored_dtype(directory, config.reads_weights)
@@ -164,8 +167,10 @@ def weights_dtype(
 def quantised_dtype(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype | None:
-    """Return the type to which weights are quantised, if they are. Raises ValueError where the
-    configuration asks for what this machine cannot do."""
+    """Return the type to which weights are quantised, if they are.
+
+    Raises ValueError where the configuration asks for what this machine cannot do.
+    """
     if config.quantization == "none":
         return None
     if device.type != "cpu":
@@ -179,8 +184,10 @@ def quantised_dtype(
 def make_fast(
     decoder: Decoder, spec: ModelSpec, dtype: torch.dtype, packed: torch.dtype | None = None
 ) -> None:
-    """Optimise a filled decoder for a CPU, with weights of type ``packed``, or as they are. It
-    cannot be filled again."""
+    """Optimise a filled decoder for a CPU, with weights of type ``packed``, or as they are.
+
+    It cannot be filled again.
+    """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
     decoder.pack(choose_packing(dtype, packed))
     decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)

@@ -22,8 +22,7 @@ Work = Callable[[], Tensor]
 
 class Capture(Protocol):
     def __call__(self, work: Work) -> Work:
-        """Does ``work`` at least once, and returns what does it again, on the same tensors and with
-        the same one as its result."""
+        """Run ``work`` at least once, and return a function that repeats it on the same tensors."""
         ...
 
 
@@ -79,8 +78,10 @@ class DecodingBackend(Protocol):
 
 
 class DecodeGraphs:
-    """Captures the largest bucket first, whose memory the others find. All ranks do so in the same
-    order. ``max_blocks`` is the most that a sequence has."""
+    """Captures the largest bucket first, whose memory the others find.
+
+    All ranks do so in the same order. ``max_blocks`` is the most that a sequence has.
+    """
 
     @torch.inference_mode()
     def __init__(
@@ -108,8 +109,11 @@ class DecodeGraphs:
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:
-        """Hidden states [n, hidden] of ``rows``, which have a bucket. They hold until the next run,
-        as does what ``parcel`` brings to the device: it goes with what is told of the rows."""
+        """Hidden states [n, hidden] of ``rows``, which have a bucket.
+
+        They hold until the next run, as does what ``parcel`` brings to the device: it goes with
+        what is told of the rows.
+        """
         bucket = self.bucket(rows)
         assert bucket is not None, "the rows do not fit"
         described, packed = describe(rows, bucket), parcel.packed()

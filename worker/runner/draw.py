@@ -1,4 +1,6 @@
-"""From logits to tokens: each row by its own logits, parameters and counter, whatever the batch.
+"""Sampling from logits: each row by its own logits, parameters and counter, whatever the batch.
+
+each row by its own logits, parameters and counter, whatever the batch.
 
 The order is that of transformers (and, for what they share, of vLLM):
 

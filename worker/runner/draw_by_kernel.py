@@ -16,9 +16,11 @@ _BLOCK, _WARPS = 8192, 16
 
 
 def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
-    """As worker.runner.draw.Draw. Weights and their sums are rounded otherwise than by torch, so
-    that a
-    number at the very edge between two tokens may draw the other one."""
+    """Sample as worker.runner.draw.Draw.
+
+    Sums are rounded differently than by torch, so a number at the edge between two tokens may give
+    the other one.
+    """
     columns = (draws.filters, draws.keys.view(np.int64), draws.positions)
     sent = [parcel.add(column) for column in columns]
     return lambda logits: _draw(logits, *(column() for column in sent))

@@ -20,8 +20,11 @@ class LastTokens:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def write(self, slots: Tensor, tokens: Tensor) -> None:
-        """``tokens`` int64 [n] were drawn in ``slots`` int64 [n]. A mark, of a row from which none
-        could be drawn, becomes some token: what follows it is thrown away."""
+        """``tokens`` int64 [n] were drawn in ``slots`` int64 [n].
+
+        A mark, of a row from which none could be drawn, becomes some token: what follows it is
+        thrown away.
+        """
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -39,9 +42,12 @@ class Drawn(Protocol):
 
 
 class Drawing:
-    """What this rank draws. ``tokens`` int64 [sites] are on the device, those of ask i from
-    ``firsts`` [n] on. ``rows`` has, by ask, those that are not plain, and ``logprobs`` by site what
-    is told. ``take_in`` hears what became of ``rows``."""
+    """Sampling in progress on this rank.
+
+    ``tokens`` int64 [sites] are on the device, those of ask i from ``firsts`` [n] on. ``rows`` has
+    the asks that are not plain, ``logprobs`` what is reported by site. ``take_in`` gets the results
+    of ``rows``.
+    """
 
     def __init__(
         self,

@@ -164,8 +164,10 @@ class FakeRunner:
 
 
 class FakeStep:
-    """A Launched step, whose rows ``compute`` does when they are sampled. To ``wait`` is to let the
-    step take its time."""
+    """A Launched step, whose rows ``compute`` does when they are sampled.
+
+    To ``wait`` is to let the step take its time.
+    """
 
     def __init__(self, compute: Callable[[], list[RowResult]], wait: Callable[[], None]) -> None:
         self._compute = compute
@@ -259,8 +261,10 @@ class _Slot:
         return token
 
     def logprobs(self, cache: bytes, token: int, most: int) -> TokenLogprobs:
-        """Of ``token`` after ``cache``, beside the ``most`` best ones. The steps from rank to rank
-        are alike, and exact in float32."""
+        """Return the log probabilities of ``token`` after ``cache`` with ``most`` alternatives.
+
+        Steps between ranks are equal, and exact in float32.
+        """
         digest = blake2b(cache, digest_size=16, person=b"logprobs")
         distance, place = array("Q", digest.digest())
         vocab_size = self.model.vocab_size
@@ -302,8 +306,10 @@ def expected_tokens(
 def expected_logprobs(
     tokens: Sequence[int], first: int, most: int, model: FakeModel | None = None
 ) -> list[TokenLogprobs]:
-    """What a right worker says of ``tokens`` from position ``first`` on, whether they are prompt or
-    output, with ``most`` alternatives."""
+    """Return what a correct worker reports for ``tokens`` from position ``first`` on.
+
+    With ``most`` alternatives, for prompt or output.
+    """
     slot = _Slot(model or FakeModel(), SamplingParams(), 0, frozenset(), ())
     cache = array("I", _entries(tokens, start=0)).tobytes()
     return [

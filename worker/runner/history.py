@@ -1,4 +1,4 @@
-"""Which tokens occurred in a sequence, and what the penalties make of their logits.
+"""Tokens that occurred in a sequence, and the penalties on their logits.
 
     repetition   every token of prompt and output: logit / penalty, a negative logit * penalty
     frequency    every token of the output: logit - penalty * how often it occurred there
@@ -47,8 +47,9 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """One row of logits. Before it occurred the first ``length`` places of the slot's line, those
-    of ``drafted`` once more than they were counted."""
+    """Row of logits after the first ``length`` places of the slot's line and the ``drafted``
+    tokens.
+    """
 
     row: int
     slot: int
@@ -122,8 +123,7 @@ class Histories:
         flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
 
     def _times(self, place: Tensor, again: list[int]) -> Tensor:
-        """How often what is at ``place`` was in the output; once more for each index of ``again``,
-        by a draft."""
+        """Return the number of occurrences at ``place``, plus one for each draft in ``again``."""
         times = self._counts.flatten().index_select(0, place)
         return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
 

@@ -1,5 +1,7 @@
-"""Room for KV blocks in the host's memory. Torch takes page-locked memory in powers of two: 5,000
-MiB in one piece would be 8,192. So it is taken in pieces that are hardly less than one.
+"""Room for KV blocks in the host's memory.
+
+Torch takes page-locked memory in powers of two: 5,000 MiB in one piece would be 8,192. So it is
+taken in pieces that are hardly less than one.
 
     1000 blocks of 5 MiB    204 in each of 4 GiB; then 102 (512 MiB), 51 (256), 25 (128), 3, 1, 1, 1
 """

@@ -37,8 +37,10 @@ _EVERYTHING = SamplingParams(
 def largest_steps(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
 ) -> tuple[Plan, Plan]:
-    """One over the prompts of all sequences, of so many tokens together, and one in which each of
-    them decodes, with drafts as far as these have room. All write to the same blocks, from 0 on."""
+    """Return the two largest steps: prompts of all sequences, and decodes with drafts.
+
+    All write to the same blocks, from 0 on.
+    """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
     longest = max_model_len - 1 - num_drafts
     share, more = divmod(max_num_batched_tokens, max_num_seqs)
@@ -119,9 +121,12 @@ _MOST_BLOCKS = 1 << 18
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of one GPU. ``outside`` are other processes', and this one's beside its tensors: CUDA
-    itself, code, the buffers of collectives. ``step`` are the weights and what the largest step
-    takes beside them, ``graphs`` what captured decoding does."""
+    """Bytes of one GPU.
+
+    ``outside`` are other processes', and this one's beside its tensors: CUDA itself, code, the
+    buffers of collectives. ``step`` are the weights and what the largest step takes beside them,
+    ``graphs`` what captured decoding does.
+    """
 
     total: int
     outside: int
@@ -134,9 +139,11 @@ class MemoryUse(NamedTuple):
 
 
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
-    """Blocks of the KV cache, where ``num_beside`` more of their size are kept beside it. Raises
-    ValueError where there is no room for a block, or for a sequence of ``max_model_len``, if that
-    is set."""
+    """Blocks of the KV cache, where ``num_beside`` more of their size are kept beside it.
+
+    Raises ValueError where there is no room for a block, or for a sequence of ``max_model_len``, if
+    that is set.
+    """
     needed = blocks_for(config.max_model_len or 1)
     left = use.left(config.gpu_memory_utilization)
     num_blocks = left // block_bytes - num_beside

@@ -1,4 +1,6 @@
-"""How probable tokens were to the model itself: log softmax of its logits as they are.
+"""Log probabilities of tokens: log softmax of the model's logits.
+
+log softmax of its logits as they are.
 
 Scores travel from the device as one table of float64, which holds every token id exactly:
 
@@ -70,8 +72,7 @@ class KeptLogits:
         self._logits = logits[self._index]
 
     def logprobs(self, tokens: Tensor) -> ArrivingScores:
-        """Of ``tokens`` [n], one for each row of the logits. A row for which there is none is
-        marked by a negative number, and means nothing."""
+        """Return the scores of ``tokens`` [n], one per row; negative tokens are ignored."""
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))
         return ArrivingScores(table, self._num_top)

@@ -39,8 +39,10 @@ class _Scored(NamedTuple):
 
 
 class PromptScores:
-    """The log probabilities of prompts' tokens, until the host knows them. On other ranks than 0
-    there are none."""
+    """The log probabilities of prompts' tokens, until the host knows them.
+
+    On other ranks than 0 there are none.
+    """
 
     def __init__(self, wanted: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
         self._wanted = wanted
@@ -62,9 +64,9 @@ NO_SCORES = PromptScores((), ())
 def score_prompts(
     rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
 ) -> PromptScores:
-    """Of all that the rows score. ``hidden`` are of all of the step's tokens.
+    """Score the prompts of all rows, piece by piece, since logits may be larger than the model.
 
-    Piece by piece, since a chunk's logits may be larger than all of the model.
+    ``hidden`` are those of all of the step's tokens.
     """
     pieces = pieces_scored(rows, slots)
     wanted = [*chain.from_iterable(pieces)]

@@ -71,14 +71,19 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere. The caller
-        may change them; they hold until the next call. A collective."""
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
+
+        The caller may change them; they hold until the next call. A collective.
+        """
         ...
 
 
 class Wanted(NamedTuple):
-    """What is drawn in a step: ``num_asks`` sequences' tokens, whose ``slots`` int64 [num_asks] are
-    on the device, and what the rank that draws has prepared."""
+    """Samples of a step: ``num_asks`` sequences, whose ``slots`` int64 [num_asks] are on the
+    device.
+
+    The sampling rank adds what it has prepared.
+    """
 
     num_asks: int
     slots: Callable[[], Tensor]
@@ -86,8 +91,9 @@ class Wanted(NamedTuple):
 
 
 class TorchRunner:
-    """One rank's Runner (worker.engine.plan). It owns the model's share, the KV cache and the
-    group.
+    """Runner of one rank (worker.engine.plan): the model's share, the KV cache and the group.
+
+    It owns the model's share, the KV cache and the group.
 
     The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
     others take its word, so that rounding does not part them. Most of it is the tokens, which go
@@ -191,8 +197,10 @@ class TorchRunner:
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
-        """Lets the device draw; None where drafts or scores are heard of later. ``hidden`` are of
-        the rows' sites."""
+        """Lets the device draw; None where drafts or scores are heard of later.
+
+        ``hidden`` are of the rows' sites.
+        """
         if wanted is None:
             # It is waited for all the same: else the host would launch all parts of a long prompt
             # while the device computes the first, and whoever comes would have to wait for them.
@@ -280,8 +288,10 @@ class TorchRunner:
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
     def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
-        """int64 [count], in the memory of this rank's device. No host waits for it where the group
-        is on the device."""
+        """int64 [count], in the memory of this rank's device.
+
+        No host waits for it where the group is on the device.
+        """
         if drawing is not None:
             return self._group.broadcast(drawing.tokens)
         return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))
@@ -299,8 +309,10 @@ class TorchRunner:
     # memory
 
     def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
-        """What ``part`` of a step returns, which makes ``collectives``. Raises TooLittleMemory on
-        all ranks where one of them has too little for it, and DeviceLost."""
+        """Return the result of ``part`` of a step, which makes ``collectives``.
+
+        Raises TooLittleMemory on all ranks if one has too little for it, and DeviceLost.
+        """
         made, cause = self._group.num_made, ""
         try:
             result = self._tried(part)

@@ -19,8 +19,11 @@ NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
 
 @dataclass(frozen=True, slots=True)
 class SampledSlot:
-    """One sequence. ``bias`` has token ids and what is added to them; ``stop_ids`` are those that
-    min_tokens holds back. With an ``error`` nothing can be drawn."""
+    """Slot of one sequence.
+
+    ``bias`` has token ids and their additions; ``stop_ids`` are those that min_tokens holds back.
+    With an ``error`` nothing can be sampled.
+    """
 
     number: int
     sampling: SamplingParams
@@ -32,8 +35,7 @@ class SampledSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Without drafts nothing is to be done for it but to draw, and nothing told but the
-        token."""
+        """Without drafts nothing is to be done for it but to draw, and nothing told but the token."""
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         told = self.sampling.logprobs is not None or self.error is not None
         return not (edited or told or self.sampling.has_penalties)
@@ -41,8 +43,7 @@ class SampledSlot:
 
 @dataclass(slots=True)
 class SampledRow:
-    """One ask of a step, whose logits are those from row ``first`` on. A grammar allows
-    ``num_allowed`` of its drafts."""
+    """Ask of a step, whose logits begin at row ``first``; a grammar allows ``num_allowed`` drafts."""
 
     slot: SampledSlot
     position: int
@@ -71,8 +72,10 @@ class SampledRow:
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, began: float) -> None:
-        """Into ``into`` int32 [sites, words] what its grammar allows. ``began`` as for a
-        TokenMask."""
+        """Into ``into`` int32 [sites, words] what its grammar allows.
+
+        ``began`` as for a TokenMask.
+        """
         assert self.slot.mask is not None
         try:
             self.num_allowed = self.slot.mask.mask(self.drafts, into, began)
@@ -80,8 +83,10 @@ class SampledRow:
             self.error = error
 
     def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
-        """``drawn`` has a token for each site of the step, ``logprobs`` those that are told. The
-        grammar goes on by the tokens that the row keeps."""
+        """``drawn`` has a token for each site of the step, ``logprobs`` those that are told.
+
+        The grammar goes on by the tokens that the row keeps.
+        """
         if self.error is not None:
             return RowResult(error=self.error)
         own = [drawn[site] for site in self.sites]

@@ -1,4 +1,4 @@
-"""From logits to what became of each row, by the features that its sequence asked for, in order:
+"""Sampler: from logits to the result of each row, by the features that its sequence requested.
 
     log probabilities   of the logits as the model made them    worker.runner.logprobs
     logit_bias          is added
@@ -76,8 +76,7 @@ class Asks:
 
 
 class Prepared(NamedTuple):
-    """What ``asks`` takes of the device is known; those of ask i are the sites from ``firsts`` [n]
-    on."""
+    """Prepared ``asks``; the sites of ask i begin at ``firsts`` [n]."""
 
     asks: Asks
     firsts: Ints
@@ -130,8 +129,11 @@ class Sampler:
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
-        """Return a result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
-        ask's behind the other's; they are changed."""
+        """Return a result for each ask.
+
+        ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one ask's behind the other's;
+        they are changed.
+        """
         return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
 
     def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
@@ -176,8 +178,10 @@ class Sampler:
     # what comes before the temperature
 
     def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Change the logits of ``rows``, if there are any. bool [n]: those that were not finite
-        numbers before."""
+        """Change the logits of ``rows``, if there are any.
+
+        bool [n]: those that were not finite numbers before.
+        """
         if not rows:
             return None
         broken = torch.zeros(len(logits), dtype=torch.bool, device=self._device)
@@ -230,7 +234,7 @@ class Sampler:
             self._histories.penalise(logits, penalised)
 
     def _take_in(self, concluded: Concluded) -> None:
-        """Some may have left their slots since."""
+        """Record results; some sequences may have left their slots since."""
         self._histories.advance(
             (row.slot.number, result.tokens)
             for row, result in concluded

@@ -1,6 +1,6 @@
-"""What the sampler needs of a grammar: which tokens it allows next, 32 of them to a word.
+"""Masks of a grammar for the sampler: the allowed next tokens, 32 per word.
 
-Word i of a mask has the tokens 32 * i to 32 * i + 31, the first of them in its lowest bit.
+Word i of a mask has the tokens 32 * i to 32 * i + 31, the first in its lowest bit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ assert sys.byteorder == "little"
 
 
 class TokenMask(Protocol):
-    """Where one sequence stands in its grammar. ``mask`` raises EverliftError where the sequence
-    cannot go on."""
+    """State of one sequence in its grammar. ``mask`` raises EverliftError if it cannot continue."""
 
     def is_ready(self) -> bool:
         """Return whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
@@ -33,8 +32,10 @@ class TokenMask(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by ``tokens``, which were drawn. Where it cannot, the next mask says so: of what
-        was drawn the other ranks have heard."""
+        """Goes on by ``tokens``, which were drawn.
+
+        Where it cannot, the next mask says so: of what was drawn the other ranks have heard.
+        """
         ...
 
 
@@ -54,7 +55,9 @@ def mask_words(vocab_size: int) -> int:
 
 
 def forbidden(mask: Tensor, vocab_size: int) -> Tensor:
-    """bool [n, vocab_size], on the device of ``mask`` int32 [n, mask_words(vocab_size)]."""
+    """Return the forbidden tokens, bool [n, vocab_size], of ``mask`` int32 [n,
+    mask_words(vocab_size)].
+    """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     allowed = mask.view(torch.uint8).unsqueeze(-1).bitwise_and(bits)
     return allowed.flatten(1)[:, :vocab_size] == 0

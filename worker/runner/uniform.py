@@ -1,7 +1,7 @@
-"""One uniform number per sampled token, from a counter instead of a generator. Pure.
+"""Uniform number per sampled token, from a counter instead of a generator. Pure.
 
-The number depends on (seed, choice, position) alone, so it is the same on every rank, in any batch,
-and after preemption or a move to another worker; there is no state to carry along.
+It depends only on (seed, choice, position), so it is the same on every rank, in any batch, and
+after a preemption or migration, without state.
 """
 
 from __future__ import annotations

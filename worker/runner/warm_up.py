@@ -43,8 +43,9 @@ def _doubled(most: int) -> list[int]:
 
 
 def _batch(num_rows: int, count: int, budget: int) -> tuple[int, ...]:
-    """As many rows of ``count`` tokens, at least 2, as fit beside others of one, and one of what is
-    left. For tiles of ``count - 1`` tokens no such number of rows has more of them."""
+    """Return as many rows of ``count`` tokens (at least 2) as fit, one remainder, and rows of one
+    token.
+    """
     spare = budget - num_rows
     num_long = min(num_rows, spare // (count - 1))
     others = [1] * (num_rows - num_long)

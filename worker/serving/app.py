@@ -93,8 +93,10 @@ class WorkerDeployment:
         self._announcing = asyncio.create_task(self._announce_when_alone())
 
     async def _end_with(self, number: int, rank: Any) -> None:
-        """A replica that lost a rank is of no use, and takes its other ranks along. Its process
-        ends, which Serve sees sooner than a health check that fails three times."""
+        """End the replica when a rank has ended.
+
+        Its process ends, which Serve notices sooner than three failed health checks.
+        """
         try:
             await rank.wait.remote()
             cause = "it was stopped"
@@ -161,16 +163,17 @@ class WorkerDeployment:
         await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Serve awaits this once when it stops the replica; what Python itself calls later is
-        moot."""
+        """Serve awaits this once when it stops the replica; what Python itself calls later is moot."""
         if "_announcing" not in self.__dict__ or self._announcing.cancelled():
             return None
         return self._stop()
 
 
 def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
-    """Return the actor class, bound to its bundle. Its environment is in force before torch is
-    imported."""
+    """Return the actor class, bound to its bundle.
+
+    Its environment is in force before torch is imported.
+    """
     group = get_current_placement_group()
     assert group is not None, "the worker's deployment has placement_group_bundles"
     return ray.remote(RankActor).options(

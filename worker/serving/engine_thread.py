@@ -30,8 +30,10 @@ log = logs.get_logger(__name__)
 
 
 class EngineThread:
-    """``meet`` brings this rank together with the others. ``report`` and ``announce`` are called
-    from the thread. ``startup`` is told how long the parts of its start take.
+    """``meet`` brings this rank together with the others.
+
+    ``report`` and ``announce`` are called from the thread. ``startup`` is told how long the parts
+    of its start take.
 
     ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
     both. Whoever hears of the end closes ``ties``.
@@ -112,8 +114,7 @@ class EngineThread:
 
 
 def _close(runner: Runner) -> None:
-    """What ended the loop is the cause of the end: a device that is lost, or a group, fails to be
-    closed as well."""
+    """Close the runner, ignoring errors: the cause is what ended the loop."""
     try:
         runner.close()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""What tells two copies of a model apart, without reading the weights.
+"""Fingerprint of a model without reading its weights.
 
-SHA-256 over all files by name: of configuration and tokenizer the content, of weights the size and
-the header (names, types and shapes of the tensors).
+SHA-256 over all files by name: the content of configuration and tokenizer; size and header (names,
+types and shapes) of weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _WEIGHTS_SUFFIX = ".safetensors"
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Raises ValueError where there is no model, BadCheckpoint for weights that are none."""
+    """Return the fingerprint.
+
+    Raises ValueError without a model, BadCheckpoint for invalid weights.
+    """
     if not (directory / "config.json").is_file():
         raise ValueError(f"no model at {str(directory)!r}: config.json is missing there")
     digest = hashlib.sha256()

@@ -13,9 +13,11 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Orders:
-    """All that came in since the engine's last step. Another ``policy`` is meant before starts, and
-    these before aborts; ``drain`` gives back everything that is here after them; ``stop`` is the
-    end instead of a step."""
+    """All that came in since the engine's last step.
+
+    Another ``policy`` is meant before starts, and these before aborts; ``drain`` gives back
+    everything that is here after them; ``stop`` is the end instead of a step.
+    """
 
     starts: list[Sequence] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Inbox:
             self._changed.notify()
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """The last one holds."""
+        """Set the policy; the last call counts."""
         with self._changed:
             self._orders.policy = policy
             self._changed.notify()

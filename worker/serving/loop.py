@@ -37,7 +37,7 @@ _PREFILL_S = 0.1
 
 
 class RanksDisagree(Exception):
-    """This rank's plan is not rank 0's: their caches hold different things from here on."""
+    """Plan that differs from rank 0's: the caches diverge from here on."""
 
 
 class StepLog(Protocol):
@@ -48,11 +48,13 @@ class StepLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
-    where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
-    ``step_times`` in their parts. ``breakdowns`` are of some of the sequences, among them all that
-    ended, and ``decoding`` of one that would have decoded all the time. ``prefilling`` is the
-    progress of the sequences in prefill; it is empty where it was told a short while ago."""
+    """Report of one turn of the loop.
+
+    ``started`` count in ``load`` from now on. ``occupants`` is None if it was reported recently.
+    ``busy_s`` was spent in steps since the engine started, ``step_times`` in their parts.
+    ``breakdowns`` are of some sequences, including all that ended, and ``decoding`` of one that
+    decoded all the time. ``prefilling`` is the progress of prefills, empty if reported recently.
+    """
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
@@ -169,8 +171,10 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Turn the drain into aborts, which is how the other ranks see it. What the step in flight
-        brought, and who leaves by the drain."""
+        """Turn the drain into aborts, which is how the other ranks see it.
+
+        What the step in flight brought, and who leaves by the drain.
+        """
         settled = self._engine.commit_in_flight()
         leaving = [
             sequence
@@ -228,9 +232,9 @@ def follow(
     rank: int = 1,
     strike: Callable[[chaos_pb2.Fault], None] = strike,
 ) -> None:
-    """The loop of ``rank``, above 0, until the log's stop.
+    """Run the loop of ``rank``, above 0, until the log's stop.
 
-    Raises RanksDisagree, EngineBroken, and what the log raises.
+    Raises RanksDisagree, EngineBroken, and the errors of the log.
     """
     for entry in log:
         if entry.stop:

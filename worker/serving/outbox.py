@@ -1,7 +1,7 @@
-"""What a router is still to be told. Pure.
+"""Outgoing state of one router. Pure.
 
-Nothing is queued: a router that reads slowly finds the tokens of many steps merged into one
-Progress a sequence, where it stands by now, and the newest state.
+Nothing is queued: a slow router finds the tokens of many steps merged into one Progress per
+sequence, and the newest state.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Outbox:
         return bool(self._progress or self._accepted)
 
     def push(self, outcome: Outcome) -> None:
-        """Add an outcome and ask for a frame. Outcomes of one sequence come in the order of their
-        offsets."""
+        """Add an outcome and ask for a frame.
+
+        Outcomes of one sequence come in the order of their offsets.
+        """
         self.add(outcome)
         self.notify()
 
@@ -68,7 +70,7 @@ class Outbox:
             progress.prefilled_tokens = outcome.prefilled_tokens
 
     def breakdown(self, told: SequenceBreakdown) -> None:
-        """For the next frame, whenever it goes."""
+        """Add a breakdown to the next frame."""
         self._breakdowns[told.key] = told.breakdown
 
     def accept(self, epoch: int) -> None:
@@ -76,7 +78,7 @@ class Outbox:
         self.notify()
 
     def show(self, occupants: tuple[Occupant, ...]) -> None:
-        """For the next frame, whenever it goes."""
+        """Add the occupants to the next frame."""
         self._occupants = occupants
 
     def drop(self, key: SequenceKey) -> None:
@@ -86,7 +88,7 @@ class Outbox:
             self._frame.progress.remove(progress)
 
     def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
-        """One frame with ``state`` and everything unsent."""
+        """Return one frame with ``state`` and everything unsent."""
         state.running.extend(
             inference_pb2.RunningSequence(
                 request_id=o.request_id, slot=o.slot, prefilling=o.prefilling

@@ -1,4 +1,4 @@
-"""What was started and is not counted in the engine's load yet. Pure."""
+"""Starts that are not counted in the engine's load yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from worker.engine.outcome import SequenceKey
 
 
 class Pending:
-    """``num_tokens`` known tokens of ``len`` sequences. A sum that is kept: a frame tells it, and a
-    burst of starts, or the room that one leaves in a dict, would be walked through for each."""
+    """``num_tokens`` known tokens of ``len`` sequences.
+
+    A sum that is kept: a frame tells it, and a burst of starts, or the room that one leaves in a
+    dict, would be walked through for each.
+    """
 
     def __init__(self) -> None:
         self.num_tokens = 0

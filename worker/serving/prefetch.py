@@ -13,8 +13,10 @@ _CHUNK_BYTES = 8 << 20
 
 
 def begin(model: str, revision: str, rank: int, ranks: int) -> None:
-    """In a thread of its own: of every file the rank's part, for the ranks of a node find in the
-    page cache what one of them had read. What cannot be read is for who loads it to say."""
+    """Ask the kernel for this rank's part of every file, in a thread.
+
+    The ranks of a node share the page cache. Unreadable files are left to the loader.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
     thread = threading.Thread(

@@ -1,4 +1,6 @@
-"""One rank of a worker: an engine in its thread and, on rank 0, the server in the event loop's.
+"""Rank of a worker: an engine in its thread and, on rank 0, the server in the event loop.
+
+an engine in its thread and, on rank 0, the server in the event loop's.
 
     rank 0 of one                 start -> wait      drain -> stop
     rank 0 of several     open -> start -> wait      drain -> stop
@@ -51,7 +53,7 @@ class RankFailed(Exception):
 
 
 class Server(Protocol):
-    """Where rank 0 meets those who start sequences. ``deliver`` is called after every step."""
+    """Server of rank 0 for routers. ``deliver`` is called after every step."""
 
     @property
     def address(self) -> str: ...
@@ -64,8 +66,10 @@ class Server(Protocol):
     def deliver(self, report: Report) -> None: ...
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Forward the news to the routers. Call ``confirmed`` when all routers that must confirm
-        have done so, or are gone."""
+        """Forward the news to the routers.
+
+        Call ``confirmed`` when all routers that must confirm have done so, or are gone.
+        """
         ...
 
     async def drain(self) -> None: ...
@@ -219,8 +223,10 @@ class Rank:
             await self._server.drain()
 
     def reclaim(self) -> None:
-        """The machine is about to be taken away: as ``drain``, but the routers stay connected, and
-        nobody waits. Rank 0 does it for all."""
+        """Drain because the machine is about to be reclaimed; routers stay connected.
+
+        Rank 0 acts for all.
+        """
         log.warning("reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
         self._ready_file.remove()
@@ -291,10 +297,10 @@ class Rank:
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
-        """Called from the engine's thread, before the step that ``first`` is about.
+        """Announce the first step of sequences, in the engine's thread before that step.
 
         Only sequences that lost a worker since their last new token must be confirmed. A router
-        that does not answer delays the step by ``CONFIRM_S``, and then no other one.
+        that does not answer delays one step by ``CONFIRM_S``.
         """
         assert self._server is not None, "a step before there was an order"
         confirmed = threading.Event()
@@ -314,7 +320,7 @@ class Rank:
             self._thread.ties.interrupt()
 
     def _end(self, error: BaseException | None) -> None:
-        """The thread has ended, or must."""
+        """End the rank: the thread has ended or must end."""
         if self._ended.is_set():
             return
         self._stop_watching()

@@ -18,7 +18,7 @@ log = logs.get_logger(__name__)
 
 
 class RankActor:
-    """One rank in an actor's process, found at its node's address."""
+    """Actor of one rank, reachable at its node's address."""
 
     def __init__(
         self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path

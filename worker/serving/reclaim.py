@@ -1,7 +1,7 @@
-"""How a worker hears at an address that its machine is about to be taken away.
+"""Reclaim notice at an address.
 
-What follows, there as after a signal (everlift.notice), is a drain without an end: the routers get
-back what is here and send nothing more, and the process stays until it is told to stop.
+As after a signal (everlift.notice), the worker drains: routers get their sequences back and send
+nothing more, and the process stays until it is told to stop.
 """
 
 from __future__ import annotations

@@ -51,8 +51,11 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     def __init__(
         self, config: WorkerConfig, sessions: Sessions, transport: Transport | None = None
     ) -> None:
-        """A ``transport`` takes the place of gRPC, and of its TLS. Raises SettingsError for files
-        of TLS that are of no use, OSError when the port is taken."""
+        """Create the server.
+
+        A ``transport`` replaces gRPC and its TLS. Raises SettingsError for invalid TLS files,
+        OSError if the port is taken.
+        """
         self._config = config
         self._sessions = sessions
         self._info = session_pb2.WorkerInfo()
@@ -156,7 +159,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> None:
-        """Whatever ends the reading ends the session, and never more than that."""
+        """Read frames; any error ends this session only."""
         try:
             self._receive(session, first)
             async for frame in frames:

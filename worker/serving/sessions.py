@@ -1,5 +1,6 @@
-"""Who is connected, and whose sequence is whose: router frames become orders, outcomes find their
-router. It knows no socket and no clock; it lives in the event loop's thread.
+"""Sessions of routers: frames become orders, outcomes find their router.
+
+Without sockets and clock, in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Compiled(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """What ends the model's outputs."""
+        """Return the token ids that end the model's outputs."""
         ...
 
 
@@ -56,10 +57,10 @@ class Grammars(Protocol):
 
 
 class Session:
-    """One router's stream. ``is_over`` tells its writer to send what is left and go.
+    """Stream of one router.
 
-    ``confirms_late``: the router did not confirm a first step in time. No step waits for it until
-    it confirms one: a frozen router must not slow the sequences of others.
+    ``is_over`` tells its writer to send the rest and end. ``confirms_late``: the router did not
+    confirm a first step in time, and no step waits for it until it confirms one.
     """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
@@ -74,7 +75,7 @@ class Session:
 
 
 class Claim:
-    """One epoch: the session that started it, and its choices that are not at their end."""
+    """Epoch with the session that started it and its unfinished choices."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -115,8 +116,10 @@ class Sessions:
     # routers come and go
 
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
-        """Return a router has one stream: an older one of the same router ends. What others have started
-        is acknowledged to the new one too, for it may lead."""
+        """Return a router has one stream: an older one of the same router ends.
+
+        What others have started is acknowledged to the new one too, for it may lead.
+        """
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
         session = self._sessions[router_id] = Session(router_id, notify)
@@ -126,8 +129,7 @@ class Sessions:
         return session
 
     def end_session(self, session: Session) -> None:
-        """What the router started ends at once; its blocks stay hashed for where it goes on. A
-        second time changes nothing."""
+        """End a session and abort its sequences; their blocks stay hashed. Idempotent."""
         if self._sessions.get(session.router_id) is not session:
             return
         del self._sessions[session.router_id]
@@ -173,11 +175,11 @@ class Sessions:
             self._engine.set_policy(policy)
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
-        """A fault on purpose, for the engine or for another rank."""
+        """Inject a fault into the engine or another rank."""
         self._engine.inject(fault)
 
     def drain(self) -> None:
-        """From now on nothing is started, and what is here goes back to its routers."""
+        """Return all sequences to their routers and start no more."""
         if not self.is_draining:
             self.is_draining = True
             self._engine.drain()

@@ -67,7 +67,7 @@ def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
-    """Raises ForecastFailed."""
+    """Return the workers with their slowness factors. Raises ForecastFailed."""
     specs = list(workers)
     for worker, factor in _pairs("slow", slow, 0, separator="="):
         if worker >= len(specs) or not factor > 0:

@@ -37,9 +37,11 @@ Limit = Annotated[
 
 
 class LedgerRequests:
-    """Of the ledger that is configured the ``limit`` newest ones that finished. It is read when it
-    is first asked for anything. Raises ForecastFailed where there is none, SettingsError where the
-    tenants' limits cannot be read, and what connecting raises."""
+    """Finished requests of the configured ledger, at most ``limit``, newest first.
+
+    It is read on first use. Raises ForecastFailed without any, SettingsError if the tenants' limits
+    cannot be read, and the errors of connecting.
+    """
 
     def __init__(self, config: Config, limit: int) -> None:
         self._config = config

@@ -54,10 +54,10 @@ Duration = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What the options above and those of ``cluster.simulator.workloads.options`` say; without any
-    workload
-    it is azure-conversation. At most one of ``trace``, ``ledger`` and the others about made-up
-    requests is given."""
+    """Options of the requests to simulate; azure-conversation without any workload.
+
+    At most one of ``trace``, ``ledger`` and the options of synthetic workloads is given.
+    """
 
     workloads: Sequence[str] | None = None
     trace: Path | None = None
@@ -72,7 +72,7 @@ class Requests:
     ledger: LedgerRequests | None = None
 
     def __post_init__(self) -> None:
-        """Raises ForecastFailed."""
+        """Check the options. Raises ForecastFailed."""
         made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
         if self.trace is not None and self.ledger is not None:
             raise ForecastFailed("--from-ledger and --trace exclude each other")
@@ -96,13 +96,15 @@ class Requests:
         return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
-        """One after the other, of which none is held but the ledger's. Raises ForecastFailed,
-        WorkloadFailed, and what connecting to the ledger raises."""
+        """Yield the requests by arrival; only those of the ledger are held in memory.
+
+        Raises ForecastFailed, WorkloadFailed, and the errors of connecting to the ledger.
+        """
         duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
         return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
 
     def average_rate(self) -> float:
-        """Requests a second, counted. Raises as ``arrivals`` does."""
+        """Return the mean number of requests per second, counted. Raises as ``arrivals`` does."""
         number, last = 0, 0.0
         for arrival in self.arrivals(()):
             number, last = number + 1, arrival.at

@@ -73,7 +73,7 @@ Foresight = Annotated[
 
 
 def kind_of(name: str, model: str) -> Kind:
-    """Raises ForecastFailed."""
+    """Return the kind of worker with this name or in this file. Raises ForecastFailed."""
     if name.endswith(".json"):
         return kind_file.read(Path(name))
     size = _size(model)
@@ -108,7 +108,7 @@ def config_of(
 
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
-    """Raises ForecastFailed and SettingsError."""
+    """Return the worker of a kind with these settings. Raises ForecastFailed and SettingsError."""
     config = config_of(file, assignments, kind).worker
     with as_modelled():
         return WorkerSpec(config, kind.step_time)
@@ -116,7 +116,7 @@ def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) ->
 
 @contextmanager
 def as_modelled() -> Iterator[None]:
-    """Raises ForecastFailed where a worker or a scenario that is made within is not modelled."""
+    """Raise ForecastFailed if a worker or scenario made within the context is not modelled."""
     try:
         yield
     except ValueError as error:

@@ -21,8 +21,10 @@ SUM_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As its data sheet says. ``link_bandwidth`` is to other GPUs of its node, one way (NVLink, and
-    PCIe where there is none)."""
+    """GPU by its data sheet.
+
+    ``link_bandwidth`` is to other GPUs of its node, one way (NVLink, or PCIe).
+    """
 
     name: str
     memory_bytes: float

@@ -26,7 +26,7 @@ from everlift.step_time import Roofline
 
 
 def read(path: Path) -> Kind:
-    """Raises ForecastFailed."""
+    """Read a kind of worker from a file. Raises ForecastFailed."""
     try:
         return made(path.stem, _content(path))
     except ValueError as error:

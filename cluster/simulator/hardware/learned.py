@@ -47,8 +47,10 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
 
 
 def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
-    """Return the one there is, or the one of which there are most on this ``device``. Raises
-    ForecastFailed."""
+    """Return the one there is, or the one of which there are most on this ``device``.
+
+    Raises ForecastFailed.
+    """
     found = [kind for kind in kinds if device in (None, kind.device)]
     if not found:
         raise ForecastFailed(f"no worker runs on {device}" if kinds else "no worker is connected")

@@ -14,8 +14,11 @@ from worker.model.spec import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder by its config.json. Norms and biases are too small to count, and every layer is
-    taken to keep keys and values of all tokens."""
+    """A decoder by its config.json.
+
+    Norms and biases are too small to count, and every layer is taken to keep keys and values of all
+    tokens.
+    """
 
     name: str
     num_layers: int

@@ -11,8 +11,11 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """``at`` is seconds from the workload's begin; ``output_tokens`` is how long its output would
-    become by itself, of which it gets ``max_tokens`` at most."""
+    """Request of a workload at ``at`` seconds.
+
+    ``output_tokens`` is the length of its output without a limit, of which it gets at most
+    ``max_tokens``.
+    """
 
     at: float
     prompt_tokens: int
@@ -86,12 +89,13 @@ _OPEN = 512
 
 
 class Conversations:
-    """Of a conversation each prompt is the one before with something behind it. A prompt is its
-    parts' names; a part that occurred before has the same name again.
+    """Conversations, in which each prompt extends the previous one.
 
-    With probability ``share`` a prompt goes on with the longest of the open conversations that is
-    not longer than itself; else it begins a new one, in the place of any other. Lengths are thereby
-    what they are without conversations."""
+    A prompt is the names of its parts; a part that occurred before has the same name. With
+    probability ``share`` a prompt extends the longest open conversation that is not longer than
+    itself; else it begins a new one in the place of another. So the lengths are the same as without
+    conversations.
+    """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:
         """``names`` are of new parts."""

@@ -26,8 +26,11 @@ CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``traffic`` has the rate of the trace. ``continued`` is the share of prompts that begin as an
-    earlier one did. ``tenants`` and ``classes`` (priorities) are drawn by their weights."""
+    """``traffic`` has the rate of the trace.
+
+    ``continued`` is the share of prompts that begin as an earlier one did. ``tenants`` and
+    ``classes`` (priorities) are drawn by their weights.
+    """
 
     name: str
     application: str
@@ -43,15 +46,17 @@ class Workload:
     classes: Mapping[int, float] = field(default_factory=lambda: CLASSES)
 
     def at_rate(self, rate: float) -> Self:
-        """Requests a second; how they crowd within a few gaps stays as it is."""
+        """Return the workload at ``rate`` requests per second, equally bursty."""
         return replace(self, traffic=replace(self.traffic, rate=rate))
 
     def without_drift(self) -> Self:
         return replace(self, traffic=replace(self.traffic, drift=0.0))
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """In their order, without end. Which requests come does not depend on when they come: at
-        another rate they are the same ones."""
+        """Yield requests in order, without end.
+
+        The requests do not depend on the rate, only their arrival times do.
+        """
         times = self.traffic.times(self._random(seed, "times"))
         lengths, who = self._random(seed, "lengths"), self._random(seed, "who")
         conversations = self._conversations(seed)
@@ -75,7 +80,7 @@ class Workload:
             )
 
     def _conversations(self, seed: int) -> Mapping[str, Conversations]:
-        """Of each tenant, since no tenant shares a prefix with another."""
+        """Return the conversations by tenant; tenants share no prefix."""
         names, rng = count(crc32(self.name.encode()) << 32), self._random(seed, "prefixes")
         return {tenant: Conversations(self.continued, names, rng) for tenant in self.tenants}
 

@@ -76,8 +76,11 @@ class AsyncClient:
         retry_s: float = RETRY_S,
         transport: Transport | None = None,
     ) -> None:
-        """Raises ValueError without a target, SettingsError for a key that no header can carry and
-        for files of ``tls`` that are of no use."""
+        """Create a client.
+
+        Raises ValueError without a target, SettingsError for a key that no header can hold and for
+        invalid TLS files.
+        """
         addresses = [targets] if isinstance(targets, str) else targets
         self._routers = Routers(addresses, transport or secured(tls), api_key)
         self._reconnect_s = reconnect_s
@@ -86,8 +89,10 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Submit a request: text, or token ids. Closing its stream cancels it. ``traceparent`` is
-        the span that asks for it, as W3C Trace Context writes it.
+        """Submit a request: text, or token ids.
+
+        Closing its stream cancels it. ``traceparent`` is the span that asks for it, as W3C Trace
+        Context writes it.
 
         Raises InvalidRequest for what cannot be sent at all.
 
@@ -177,8 +182,9 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().Cancel, message, timeout_s)
 
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Erases a request, its prompt and its outputs. One that goes on is cancelled first. Raises
-        UnknownRequest.
+        """Erases a request, its prompt and its outputs.
+
+        One that goes on is cancelled first. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -291,8 +297,9 @@ class AsyncClient:
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:
-        """Lets a worker hand its requests back, with their tokens, and take no more. The id's
-        beginning will do, if only one worker has it. Raises UnknownWorker, Forbidden.
+        """Lets a worker hand its requests back, with their tokens, and take no more.
+
+        The id's beginning will do, if only one worker has it. Raises UnknownWorker, Forbidden.
 
         >>> (await client.drain("wor")).worker_id
         'worker-0'
@@ -360,9 +367,10 @@ class AsyncClient:
     async def inject(
         self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
     ) -> chaos_pb2.InjectResponse:
-        """Lets a fault strike a cluster that was started for it. Each router is asked once, since a
-        fault whose answer was lost may have struck. Raises ChaosForbidden, OutOfRange,
-        UnknownWorker.
+        """Lets a fault strike a cluster that was started for it.
+
+        Each router is asked once, since a fault whose answer was lost may have struck. Raises
+        ChaosForbidden, OutOfRange, UnknownWorker.
 
         >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")
         >>> await client.inject(fault)

@@ -153,8 +153,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         ]
 
     async def aclose(self) -> None:
-        """End the requests that are unfinished; those that were not sent yet are not sent. Never
-        fails.
+        """End the requests that are unfinished; those that were not sent yet are not sent.
+
+        Never fails.
 
         >>> stream = client.generate_many(["one two", "three four"])
         >>> await stream.aclose()
@@ -215,8 +216,11 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         return part
 
     async def _carry(self, part: dict[int, _Asked]) -> None:
-        """Some requests to where each has ended, or goes on by itself: what was accepted does when
-        their call breaks, and what was not is sent in another one."""
+        """Carry some requests to their ends.
+
+        When their call breaks, accepted requests continue by themselves and the others are sent in
+        another call.
+        """
         deadline = Deadline(self._timeout_s)
         budget = self._budget(deadline)
         while part:
@@ -240,8 +244,10 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part.clear()
 
     async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
-        """All of one call, until nothing in ``part`` is left to come. Raises EverliftError where
-        something is."""
+        """All of one call, until nothing in ``part`` is left to come.
+
+        Raises EverliftError where something is.
+        """
         sent, remaining = list(part.values()), budget.remaining()
         for each in sent:
             limit(each.message, remaining)

@@ -93,8 +93,10 @@ class Reading:
         return self._heard_since is not None and now() - self._heard_since > _STEADY_S
 
     def _take_back(self, refusal: EverliftError) -> None:
-        """What was refused in the queue is as if it had never come. Raises ``refusal`` where it
-        cannot be submitted again, or more than its name has come."""
+        """Forget a submission that the queue refused.
+
+        Raises ``refusal`` if it cannot be submitted again, or if output has arrived.
+        """
         if self._reception.is_accepted:
             if self._submission is None or self._reception.has_begun:
                 raise refusal

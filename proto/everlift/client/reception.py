@@ -40,8 +40,10 @@ class Reception:
         from_offsets: Sequence[int] = (),
         received: Sequence[Sequence[int]] = (),
     ) -> None:
-        """``from_offsets`` are by choice, 0 where none is given; or it begins behind the tokens of
-        each choice that were ``received``."""
+        """Create a reception that starts at ``from_offsets`` (by choice, default 0).
+
+        With ``received`` it starts behind these tokens of each choice.
+        """
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -68,8 +70,11 @@ class Reception:
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def attach_request(self) -> pb.AttachRequest:
-        """Goes on behind what came. The digests let the router see that what it has is the same, or
-        will be the same when it has made again what it lost."""
+        """Goes on behind what came.
+
+        The digests let the router see that what it has is the same, or will be the same when it has
+        made again what it lost.
+        """
         offsets, digests = self.offsets(), self._digests
         return pb.AttachRequest(
             request_id=self.request_id,

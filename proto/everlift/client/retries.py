@@ -36,8 +36,11 @@ class Backoff:
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Seconds to wait after a failure at ``now``; None when it was the last that counts. Where
-        many are told to wait ``at_least`` so long, jitter keeps them from coming back at once."""
+        """Seconds to wait after a failure at ``now``; None when it was the last that counts.
+
+        Where many are told to wait ``at_least`` so long, jitter keeps them from coming back at
+        once.
+        """
         if not self._failures:
             self._since = now
         most = _EAGER_S if now - self._since < _EAGER_FOR_S else _LONGEST_S
@@ -50,15 +53,19 @@ class Backoff:
 
 @dataclass(slots=True)
 class Deadline:
-    """``timeout_s`` after the first call, whenever that is; None is never. ``now`` is of any one
-    clock."""
+    """``timeout_s`` after the first call, whenever that is; None is never.
+
+    ``now`` is of any one clock.
+    """
 
     timeout_s: float | None
     _at: float | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Seconds from ``now`` on, 0 where it has passed. The first time that somebody asks is the
-        first call."""
+        """Seconds from ``now`` on, 0 where it has passed.
+
+        The first time that somebody asks is the first call.
+        """
         if self.timeout_s is None:
             return None
         if self._at is None:
@@ -77,11 +84,10 @@ RETRY_S = 10.0
 
 
 class Retries:
-    """Of one call and those that take its place, until one of them succeeds.
+    """Retries of one call and its repetitions until one succeeds.
 
-    An error that says that nobody is there now may pass for ``unavailable_s`` seconds since the
-    first one in a row, a refusal for want of room for ``refused_s``; 0 is never. ``random`` answers
-    from 0 to 1.
+    Errors of unavailability are retried for ``unavailable_s`` seconds since the first one in a row,
+    refusals for ``refused_s``; 0 is never. ``random`` returns numbers from 0 to 1.
     """
 
     def __init__(self, unavailable_s: float, refused_s: float, random: Callable[[], float]) -> None:
@@ -104,8 +110,10 @@ class Retries:
 
 
 def is_unavailable(error: EverliftError) -> bool:
-    """Another router, or this one in a moment, may answer. A request that found no worker has
-    ended."""
+    """Another router, or this one in a moment, may answer.
+
+    A request that found no worker has ended.
+    """
     return error.grpc_status == "UNAVAILABLE" and not isinstance(error, NoWorker)
 
 
@@ -137,8 +145,10 @@ class RetryBudget:
         return self._deadline.remaining(now())
 
     async def wait(self, error: EverliftError, router: str) -> None:
-        """Until it is time for the next try after ``error`` of a ``router``. Raises the error where
-        there is none, DeadlineExceeded where it would come too late."""
+        """Until it is time for the next try after ``error`` of a ``router``.
+
+        Raises the error where there is none, DeadlineExceeded where it would come too late.
+        """
         delay = self._retries.delay(error, now())
         if delay is None or self._routers.is_closed:
             raise error

@@ -29,7 +29,10 @@ class Routers:
         transport: Transport = GRPC,
         api_key: str | None = None,
     ) -> None:
-        """Raises ValueError without a target, SettingsError for a key that no header can carry."""
+        """Create the addresses of a client.
+
+        Raises ValueError without a target, SettingsError for a key that no header can hold.
+        """
         if not targets:
             raise ValueError("at least one router address is needed")
         self._targets = tuple(targets)

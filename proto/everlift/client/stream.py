@@ -40,7 +40,9 @@ class Stream(AsyncIterator[Chunk]):
         metadata: Metadata = (),
     ) -> None:
         """Without a ``submission`` the request must be known already; then closing only leaves.
-        ``metadata`` goes with the submission."""
+
+        ``metadata`` goes with the submission.
+        """
         self._routers = routers
         self._reception = reception
         self._is_ours = submission is not None

@@ -16,7 +16,9 @@ from everlift.v1 import inference_pb2 as pb
 @dataclass(frozen=True, slots=True)
 class Output:
     """Token ids, each with the text that it releases, and the text that the end releases.
-    ``logprobs`` are those of the tokens, or none."""
+
+    ``logprobs`` are those of the tokens, or none.
+    """
 
     tokens: tuple[tuple[int, str], ...]
     tail: str = ""
@@ -82,8 +84,11 @@ class FakeRequest:
         return piece
 
     def check(self, offsets: Sequence[int], digests: Sequence[int]) -> None:
-        """Whoever says what it has cannot be out of range; it has something else. Raises
-        OffsetOutOfRange, DataLoss."""
+        """Check the offsets and digests of an attach.
+
+        A wrong digest is DataLoss even if the offset is out of range. Raises OffsetOutOfRange,
+        DataLoss.
+        """
         for choice, offset in enumerate(offsets):
             if choice >= len(self.outputs) or offset < 0:
                 raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")

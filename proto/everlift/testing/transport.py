@@ -24,7 +24,7 @@ _WINDOW = 16
 
 
 class FakeTransport:
-    """Whatever the address, a fake ``router`` answers, on the event loop of who asks.
+    """Transport whose every address leads to a fake ``router`` on the caller's event loop.
 
     >>> transport = FakeTransport(faults=[Break(1)])
     >>> async with AsyncClient("fake", transport=transport) as client:
@@ -80,7 +80,7 @@ class _Server:
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """The generic ones are the same."""
+        """Ignore registered handlers: the generic ones are the same."""
 
     def listen(self, address: str) -> int:
         host, _, port = address.rpartition(":")
@@ -137,9 +137,11 @@ class _Channel:
 
 
 class _Call(Generic[A]):
-    """A call, and the context that its handler is given. As with gRPC, reading one that was
-    cancelled raises CancelledError, and one that ended with an error AioRpcError. Both ends have
-    only bytes in common."""
+    """A call, and the context that its handler is given.
+
+    As with gRPC, reading one that was cancelled raises CancelledError, and one that ended with an
+    error AioRpcError. Both ends have only bytes in common.
+    """
 
     def __init__(self, parse: Callable[[bytes], A], timeout: float | None) -> None:
         loop = asyncio.get_running_loop()

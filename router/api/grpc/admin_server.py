@@ -43,7 +43,7 @@ class AdminServer:
         return self.drain(parse(pb.DrainRequest, data))
 
     def drain(self, message: pb.DrainRequest) -> pb.DrainResponse:
-        """Raises UnknownWorker."""
+        """Drain a worker. Raises UnknownWorker."""
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
         log.info("worker drains", worker_id=worker_id, num_running=num_running)
@@ -60,7 +60,7 @@ class AdminServer:
         return await self.set_policy(parse(pb.SetPolicyRequest, data))
 
     async def set_policy(self, message: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
-        """Raises InvalidRequest, LedgerUnavailable."""
+        """Change the policy. Raises InvalidRequest, LedgerUnavailable."""
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))
         try:

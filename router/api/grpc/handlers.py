@@ -1,8 +1,7 @@
-"""What a service on a gateway's public port is made of: bytes in, messages out, errors as statuses.
+"""Handlers of the services on the clients' port: bytes in, messages out, errors as statuses.
 
-Handlers get bytes and parse them themselves, so that a message that cannot be parsed is answered
-with a cause like every other bad request. A caller is known, and has the scope that the handler
-asks for, before a byte of the message is looked at.
+Handlers parse bytes themselves, so that a malformed message is answered with a cause. The caller
+and its scope are checked before a byte of the message is read.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Call:
-    """A call that ``came`` when it was heard, and whose caller may make it. Names of ``headers``
-    are in small letters.
+    """A call that ``came`` when it was heard, and whose caller may make it.
 
-    ``told`` is what its client knows first, whatever the answer is."""
+    Names of ``headers`` are in small letters.
+
+    ``told`` is what its client knows first, whatever the answer is.
+    """
 
     caller: Caller
     headers: Mapping[str, str]
@@ -61,7 +62,7 @@ def service_name(handlers: grpc.GenericRpcHandler) -> str:
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Raises InvalidRequest, NotUtf8."""
+    """Parse a message. Raises InvalidRequest, NotUtf8."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -82,7 +83,8 @@ def _is_well_formed(data: bytes) -> bool:
 class Handlers:
     """Make handlers of a service behind ``authenticator``.
 
-    A caller needs one of their ``scopes``."""
+    A caller needs one of their ``scopes``.
+    """
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -196,8 +198,11 @@ def _headers(context: Context) -> Mapping[str, str]:
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:
-    """Return a call's one message. Raises InvalidRequest where there is none: gRPC's own handlers of
-    single messages would leave such a call without an answer."""
+    """Return a call's one message.
+
+    Raises InvalidRequest where there is none: gRPC's own handlers of single messages would leave
+    such a call without an answer.
+    """
     async for data in messages:
         return data
     raise InvalidRequest("the call ended without a message")

@@ -120,8 +120,10 @@ class Call:
             self._parse()
 
     def _parse(self) -> None:
-        """As far as there is room: of what is compressed, or of messages that are empty, a window
-        holds far more than it has bytes."""
+        """Parse as many messages as there is room for.
+
+        A window can hold far more compressed or empty messages than it has bytes.
+        """
         while self._unparsed and self._has_room_to_read:
             part = bytes(self._unparsed[:_PARSED_BYTES])
             del self._unparsed[:_PARSED_BYTES]
@@ -154,9 +156,11 @@ class Call:
         self._hold()
 
     def _fail(self, error: EverliftError) -> None:
-        """Of what comes after that nothing is kept, and no more is let in than its window has. Who
-        asks for a message hears of it, with what was whole before answered; a handler that may
-        never ask again ends."""
+        """Reject all further input of the call.
+
+        A handler that reads gets the error after the whole messages; a handler that may never read
+        again is ended.
+        """
         self._failure = error
         self._drop()
         if self._is_asked:
@@ -176,8 +180,11 @@ class Call:
             self._unacknowledged = 0
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError where the call is
-        over."""
+        """Yield the messages of the call.
+
+        Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError when the call is
+        over.
+        """
         while True:
             while self._inbox:
                 message = self._inbox.popleft()

@@ -173,8 +173,10 @@ class Connection(asyncio.Protocol):
             self.acknowledge(event.stream_id, 0)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """So many bytes were taken, or are of no use any more. Of a stream that is over they count
-        on the connection alone."""
+        """So many bytes were taken, or are of no use any more.
+
+        Of a stream that is over they count on the connection alone.
+        """
         self._http2.acknowledge_received_data(size, stream_id)
         self._flush_soon()
 
@@ -240,7 +242,7 @@ class Connection(asyncio.Protocol):
     # what it is told
 
     def mark(self, call: Call) -> None:
-        """The call has something to send."""
+        """Note that the call has something to send."""
         self._ready[call] = None
         self._flush_soon()
 

@@ -53,7 +53,10 @@ class MessageReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises InvalidRequest, MessageTooLarge: where messages begin is not known any more."""
+        """Return the messages that ``data`` completes.
+
+        After InvalidRequest or MessageTooLarge message boundaries are unknown.
+        """
         buffer = self._buffer
         buffer += data
         messages = []

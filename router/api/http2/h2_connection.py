@@ -52,8 +52,10 @@ class Http2(H2Connection):
         )
 
     def send(self, stream_id: int, data: bytes) -> None:
-        """A DATA frame (RFC 9113, section 6.1) within the window, on a stream that is open: what
-        ``send_data`` does, at a tenth of its cost."""
+        """Queue a DATA frame (RFC 9113, section 6.1) on an open stream, within the window.
+
+        This equals ``send_data`` at a tenth of its cost.
+        """
         size = len(data)
         self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
         self.outbound_flow_control_window -= size

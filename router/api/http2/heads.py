@@ -60,7 +60,7 @@ class KnownBlocks(Decoder):
         self._known: dict[bytes, list[HeaderTuple]] = {}
 
     def decode(self, data: bytes, raw: bool = False) -> Iterable[HeaderTuple]:
-        """Raises HPACKError."""
+        """Decode a header block. Raises HPACKError."""
         if (known := self._known.get(data)) is not None:
             return known
         headers = list(super().decode(data, raw))
@@ -77,7 +77,10 @@ def _changes_nothing(block: bytes) -> bool:
 
 
 def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> Head:
-    """Raises NotGrpc, and InvalidRequest, MetadataTooLarge, Unimplemented."""
+    """Parse the head of a call.
+
+    Raises NotGrpc, and InvalidRequest, MetadataTooLarge, Unimplemented.
+    """
     pseudo: dict[str, str] = {}
     own = {"grpc-encoding": IDENTITY}
     metadata: list[tuple[str, str | bytes]] = []

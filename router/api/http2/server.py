@@ -42,7 +42,7 @@ class Server:
         self._handlers.extend(handlers)
 
     def add_insecure_port(self, address: str) -> int:
-        """Raises RuntimeError where it cannot be had."""
+        """Bind an address without TLS. Raises RuntimeError if it is taken."""
         return self._bind(address, None)
 
     def add_secure_port(self, address: str, context: ssl.SSLContext) -> int:
@@ -113,7 +113,7 @@ class Server:
     # its connections
 
     def joined(self, connection: Connection) -> bool:
-        """False where there are too many."""
+        """Register a connection; return False if there are too many."""
         if len(self._connections) >= self._limits.max_connections:
             return False
         self._connections.add(connection)

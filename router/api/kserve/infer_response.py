@@ -1,8 +1,7 @@
-"""What a request has generated, as tensors. Pure.
+"""Output of a request as tensors. Pure.
 
-A response has one choice or several, and of these what is new. What differs in length by choice,
-tokens and what belongs to each, lies one choice after the other; num_output_tokens says how many
-belong to each.
+A response has what is new of one or several choices. Values of different length lie one choice
+after the other; num_output_tokens says how many belong to each.
 """
 
 from __future__ import annotations

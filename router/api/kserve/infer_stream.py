@@ -15,8 +15,7 @@ Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
-    """``answer`` is called with a message when it is read, makes its answers, and raises
-    nothing."""
+    """``answer`` is called with a message when it is read, makes its answers, and raises nothing."""
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
         self._answer = answer
@@ -27,8 +26,10 @@ class InferStream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def answers(self, messages: AsyncIterator[bytes]) -> Answers:
-        """Those of all messages, each message's in their order. What is unfinished when nobody
-        reads any more is cancelled."""
+        """Yield the answers of all messages, each message's in order.
+
+        Unfinished requests are cancelled when nobody reads any more.
+        """
         reading = asyncio.create_task(self._read(messages))
         ending = asyncio.create_task(self._end(reading))
         try:

@@ -1,9 +1,8 @@
-"""What a request may set, under the names that Triton's backends for vLLM and TensorRT-LLM gave it.
-Pure.
+"""Parameters of a request, under the names of Triton's backends for vLLM and TensorRT-LLM. Pure.
 
-Each of them comes as a request parameter, as an input tensor, or as a key of the JSON object
-``sampling_parameters``, which is itself one of the first two. Numbers may be written as text, as
-clients of these backends do.
+Each is a request parameter, an input tensor, or a key of the JSON object ``sampling_parameters``,
+which is itself one of the first two. Numbers may be written as text, as clients of these backends
+do.
 """
 
 from __future__ import annotations
@@ -59,7 +58,9 @@ Setter = Callable[[Wanted, str, Values], None]
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """``set`` puts what came under the name into what is wanted; raises InvalidRequest.
-    ``datatype`` is that of its tensor; at ``most`` so many values may come under the name."""
+
+    ``datatype`` is that of its tensor; at ``most`` so many values may come under the name.
+    """
 
     names: tuple[str, ...]
     datatype: str

@@ -139,7 +139,7 @@ class KserveServer:
         return pb.ServerReadyResponse(ready=self._requests.takes_new)
 
     async def model_ready(self, data: bytes, call: Call) -> pb.ModelReadyResponse:
-        """False where another model is meant, as Triton says it."""
+        """Return whether the named model is ready; False for another model, as in Triton."""
         message = parse(pb.ModelReadyRequest, data)
         with suppress(UnknownModel):
             self._check_asked(message)

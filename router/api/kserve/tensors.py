@@ -59,9 +59,12 @@ class Tensor:
 def inputs(
     request: pb.ModelInferRequest, check_count: Callable[[str, int], None]
 ) -> Iterator[Tensor]:
-    """Yield a request's tensors, each read when it is asked for. ``check_count`` is told its name and how
-    many elements its shape has before any of them is made: a few bytes are one, and a request has
-    room for millions. Raises InvalidRequest, and what ``check_count`` raises."""
+    """Yield a request's tensors, each read when it is asked for.
+
+    ``check_count`` is told its name and how many elements its shape has before any of them is made:
+    a few bytes are one, and a request has room for millions. Raises InvalidRequest, and what
+    ``check_count`` raises.
+    """
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
     if num_inputs > MAX_TENSORS:
         raise InvalidRequest(f"{num_inputs} inputs; a request has at most {MAX_TENSORS}")

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def parse(data: bytes) -> Json:
-    """Raises MalformedBody, NotUtf8."""
+    """Parse a body. Raises MalformedBody, NotUtf8."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

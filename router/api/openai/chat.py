@@ -218,8 +218,10 @@ def _message(deltas: Sequence[Delta]) -> Message:
 
 
 def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
-    """Of each call there is one entry: langchain takes a second one of the same chunk for another
-    call."""
+    """Return the delta of a message, with one entry per call.
+
+    langchain takes a second entry in the same chunk for another call.
+    """
     message: MessageDelta = {}
     calls: dict[int, CallDelta] = {}
     for delta in deltas:

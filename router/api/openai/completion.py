@@ -35,8 +35,10 @@ class Completion(TypedDict):
 
 
 class CompletionAnswer:
-    """Writer of completions. ``echoes`` has the prompt's text by choice, if it precedes the
-    output."""
+    """Writer of completions.
+
+    ``echoes`` has the prompt's text by choice, if it precedes the output.
+    """
 
     def __init__(
         self,

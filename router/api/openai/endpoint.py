@@ -42,11 +42,13 @@ class JsonResponse(Response):
 
 @dataclass(slots=True)
 class Call:
-    """A request that ``came`` when its head was read, and whose caller may make it. Names of
-    ``headers`` are in small letters.
+    """A request that ``came`` when its head was read, and whose caller may make it.
+
+    Names of ``headers`` are in small letters.
 
     ``params`` is what its fields are called in errors, and ``told`` are headers of its answer,
-    whatever that is: a handler sets both as soon as it knows them."""
+    whatever that is: a handler sets both as soon as it knows them.
+    """
 
     request: Request
     caller: Caller
@@ -100,8 +102,10 @@ ANY_METHOD = "*"
 
 
 class Endpoint:
-    """An ASGI application, asked for by ``method``, which may be ANY_METHOD. Who has one of the
-    ``scopes`` may ask; without any: everybody."""
+    """An ASGI application, asked for by ``method``, which may be ANY_METHOD.
+
+    Who has one of the ``scopes`` may ask; without any: everybody.
+    """
 
     def __init__(
         self,
@@ -156,8 +160,10 @@ class Gone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` comes to; it is cancelled when the client goes. To be called when the body has
-    been read. Raises Gone."""
+    """Return the result of ``work``, which is cancelled when the client disconnects.
+
+    The body must have been read. Raises Gone.
+    """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

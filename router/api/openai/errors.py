@@ -47,7 +47,8 @@ class StreamedErrorDetail(ErrorDetail):
     """Error of a stream whose headers were sent, so that it has no HTTP status and no headers.
 
     ``retry_after`` is in seconds. ``resume`` has the headers with which the same POST continues
-    the stream."""
+    the stream.
+    """
 
     retry_after: float | None
     should_retry: bool

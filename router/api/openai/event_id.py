@@ -1,4 +1,4 @@
-"""Where a stream of events is, written into each of them, so that any router can go on there. Pure.
+"""Position in a stream of events, written into each event, so that any router can resume it. Pure.
 
     REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
@@ -23,7 +23,7 @@ _OF_NOTHING = token_digest(())
 
 
 class Position(NamedTuple):
-    """In a choice's output: so many tokens and characters are before it."""
+    """Position in a choice's output: the tokens and characters before it."""
 
     tokens: int = 0
     characters: int = 0
@@ -53,7 +53,7 @@ class EventId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises InvalidRequest."""
+        """Parse an event id. Raises InvalidRequest."""
         name, _, rest = text.partition("/")
         matches = [_POSITION.fullmatch(part) for part in rest.split(",")]
         positions = [

@@ -51,7 +51,8 @@ class KeepAlive:
     """Interval of a stream's signs of life, in seconds; 0 disables them.
 
     Without an event for one interval the headers are sent, and with ``has_comments`` a comment line
-    for each interval."""
+    for each interval.
+    """
 
     interval_s: float
     has_comments: bool
@@ -61,7 +62,8 @@ class Events:
     """The events of one answer, which can be taken as they come. Who has it closes it.
 
     With ``has_ids`` each says where the stream is. Clients that know no other line than ``data``
-    take an id for the beginning of their JSON."""
+    take an id for the beginning of their JSON.
+    """
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Events:
         return self._transcript.resume_headers
 
     async def first(self) -> bytes:
-        """Raises as ``take`` does."""
+        """Return the first event. Raises as ``take`` does."""
         came = asyncio.Event()
         self.listen(came.set)
         while (event := self.poll()) is None:
@@ -136,7 +138,8 @@ class EventStream:
     """ASGI response with server-sent events.
 
     A request that fails before its first event has an HTTP status of its own, unless the keep-alive
-    interval ends before. A later failure is sent as the last event."""
+    interval ends before. A later failure is sent as the last event.
+    """
 
     def __init__(
         self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
@@ -153,7 +156,8 @@ class EventStream:
     ) -> Self:
         """Wait for the first event, for one keep-alive interval at most.
 
-        Raises what one of the requests fails with by then."""
+        Raises what one of the requests fails with by then.
+        """
         first = b""
         try:
             with suppress(TimeoutError):
@@ -191,7 +195,8 @@ class EventStream:
 class _Carrier:
     """Writes events to a client as they come, without a task that wakes up for each of them.
 
-    After ``comment_s`` seconds without an event it writes a comment line; 0 disables that."""
+    After ``comment_s`` seconds without an event it writes a comment line; 0 disables that.
+    """
 
     def __init__(self, events: Events, writer: Writer, comment_s: float) -> None:
         self._events = events
@@ -206,7 +211,8 @@ class _Carrier:
     async def all_written(self) -> None:
         """Return when the last event is written.
 
-        Raises as Events.take does; the events before are written."""
+        Raises as Events.take does; the events before are written.
+        """
         self._events.listen(self._soon)
         self._writer.on_room = self._soon
         self._soon()
@@ -226,7 +232,8 @@ class _Carrier:
     def _comment_if_idle(self) -> None:
         """Write a comment line if no event was written for the interval.
 
-        The timer is set once for each interval: a token only notes when it was written."""
+        The timer is set once for each interval: a token only notes when it was written.
+        """
         moment = self._loop.time()
         left_s = self._written_at + self._comment_s - moment
         if left_s <= 0:

@@ -1,10 +1,8 @@
-"""What a body may hold: the fields of OpenAI's API, and those that Everlift adds to them. Pure.
+"""Fields of a body: those of OpenAI's API and Everlift's additions. Pure.
 
-The ranges of numbers are those of everlift.messages, which are the same on every front. Other
-limits are checked there.
-
-Of what is wrong only the first is looked for: pydantic makes an object for each error, and a body
-has room for millions of them, which the event loop would stand still for.
+Ranges are those of everlift.messages, the same for every protocol; other limits are checked there.
+Only the first error is reported: pydantic makes an object for each error, and a body can hold
+millions.
 """
 
 from __future__ import annotations
@@ -290,7 +288,7 @@ class DetokenizeFields(Fields):
 
 
 def parse(kind: type[F], body: Object) -> F:
-    """Raises UnknownField, InvalidRequest."""
+    """Parse the fields of a body. Raises UnknownField, InvalidRequest."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -298,8 +296,10 @@ def parse(kind: type[F], body: Object) -> F:
 
 
 def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
-    """Return the error of the first invalid field. An unknown field comes first: it may be why
-    another one is missing."""
+    """Return the error of the first invalid field.
+
+    An unknown field comes first: it may be why another one is missing.
+    """
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
     is_missing = first["type"] == "missing"
     where = _path(first["loc"][:-1] if is_missing else first["loc"], body)
@@ -316,8 +316,10 @@ def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) 
 
 
 def _path(location: Iterable[int | str], body: Any) -> str:
-    """As ``messages[0].role``: the parts of ``location`` that are in the body, since others name
-    what a field might have been."""
+    """Return the path of an error as ``messages[0].role``.
+
+    Parts of ``location`` that are not in the body name alternatives of a field and are left out.
+    """
     path = ""
     for part in location:
         try:

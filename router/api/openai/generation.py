@@ -57,9 +57,11 @@ class Generation:
         headers: Mapping[str, str],
         journals: Sequence[Journal],
     ) -> Self:
-        """Each of ``messages`` has its id, and a journal of what came before. Raises what
-        Inference.generate raises: then none of them goes on for this one's sake, and those that
-        came with this call are forgotten, so that all can come again under their ids."""
+        """Each of ``messages`` has its id, and a journal of what came before.
+
+        Raises what Inference.generate raises: then none of them goes on for this one's sake, and
+        those that came with this call are forgotten, so that all can come again under their ids.
+        """
         openings = [
             inference.generate(caller, message, headers, journal)
             for message, journal in zip(messages, journals, strict=True)
@@ -78,7 +80,8 @@ class Generation:
         """Read the requests that ``messages`` have submitted from their first tokens on.
 
         ``had_output``: the client has output of an earlier stream. Raises what Inference.attach
-        raises."""
+        raises.
+        """
         openings = [
             inference.attach(
                 caller,

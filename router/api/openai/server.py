@@ -26,8 +26,10 @@ class HttpServer:
         self.address = ""
 
     async def bind(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        """Take the port, and serves nobody yet; with a ``context`` it speaks TLS. An empty host:
-        nowhere. Raises OSError when the port is taken."""
+        """Take the port, and serves nobody yet; with a ``context`` it speaks TLS.
+
+        An empty host: nowhere. Raises OSError when the port is taken.
+        """
         if not host:
             return
         loop = asyncio.get_running_loop()

@@ -80,8 +80,11 @@ def of_chat(
 
 
 def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
-    """Of what is answered as a whole by a model that holds ``context`` tokens. Raises OutOfRange
-    where its log probabilities may be too many."""
+    """Check the size of an answer that is not streamed.
+
+    Raises OutOfRange if it could hold too many log probabilities for a context of ``context``
+    tokens.
+    """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_WHOLE_LOGPROBS:
         raise OutOfRange(
@@ -138,7 +141,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """Its keys are token ids, as JSON has to write them."""
+    """Return the bias by token id; JSON writes ids as text."""
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32):
             raise InvalidRequest("a key of logit_bias is no token id", field="logit_bias")

@@ -43,10 +43,11 @@ class Usage:
 
 
 class Transcript:
-    """Of one or several requests, each with as many choices; those of the first come first.
+    """What a client has received of one or several requests with several choices each.
 
-    ``resumed`` is where its client was, who is told nothing twice, and nothing that does not go on
-    from what it has."""
+    The choices of the first request come first. ``resumed`` is the client's position, behind which
+    output continues exactly.
+    """
 
     def __init__(
         self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
@@ -76,7 +77,8 @@ class Transcript:
     def resume_headers(self) -> dict[str, str]:
         """Headers of a POST that continues the stream behind what its client was told.
 
-        A client that was told nothing yet sends the request again, under the same name."""
+        A client that was told nothing yet sends the request again, under the same name.
+        """
         headers = {"idempotency-key": self._name}
         if self._told != [BEGIN] * self.num_choices:
             headers["last-event-id"] = self.event_id
@@ -142,7 +144,7 @@ class Transcript:
         self._unproven.remove(choice)
 
     def mark_read(self, choice: int) -> None:
-        """The client is told all that was read of the choice."""
+        """Record that the client receives all that was read of the choice."""
         self._told[choice] = self._read[choice]
         self._written[choice] = str(self._read[choice])
 

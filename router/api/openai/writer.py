@@ -13,8 +13,10 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def around(value: object, name: str, held: object) -> tuple[str, str]:
-    """What is written of ``value`` before and behind the last of its members that is ``name`` and
-    ``held``, for something else to be written there."""
+    """Return the JSON of ``value`` before and behind its last member ``name``, which is ``held``.
+
+    Something else can be written in its place.
+    """
     # What is a client's cannot be taken for it: in JSON its quotation marks are escaped.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')
     return f'{begin}"{name}":', end

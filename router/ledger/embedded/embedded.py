@@ -91,8 +91,10 @@ def running_url(state_dir: Path) -> str | None:
 
 
 class EmbeddedLedger:
-    """One server process. It ends with this process, however this process ends (on Linux).
-    ``listen`` is host and port, for other machines; on port 0 it listens nowhere."""
+    """Ledger server that ends with this process (on Linux, however it ends).
+
+    ``listen`` is host and port for other machines; port 0 disables it.
+    """
 
     def __init__(self, config: LedgerConfig = DEFAULTS, listen: tuple[str, int] = ("", 0)) -> None:
         self._config = config
@@ -112,8 +114,9 @@ class EmbeddedLedger:
         return self._process is not None and self._process.poll() is None
 
     def start(self, state_dir: Path) -> str:
-        """Start the server on the data of ``state_dir`` and waits until it serves it. A server
-        that ended by itself may be started again, and has the same url.
+        """Start the server on the data of ``state_dir`` and waits until it serves it.
+
+        A server that ended by itself may be started again, and has the same url.
 
         Returns the url for ``connect``; it holds the password. Blocks. Raises LedgerSetupError.
         """
@@ -159,7 +162,7 @@ class EmbeddedLedger:
             self._runtime_dir = None
 
     def _check_data(self, data: Path) -> None:
-        """A server that keeps nothing would leave what is there to one that comes back to it."""
+        """Refuse a server without persistence on a directory with data."""
         if self._config.durability_class == "memory" and data.exists():
             raise LedgerSetupError(
                 f"{data} holds a ledger, which durability_class memory would pass over: remove it,"

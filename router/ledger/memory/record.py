@@ -1,6 +1,6 @@
-"""One request in a MemoryLedger: its entry, its choices and its events. Pure.
+"""Request in a MemoryLedger: entry, choices and events. Pure.
 
-It makes its moves without asking whether it may; who may move it is decided in memory.py.
+It makes its moves without checks; memory.py checks them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Choice:
         return (not finish_reason or known <= other) and (not self.finish_reason or other <= known)
 
     def stored(self, offset: int) -> StoredChoice:
-        """Raises OffsetOutOfRange."""
+        """Return the choice from ``offset`` on. Raises OffsetOutOfRange."""
         if not 0 <= offset <= len(self.tokens):
             raise OffsetOutOfRange(f"offset {offset} is not stored")
         return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
@@ -177,7 +177,7 @@ class Record:
         self.update()
 
     def stored(self, offsets: Sequence[int], now: float) -> Stored:
-        """Raises OffsetOutOfRange."""
+        """Return the request from ``offsets`` on. Raises OffsetOutOfRange."""
         if len(offsets) > len(self.choices):
             raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
         padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]

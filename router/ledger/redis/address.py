@@ -1,4 +1,6 @@
-"""Where the ledger's servers are: what its url says. Pure.
+"""Address of the ledger's servers, from its url. Pure.
+
+what its url says. Pure.
 
     unix://[user:password@]/path
     redis://[user:password@]host[:port][/db]                        one server
@@ -59,7 +61,10 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Raises ValueError, in whose words there is nothing of the url: it may hold a password."""
+    """Parse a url.
+
+    Raises ValueError without quoting the url, which may hold a password.
+    """
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

@@ -28,8 +28,10 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 
 
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
-    """Server certificates are verified, and that they are of the host that we connect to. Raises
-    LedgerSetupError for files that are of no use."""
+    """Server certificates are verified, and that they are of the host that we connect to.
+
+    Raises LedgerSetupError for files that are of no use.
+    """
     try:
         return certificates.client_context(Tls(config.tls_ca, config.tls_cert, config.tls_key))
     except SettingsError as error:
@@ -58,8 +60,11 @@ _LATE_S = 0.1
 
 
 class Channel:
-    """``make`` makes a connection that is not connected yet. One that owes an answer and says
-    nothing for ``timeout_s`` seconds is given up, and the next call connects anew."""
+    """``make`` makes a connection that is not connected yet.
+
+    One that owes an answer and says nothing for ``timeout_s`` seconds is given up, and the next
+    call connects anew.
+    """
 
     def __init__(self, make: Callable[[], AbstractConnection], timeout_s: float) -> None:
         self._make = make
@@ -68,8 +73,11 @@ class Channel:
         self._connecting: asyncio.Task[_Wire] | None = None
 
     async def send(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Their answers, refusals among them as exceptions. Raises RedisError when the server
-        cannot be reached; what became of the commands is then unknown."""
+        """Their answers, refusals among them as exceptions.
+
+        Raises RedisError when the server cannot be reached; what became of the commands is then
+        unknown.
+        """
         wire = self._wire
         if wire is None or wire.is_over:
             wire = await self._connected()

@@ -48,7 +48,7 @@ def has_logprobs(request: Request) -> bool:
 
 @cache
 def _record(num_top: int) -> struct.Struct:
-    """Return a token's log probabilities, little endian:
+    """Return the layout of a token's log probabilities, little endian:
 
     logprob float32 | rank uint32 | ids of the alternatives uint32 ... | theirs float32 ...
     """
@@ -56,8 +56,10 @@ def _record(num_top: int) -> struct.Struct:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return a record each. All have as many alternatives as the first one; raises struct.error for one
-    that has not."""
+    """Return a record each.
+
+    All have as many alternatives as the first one; raises struct.error for one that has not.
+    """
     if not logprobs:
         return b""
     pack = _record(len(logprobs[0].top)).pack

@@ -56,9 +56,12 @@ class Command:
 
 class Connections(Protocol):
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Their answers, refusals among them as exceptions. Those for one server go to it in one
-        piece, over one connection, in their order. Raises RedisError or RedisClusterException when
-        a server cannot be reached; what became of the commands is then unknown."""
+        """Their answers, refusals among them as exceptions.
+
+        Those for one server go to it in one piece, over one connection, in their order. Raises
+        RedisError or RedisClusterException when a server cannot be reached; what became of the
+        commands is then unknown.
+        """
         ...
 
     async def call(self, commands: Sequence[Command]) -> list[Any]:
@@ -66,8 +69,10 @@ class Connections(Protocol):
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
-        """Of the keys, one for each server that has some of them. Who they are is asked anew where
-        others than themselves decide that. Raises as ``send``."""
+        """Return one of the keys for each server that holds any.
+
+        The members are asked anew if others than themselves decide them. Raises as ``send``.
+        """
         ...
 
     async def look_again(self) -> None:
@@ -79,7 +84,7 @@ class Connections(Protocol):
 
 
 def connections(config: LedgerConfig) -> Connections:
-    """Raises LedgerSetupError."""
+    """Return connections for the configured url. Raises LedgerSetupError."""
     address = parse(config.url)
     if address.kind is Kind.CLUSTER:
         return _Cluster(address, config)
@@ -169,9 +174,11 @@ def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> l
 
 
 class _Cluster:
-    """Redirections are not followed but looked up and tried again. Least of all ASK: while a slot
-    moves, a part of a shard's keys is on either node, and a script that ran on one of them would
-    not see the others."""
+    """Redirections are not followed but looked up and tried again.
+
+    Least of all ASK: while a slot moves, a part of a shard's keys is on either node, and a script
+    that ran on one of them would not see the others.
+    """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:
         self._address = address

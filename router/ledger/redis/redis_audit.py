@@ -31,8 +31,11 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Where audit.lua looks: a request (r), a key (s), a gateway's set (o) or a tenant's listing
-    (a), the last three by ``name``."""
+    """Position of audit.lua: a request (r), a key (s), a router's set (o) or a tenant's listing
+    (a).
+
+    The last three are named by ``name``.
+    """
 
     kind: str
     request_id: str

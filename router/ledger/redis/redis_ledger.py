@@ -131,7 +131,8 @@ class RedisLedger:
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
         """Return the script's first word and the rest of its answer.
 
-        Raises UnknownRequest, ForgottenRequest."""
+        Raises UnknownRequest, ForgottenRequest.
+        """
         shard = self._shards.of(request_id)
         settles = script in _SETTLING
         word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
@@ -549,13 +550,18 @@ class RedisLedger:
         return float(seconds) + float(microseconds) / 1e6
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """A fault on purpose: for so long every call takes ``delay_s`` longer; inf: the ledger does
-        not answer. 0 seconds ends it."""
+        """Inject a fault: for ``seconds`` every call takes ``delay_s`` longer.
+
+        inf: the ledger does not answer. 0 seconds ends it.
+        """
         self._shards.disturb(seconds, delay_s)
 
     async def process_id(self) -> int:
-        """Of the server. Raises InvalidRequest where that may be no process of this machine: it is
-        one where its url is a socket; LedgerUnavailable."""
+        """Return the process id of the server.
+
+        Raises InvalidRequest if its url is no socket, since it may run elsewhere;
+        LedgerUnavailable.
+        """
         if not self._is_local:
             raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
         [info] = await self._shards.ask_each_server("process", "INFO", "server")

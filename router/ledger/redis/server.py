@@ -27,8 +27,11 @@ _FSYNCS = {
 
 
 def check_server(info: Info, *, is_cluster: bool = False) -> str:
-    """Return the server's name and version. Raises LedgerSetupError; LedgerUnavailable for one
-    that reads its data back, which says until then that it keeps none on its disk."""
+    """Return the server's name and version.
+
+    Raises LedgerSetupError; LedgerUnavailable for one that reads its data back, which says until
+    then that it keeps none on its disk.
+    """
     if info.get("loading"):
         raise LedgerUnavailable("the ledger's server is loading its data")
     name, version = _name(info), _version(info)
@@ -50,8 +53,10 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 
 
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
-    """``appendfsync`` is None where we may not ask; then it is taken for what is demanded. Raises
-    LedgerSetupError."""
+    """``appendfsync`` is None where we may not ask; then it is taken for what is demanded.
+
+    Raises LedgerSetupError.
+    """
     if demanded == "memory":
         return
     if not info.get("aof_enabled"):
@@ -72,15 +77,20 @@ def knows_waitaof(info: Info) -> bool:
 
 
 def generation(infos: Sequence[Info]) -> str:
-    """Another one after a restart or failover of any server. A restart changes ``run_id``; so does
-    a failover, or else, when it is undone between two looks, ``master_replid``."""
+    """Another one after a restart or failover of any server.
+
+    A restart changes ``run_id``; so does a failover, or else, when it is undone between two looks,
+    ``master_replid``.
+    """
     lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
     return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
 
 
 def memory_used(infos: Sequence[Info]) -> float:
-    """Return the part of its bound that the fullest server uses, 0 where none has one. Counted as the
-    server does when it decides whether it is full."""
+    """Return the part of its bound that the fullest server uses, 0 where none has one.
+
+    Counted as the server does when it decides whether it is full.
+    """
     return max(map(_memory_used, infos), default=0.0)
 
 

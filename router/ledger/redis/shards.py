@@ -70,8 +70,10 @@ class NotReplicated(RedisError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``settles``: a promise begins with it. Under durability class replicated it is done when a
-    replica has it too."""
+    """``settles``: a promise begins with it.
+
+    Under durability class replicated it is done when a replica has it too.
+    """
 
     script: Script
     shard: int
@@ -128,9 +130,11 @@ class Shards:
     async def run_with_info(
         self, call: Call, sections: Sequence[str], more: Sequence[Command]
     ) -> tuple[Any, list[Info]]:
-        """What the script answers, and these sections of INFO of every server that has a shard;
-        ``more`` is done too, but by a server that is full. In one round trip, so that the answer
-        and its server are of the same life. Raises LedgerUnavailable."""
+        """Return the script's answer and sections of INFO of every server, in one round trip.
+
+        ``more`` is called too, except by a server that is full. Answer and server are of the same
+        life. Raises LedgerUnavailable.
+        """
         info = ("INFO", *sections)
 
         async def run() -> tuple[Any, list[Info]]:
@@ -165,14 +169,18 @@ class Shards:
         return await self.attempt("servers", lambda: self._connections.servers(self._roots))
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """For so long every call takes ``delay_s`` longer; inf: it gets no answer before that is
-        over. 0 seconds ends it."""
+        """Inject a fault: for ``seconds`` every call takes ``delay_s`` longer.
+
+        inf: no answer before that is over. 0 seconds ends it.
+        """
         self._disturbed_until = asyncio.get_running_loop().time() + seconds
         self._disturbance_s = delay_s
 
     async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Does it until it succeeds or the time is up. Raises LedgerUnavailable, whose cause is
-        what failed last."""
+        """Call ``do`` until it succeeds or the time is up.
+
+        Raises LedgerUnavailable, whose cause is the last failure.
+        """
         failure: Exception | None = None
         failures = 0
         try:
@@ -246,14 +254,12 @@ class Shards:
         return call.key or self._roots[call.shard]
 
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
-        """What follows the calls to make sure that a replica has them.
+        """Return the commands behind the calls that wait for a replica.
 
-        A replica is asked for all that its primary wrote before what this connection wrote last. So
-        something is written behind the calls in any case: one that is repeated writes nothing.
-        PEXPIRE is replicated always, and done by a server that is full as well.
-
-        WAITAOF alone takes a second: a replica that is asked tells what was on its disk before it
-        got what it is asked for, and again only with its next beat. Behind WAIT it has got it.
+        WAITAOF waits for what its connection wrote last, so something is written in any case: a
+        repeated call writes nothing. PEXPIRE is always replicated, and accepted by a full server.
+        WAITAOF alone takes a second, because a replica reports its disk before it has the write;
+        behind WAIT it has it.
         """
         if not self._is_replicated:
             return []
@@ -283,8 +289,10 @@ class Shards:
 
 
 def kind(error: BaseException) -> str:
-    """What failed, in a word. Never a server's own words beyond the first: they may repeat
-    arguments."""
+    """Return the kind of a failure in a word.
+
+    Nothing of a server's own words beyond the first, which may repeat arguments.
+    """
     if isinstance(error, NotReplicated):
         return "not replicated"
     words = str(error)

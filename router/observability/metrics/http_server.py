@@ -31,8 +31,10 @@ MAX_HEAD_BYTES = 8192
 
 
 class MetricsServer:
-    """``address`` is empty as long as nobody can ask. ``readiness`` says whether this router takes
-    new requests; without it, it does not."""
+    """``address`` is empty as long as nobody can ask.
+
+    ``readiness`` says whether this router takes new requests; without it, it does not.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -42,7 +44,7 @@ class MetricsServer:
         self.address = ""
 
     async def start(self, host: str, port: int) -> None:
-        """An empty host: nowhere. Raises OSError when the port is taken."""
+        """Listen for scrapes; an empty host disables it. Raises OSError if the port is taken."""
         if not host:
             return
         self._server = await asyncio.start_server(self.connected, host, port, limit=MAX_HEAD_BYTES)
@@ -65,7 +67,7 @@ class MetricsServer:
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
     def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody; hangs up where too many are."""
+        """Accept a connection, or close it if there are too many."""
         if len(self._answering) >= _MOST_CONNECTIONS:
             writer.close()
             return
@@ -111,8 +113,11 @@ class MetricsServer:
 
 
 class _Collected:
-    """All of a moment. Of its own counters and histograms the library also tells when they were
-    made, as gauges that no catalogue has: these are left out."""
+    """All of a moment.
+
+    Of its own counters and histograms the library also tells when they were made, as gauges that no
+    catalogue has: these are left out.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families = list(registry.collect())

@@ -80,7 +80,7 @@ class Instruments:
         self._prompt_tokens.inc(prompt_tokens)
 
     def ended(self, outcome: str) -> None:
-        """The slug of an error that is in no list counts as an internal one."""
+        """Count an outcome; an unknown slug counts as internal."""
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
 
     def choice_finished(self, reason: FinishReason) -> None:

@@ -32,11 +32,13 @@ class Exporter(Protocol):
 
 
 class OtlpExporter:
-    """Sends spans in batches, from a thread of its own. What does not fit into its queue while the
-    collector is away is dropped."""
+    """Sends spans in batches, from a thread of its own.
+
+    What does not fit into its queue while the collector is away is dropped.
+    """
 
     def __init__(self, exporter: SpanExporter, router_id: str) -> None:
-        """``exporter`` is OpenTelemetry's."""
+        """Create the exporter around OpenTelemetry's ``exporter``."""
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -87,8 +89,11 @@ class OtlpExporter:
 
 
 def otlp(endpoint: str, router_id: str) -> Exporter:
-    """To a collector that speaks OTLP over gRPC; https:// for TLS. OpenTelemetry's own variables,
-    OTEL_EXPORTER_OTLP_HEADERS and others, set headers and certificates. Raises SettingsError."""
+    """Return an exporter to an OTLP collector over gRPC; https:// for TLS.
+
+    OpenTelemetry's variables, such as OTEL_EXPORTER_OTLP_HEADERS, set headers and certificates.
+    Raises SettingsError.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError:

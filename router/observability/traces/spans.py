@@ -32,8 +32,10 @@ _PROVIDER = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Times are seconds since 1970. ``error`` is a slug, empty where there is none; ``events`` are
-    times and names."""
+    """Times are seconds since 1970.
+
+    ``error`` is a slug, empty where there is none; ``events`` are times and names.
+    """
 
     name: str
     context: TraceContext
@@ -81,8 +83,7 @@ def request_spans(
 def refusal_span(
     trace: TraceContext, start: float, end: float, slug: str, x_request_id: str
 ) -> Span:
-    """Of a request that was never accepted. What it said may be anything, so nothing of it is
-    here."""
+    """Return the span of a refused request, without any of its content."""
     attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
     return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 

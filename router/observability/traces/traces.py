@@ -19,8 +19,11 @@ log = logs.get_logger(__name__)
 
 
 class Traces:
-    """The Tracer of one router. ``sample`` is the part of the requests without a trace of their own
-    that gets one; the others follow their flag. Without an exporter none is begun."""
+    """The Tracer of one router.
+
+    ``sample`` is the part of the requests without a trace of their own that gets one; the others
+    follow their flag. Without an exporter none is begun.
+    """
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Whom a step is for: policies that the scheduler asks, one of which operators choose."""
+"""Batching policies, one of which operators choose."""

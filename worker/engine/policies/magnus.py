@@ -13,9 +13,7 @@ from worker.engine.slot_table import SlotTable
 
 
 class Magnus(Policy):
-    """As static batching, but a batch is of sequences whose outputs are predicted to be similarly
-    long, as many as will fit; and of those that wait, the one runs next that has waited longest for
-    what it takes:
+    """Closed batches of sequences with similar predicted output lengths.
 
         (seconds that it waits + seconds that it is to take) / seconds that it is to take
 

@@ -1,4 +1,4 @@
-"""What the scheduler asks a policy, and nothing else does. Pure.
+"""Interface of a batching policy. Pure.
 
 The scheduler keeps slots, blocks, budget and books; a policy has the sequences that are not in the
 batch, and says
@@ -37,15 +37,14 @@ class Waiting(Protocol):
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """One that is new here, or ``is_preempted``."""
+        """Add a sequence that is new or ``is_preempted``."""
         ...
 
     def remove(self, sequence: Sequence) -> None: ...
 
 
 class Policy(ABC):
-    """What a policy does not decide is as in continuous batching: all that can decode do, and who
-    is in the batch is served before newcomers, by arrival."""
+    """Base of the policies, with the decisions of continuous batching."""
 
     #: whether what it says depends on ``now``, or on the steps before
     follows_time = False
@@ -56,11 +55,13 @@ class Policy(ABC):
 
     @abstractmethod
     def head(self, num_running: int) -> Sequence | None:
-        """Who is admitted next, beside ``num_running`` in the batch. It stays in ``waiting``, and
-        nobody overtakes it while there is no room for it. None: for now nobody is."""
+        """Return the sequence to admit next, beside ``num_running`` in the batch; None for none.
+
+        It stays in ``waiting``, and none bypasses it while there is no room for it.
+        """
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
-        """A step begins, and all that the ones before it drew is in ``slot_table``."""
+        """Note that a step begins; ``slot_table`` holds the results of the steps before."""
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:
@@ -68,8 +69,10 @@ class Policy(ABC):
         return False
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Of those that may decode, by arrival: who does in this step, and who does if prefills
-        leave some of the budget, each with the most urgent first."""
+        """Return the decodes of this step, and those that may follow if prefill leaves budget.
+
+        ``slots`` may decode, by arrival; the most urgent come first.
+        """
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:

@@ -53,8 +53,11 @@ _STEPS = 16
 
 
 class LongestStep:
-    """Of the last 16 steps of an engine. Steps that prefill take several times as long as those
-    that do not, so that a mean says little about the next one."""
+    """Longest of the last 16 steps of an engine.
+
+    Steps with prefill take several times as long as others, so a mean says little about the next
+    one.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -66,8 +69,7 @@ class LongestStep:
         return max(self._steps, default=0.0)
 
     def begin_step(self, now: float, is_busy: bool) -> None:
-        """A step begins. What has passed since the last one began is what that took, if the engine
-        ``is_busy``: it did not wait for work."""
+        """Note that a step begins; the time since the last one is its duration if ``is_busy``."""
         if is_busy and self._began is not None:
             self._steps.append(max(0.0, now - self._began))
         self._began = now

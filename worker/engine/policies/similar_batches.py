@@ -31,7 +31,7 @@ class WaitingBatch:
 
     @property
     def order(self) -> int:
-        """Of who came first."""
+        """Return the order of the first arrival."""
         return next(iter(self._sequences))
 
     @property
@@ -40,7 +40,7 @@ class WaitingBatch:
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
     def has_room(self, sequence: Sequence, limits: Limits) -> bool:
-        """For one more, and for the blocks that all of the batch are then predicted to fill."""
+        """Return whether there is room for the sequence and for its predicted blocks."""
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
         return len(self) < limits.max_num_seqs and (has_blocks or not self._sequences)
@@ -55,7 +55,8 @@ class WaitingBatch:
 
 
 class SimilarBatches:
-    """By class and by band of predicted lengths, of which the last batch takes more:
+    """Batches by class and band of predicted lengths; the last batch of a band takes more
+    sequences.
 
         band      |     16..21         |   22..29   | ...
         batches   |  full, full, open  |    open    |
@@ -90,7 +91,7 @@ class SimilarBatches:
         return self._num_tokens + self._members.num_tokens
 
     def push(self, sequence: Sequence) -> None:
-        """Who was preempted is of the batch that runs."""
+        """Add a sequence; a preempted one belongs to the running batch."""
         if sequence.is_preempted:
             self._members.push(sequence)
             return
@@ -109,13 +110,13 @@ class SimilarBatches:
         return self._members.head()
 
     def begin_step(self, now: float) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         for batch in self._opened:
             batch.since = now
         self._opened.clear()
 
     def admit(self, batch: WaitingBatch) -> None:
-        """It runs from now on."""
+        """Make ``batch`` the running one."""
         for sequence in list(batch):
             self.remove(sequence)
             self._members.push(sequence)

@@ -26,8 +26,7 @@ class Continuous(Policy):
 
 
 class ClosedBatch:
-    """Those of the closed batch that are not in a slot, yet or again, and all that came after it
-    was closed."""
+    """Sequences of the closed batch without a slot, and later arrivals."""
 
     def __init__(self) -> None:
         self._members = WaitingLine()
@@ -44,7 +43,7 @@ class ClosedBatch:
         return self._members.num_tokens + self._later.num_tokens
 
     def push(self, sequence: Sequence) -> None:
-        """Who was preempted is of the batch."""
+        """Add a sequence; a preempted one belongs to the batch."""
         line = self._members if sequence.is_preempted else self._later
         line.push(sequence)
 
@@ -56,18 +55,18 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """The first ``size`` of those who came later are the batch, or as many as there are."""
+        """Make the first ``size`` later arrivals the batch, or as many as there are."""
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)
             self._members.push(head)
 
 
 class Static(Policy):
-    """What serving was before continuous batching, and the baseline for it: a batch is who waits
-    when the one before it is done, at most ``size``. It is kinder than most: a sequence that is
-    done computes nothing, nothing is padded, and prompts are prefilled in chunks.
+    """Static batching, the baseline before continuous batching.
 
-    A member for whom there is no room comes in when others are done; nobody else does.
+    The sequences that wait when a batch is done are the next batch, at most ``size``. Finished
+    sequences compute nothing, nothing is padded, and prompts are prefilled in chunks. Members
+    without room are admitted when others are done.
     """
 
     def __init__(self, size: int) -> None:

@@ -16,8 +16,10 @@ _MOST = (1 << 31) - 1
 
 
 class Row:
-    """Its fields by their names, as they are asked for. All methods raise WorkloadFailed, with the
-    place and the cause."""
+    """Line of a trace with fields by name.
+
+    All methods raise WorkloadFailed with the place and the cause.
+    """
 
     def __init__(self, file: Path, line: int, fields: object) -> None:
         self._place = f"{file}:{line}"
@@ -81,7 +83,10 @@ _MOONCAKE_PART_TOKENS = 512
 
 class Format(Protocol):
     def __call__(self, row: Row) -> Arrival | None:
-        """``at`` is counted from the format's own zero. Raises WorkloadFailed."""
+        """Return the request of a line, with ``at`` from the format's own zero.
+
+        Raises WorkloadFailed.
+        """
         ...
 
 

@@ -18,9 +18,11 @@ from cluster.simulator.workloads.traces.row import CSV, Format, Row, mooncake
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of ``file``, whose format is told by its first line. Those from ``begin_s`` to
-    before ``end_s`` after the file's first one are taken, and come ``speed`` times as fast as they
-    were recorded."""
+    """Requests of ``file``, whose format is told by its first line.
+
+    Those from ``begin_s`` to before ``end_s`` after the file's first one are taken, and come
+    ``speed`` times as fast as they were recorded.
+    """
 
     file: Path
     begin_s: float = 0.0
@@ -34,8 +36,10 @@ class Trace:
             raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
 
     def arrivals(self) -> Iterator[Arrival]:
-        """In their order, from the window's begin on. Raises WorkloadFailed for a line that cannot
-        be, and for a window without a request."""
+        """Yield the requests in order, from the begin of the window.
+
+        Raises WorkloadFailed for an invalid line or an empty window.
+        """
         later = dropwhile(lambda each: each.at < self.begin_s, self._recorded())
         is_empty = True
         for arrival in takewhile(lambda each: each.at < self.end_s, later):
