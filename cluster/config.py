@@ -154,9 +154,11 @@ def load(
     options: Mapping[str, object] | None = None,
     beneath: Mapping[str, object] | None = None,
 ) -> Config:
-    """YAML file, then environment, then ``key=value`` assignments, then ``options``, a nested
-    mapping; ``beneath`` all of them another one. Raises SettingsError for all wrong settings of
-    the file together, with its lines."""
+    """Load the settings of a YAML file, the environment, ``key=value`` assignments and ``options``.
+
+    Later ones override earlier ones; ``beneath`` lies below all of them. Raises SettingsError for
+    all wrong settings of the file together, with its lines.
+    """
     content, lines = settings_file.read(file) if file else ({}, {})
     above = (
         settings.from_environment(Config, environ, ignore=_OTHER_VARIABLES),

@@ -49,7 +49,7 @@ class Served:
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:
-        """Say why less than the model's context is served, and what raises it; empty if it is all."""
+        """Say why less than the model's context is served, and what raises it; empty if all is."""
         if not 0 < self.longest < self.context:
             return ""
         worker = config.worker

@@ -1,5 +1,7 @@
-"""The dependencies of a pyproject.toml and of its extra "traces", a line each: a layer of the image
-without our own files."""
+"""Print the dependencies of a pyproject.toml and of its extra "traces", one a line.
+
+The image installs them in a layer that holds none of our own files.
+"""
 
 import sys
 import tomllib

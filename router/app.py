@@ -112,8 +112,7 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return how many workers there are: those that this router is connected with, and those
-        of a cluster of another model that serves clients now.
+        """Return the number of connected workers, and that of another model's active cluster.
 
         Raises LedgerUnavailable.
         """
@@ -151,7 +150,7 @@ class RouterDeployment:
             self._leaving = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Serve awaits this once when it stops the replica; what Python itself calls later is moot."""
+        """Stop the router; Serve awaits this once when it stops the replica."""
         router: Router | None = self.__dict__.get("_router")
         self._router = None
         if router is None:

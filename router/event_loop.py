@@ -42,8 +42,7 @@ async def report() -> None:
 
 
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
-    """Wait for ``call`` up to ``seconds`` in which the event loop kept up; return whether it is
-    done.
+    """Wait for ``call`` for ``seconds`` in which the event loop kept up; return whether it ended.
 
     An interval of the wait at whose end the event loop is late by a whole interval is not counted.
     """

@@ -34,8 +34,7 @@ class Gateway(Protocol):
     def ledger_failed(self) -> None: ...
 
     async def generation_changed(self, generation: str) -> None:
-        """Tells a ledger that may have lost something what it has to know, then the leader that
-        this is done."""
+        """Resync of a ledger that lost data, and the notice to the leader that it is complete."""
         ...
 
 

@@ -421,8 +421,10 @@ class Router:
                 task.result()
 
     async def stop(self) -> None:
-        """Give the lead away, lets streams finish for the configured drain, sends the rest
-        elsewhere and gives its own lease back. Who calls it again waits for the same."""
+        """Drain: resign, finish streams for ``drain`` seconds, move the rest, end the lease.
+
+        Who calls it again waits for the same.
+        """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await self._stopping

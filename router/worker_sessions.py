@@ -188,9 +188,7 @@ class WorkerLink:
                 await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """Declare a silent worker lost before ``silence_s`` are over, unless the event loop is
-        late.
-        """
+        """Declare a silent worker lost before ``silence_s``, unless the event loop is late."""
         interval = self._silence_s / _LOOKS
         while True:
             due = now() + interval

@@ -51,8 +51,7 @@ class FakeModel:
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class Speculation:
-    """Guesses at the next tokens, which one step then checks: what followed the last tokens where
-    they occurred before, in prompt or output, is guessed to follow them again."""
+    """Draft tokens to verify in one step, proposed from what followed the same n-gram before."""
 
     #: largest number of draft tokens of a sequence in a step; 0 disables
     num_draft_tokens: Amount = 0

@@ -26,8 +26,10 @@ _RETRY_S = 1.0
 
 
 class LedgerExchange:
-    """Reads and tells in a thread of its own until ``stop``: whoever asks for the latest, or says
-    something, never waits. ``config`` is called there, before each connection."""
+    """Thread that reads the load and reports decisions until ``stop``.
+
+    Callers never wait for it. ``config`` is called there, before each connection.
+    """
 
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
         self._config = config

@@ -1,5 +1,7 @@
-"""The policy as Ray Serve calls it: within the control loop of its controller, ten times a second,
-so that nothing here may wait."""
+"""Policy as Ray Serve calls it, ten times a second in its controller's loop.
+
+Nothing here may wait.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def _ray_cluster() -> str:
 
 
 def ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
-    """Return the ledger of these settings, whose URL is in the environment or in the state directory.
+    """Return the ledger's settings with the url of the environment or the state directory.
 
     Raises SettingsError, OSError.
     """

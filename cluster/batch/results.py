@@ -1,5 +1,6 @@
-"""The results of a batch: a file of JSON lines that only grows, so that a batch can be cut off at
-any moment and go on later.
+"""Results of a batch: a file of JSON lines that only grows.
+
+A batch can be interrupted at any moment and continued later.
 
     {"id": "a", "text": " 42", "finish_reason": "stop", "usage": {...}}
     {"id": "b", "choices": [{"text": ..., "finish_reason": ...}, ...], "usage": {...}}

@@ -66,8 +66,10 @@ class Generator:
         return [task.result() for task in tasks]
 
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
-        """Return the same of ``clients`` of which each asks one request after another, and where none is
-        due at any time."""
+        """Send the requests from ``clients``, each of which sends one after another.
+
+        No request has a due time.
+        """
         left = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}
 

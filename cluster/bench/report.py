@@ -84,8 +84,10 @@ class Spread:
 
 
 def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
-    """Return a percentile between two values is on the straight line between them, as numpy and vLLM have
-    it; the deviation is that of these values themselves. None where there are none."""
+    """Return percentiles, interpolated linearly as in numpy and vLLM, and the deviation.
+
+    None where there are none.
+    """
     if not len(values):
         return None
     found = np.asarray(values, dtype=float)
@@ -225,7 +227,7 @@ def _slice(at: float, width: float, slices: int) -> int:
 
 
 def _width(duration: float) -> float:
-    """1, 2 or 5 times a power of ten, so that there are about as many slices as a curve has points."""
+    """Return 1, 2 or 5 times a power of ten, so that slices are about as many as points."""
     wanted = max(duration / _POINTS, 1e-3)
     power = 1e-3
     while power * 10 <= wanted:
@@ -315,9 +317,9 @@ _LEFT_SHARE = 0.1
 
 
 class Ramp:
-    """Rates to try, one after the other: each twice the one before, until one is too much or
-    ``most`` is reached; then what is between is halved (by ratio). It takes for granted that more
-    is not easier.
+    """Yield rates: doubled until one is too much or ``most`` is reached, then bisected by ratio.
+
+    It takes for granted that more is not easier.
 
     ``kept`` is the highest rate that was kept up with, ``too_much`` the lowest one that was not.
     """
@@ -347,11 +349,13 @@ class Ramp:
 
 
 def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
-    """Return whether requests that came for so long did not pile up: those that ended in the second half
-    are not fewer than those that came in it by more than a tenth and what chance explains. And
-    hardly one failed, and most are good.
+    """Return whether requests did not pile up during the load.
 
-    ``duration_s`` must be well above what a request takes, or everything piles up."""
+    Those that ended in its second half are not fewer than those that arrived in it, by more than a
+    tenth and what chance explains. And hardly one failed, and most are good.
+
+    ``duration_s`` must be well above what a request takes, or everything piles up.
+    """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False
     good = sum(slo.is_good(each, due) for each in outcomes)

@@ -62,9 +62,11 @@ class Run:
         return Seen(counted(outcomes, self._manner.tokenizer), share)
 
     async def climb(self, load: Load, first: float, most: float, slo: Slo) -> list[Stage]:
-        """Return the same load at rates from ``first`` to at most ``most``, until it is known which are
-        kept up with. A stage begins when the one before has ended. ``load`` must have a duration.
-        Raises as ``send`` does."""
+        """Send load at rates from ``first`` to ``most`` until the highest sustained one is found.
+
+        A stage begins when the one before has ended. ``load`` must have a duration. Raises as
+        ``send`` does.
+        """
         assert load.duration_s is not None
         ramp, stages = Ramp(first, most), list[Stage]()
         while (rate := ramp.next_rate()) is not None:

@@ -49,10 +49,12 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
 
 
 def _engines(status: pb.GetStatusResponse) -> Table:
-    """Since each worker started: the share of its batch slots that were used, of known tokens that
-    were found in the cache, and of drafts that were right; tokens computed again, and blocks
-    swapped out / in. At this moment: the share of its used KV blocks that is empty. At all times:
-    the most tokens of a step."""
+    """Return shares since each worker's start.
+
+    Used batch slots, prefix-cache hits and accepted drafts; recomputed tokens, and blocks swapped
+    out / in. At this moment: the share of its used KV blocks that is empty. At all times: the most
+    tokens of a step.
+    """
     columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(
         *columns, "recomputed", "swapped", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True

@@ -1,5 +1,4 @@
-"""``everlift models``, ``everlift tokenize``, ``everlift detokenize``: what is served, and how it
-reads text."""
+"""Commands ``everlift models``, ``everlift tokenize`` and ``everlift detokenize``."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def workers(config: Config) -> str:
 
 
 def _check_alone(config: Config) -> None:
-    """Raise ClusterFailed where another cluster runs in the state directory, whose ledger it has."""
+    """Raise ClusterFailed if another cluster runs in the state directory."""
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:
         raise ClusterFailed(

@@ -115,12 +115,12 @@ def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Exampl
 
 
 def without_colon(example: Example) -> Example:
-    """Return the same task asked without the closing colon; its split stays that of the colon form."""
+    """Return the same task without the closing colon; it stays in the same split."""
     return replace(example, prompt=example.prompt.removesuffix(":"))
 
 
 def after_lines(lines: Sequence[Example], last: Example) -> Example:
-    """Return the last task asked after solved ones, a line each: a longer prompt, the same answer."""
+    """Return the last task after solved ones, one a line: a longer prompt, the same answer."""
     solved = "".join(f"{line.text}\n" for line in lines)
     return replace(last, prompt=solved + last.prompt)
 
@@ -201,8 +201,10 @@ def _field_value(rng: Random, key: str) -> str | int:
 
 
 def _any_word(rng: Random) -> str:
-    """Return a known word, a word of random letters (so that copying is learned, not the words), or one
-    of multi-byte characters."""
+    """Return a known word, a word of random letters, or one of multi-byte characters.
+
+    Random letters make the model learn to copy.
+    """
     pick = rng.random()
     if pick < 0.5:
         return rng.choice(WORDS + NAMES + CITIES)

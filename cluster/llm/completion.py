@@ -27,8 +27,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """``prompt_logprobs`` are of the prompt's tokens from the second one on, empty where nobody
-    asked. With an ``error`` the choices have what there was before it."""
+    """Completion of one prompt.
+
+    ``prompt_logprobs`` begin with the prompt's second token, and are empty unless requested. With
+    an ``error`` the choices have what there was before it.
+    """
 
     request_id: str
     num_prompt_tokens: int

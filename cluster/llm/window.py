@@ -63,8 +63,11 @@ Begin = Callable[[Task], Future[Completion]]
 
 
 def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
-    """Each task's place and completion, in the order in which they end; at most ``size`` choices
-    are begun and not ended. What is begun is cancelled when the iteration ends before."""
+    """Yield each task's place and completion in the order of their ends.
+
+    At most ``size`` choices are unfinished. What is begun is cancelled when the iteration ends
+    before.
+    """
     window = _Window(begin, size)
     try:
         for index, task in enumerate(tasks):

@@ -174,8 +174,11 @@ class ForkServer:
 
 @dataclass(frozen=True, slots=True)
 class _Pipes:
-    """``theirs`` are a process's standard input, with what it is told in it, output and error, and
-    where the fork server writes its exit status. ``reports`` and ``status`` are our ends."""
+    """Send a start to the fork server.
+
+    ``theirs`` are the process's standard input with its launch, output and error, and the
+    descriptor for its exit status. ``reports`` and ``status`` are our ends.
+    """
 
     theirs: list[int]
     reports: int

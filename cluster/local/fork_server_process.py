@@ -1,5 +1,6 @@
-"""``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``: the process that forks
-ranks.
+"""Process that forks ranks.
+
+Command: ``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``.
 
 It has imported the modules, once. A message on its control socket is a process's role and brings
 four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
@@ -59,7 +60,7 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
 
     def run(self) -> str:
-        """Comes back once in each process that is forked, with its role; and in the end, with none."""
+        """Return once in each forked process, with its role, and at the end with None."""
         self._woken, waking = os.pipe()
         os.set_blocking(waking, False)
         signal.set_wakeup_fd(waking)

@@ -1,5 +1,4 @@
-"""A worker's word to the routers that it starts, while there is no Ray to carry it: who waits for
-it is told so."""
+"""Reports of a starting worker to the routers, without Ray."""
 
 from __future__ import annotations
 

@@ -66,8 +66,10 @@ class Report:
 
 
 def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> Report:
-    """``held_out`` are by arrival; each request's are told as ended before the next one is asked
-    about, so that what is corrected in service is corrected here."""
+    """Measure predictions on ``held_out`` examples, by arrival.
+
+    Each request's outputs are noted before the next one is predicted, as in service.
+    """
     mean, seen = OutputLengths(), list[_Seen]()
     for asked, outputs in by_request(held_out):
         guess = learned.guess(asked)

@@ -1,5 +1,7 @@
-"""The cluster as Ray Serve's own tools deploy it: ``everlift build`` writes what ``serve deploy``
-and KubeRay read, and they call ``application`` with its args.
+"""Application for Ray Serve's own tools.
+
+``everlift build`` writes what ``serve deploy`` and KubeRay read, and they call ``application`` with
+its args.
 
 Settings that change without a restart of actors are not among the args
 (cluster/ray/deployments.py).

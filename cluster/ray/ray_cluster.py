@@ -217,8 +217,10 @@ def _has_router(application: ApplicationStatusOverview) -> bool:
 
 
 def _cause(application: ApplicationStatusOverview) -> str:
-    """Why Serve does not run it, in one line a deployment: its own message has no more than their
-    names, and what Serve says of each is a traceback, of which the log has the whole."""
+    """Return why Serve does not run the application, in one line a deployment.
+
+    Serve's message has only their names and tracebacks; the log has the whole.
+    """
     said = {
         name: each.message
         for name, each in application.deployments.items()
@@ -314,8 +316,7 @@ def _rank_resources(
 def _strategy(
     nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float], size: int
 ) -> str:
-    """All ranks on one node where one is large enough, or where no node is there yet that could
-    have a rank."""
+    """Place all ranks on one node if one is large enough, or if no node can hold a rank yet."""
 
     def fit(count: int) -> bool:
         needed = {name: count * each for name, each in resources.items()}

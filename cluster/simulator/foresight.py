@@ -19,9 +19,11 @@ _NO_RANK = 0.0
 
 
 class Foretold(NamedTuple):
-    """``rank`` is the part of the requests lately whose outputs are foretold to be shorter,
-    ``work_rank`` that of those which take less, prompts and outputs. What ``is_distrusted`` leaves
-    the queue by arrival. Nearly all outputs of which this is foretold get ``least_tokens``."""
+    """Ranks of a request among recent ones, by predicted outputs and by predicted work.
+
+    What ``is_distrusted`` leaves the queue by arrival. Nearly all outputs of which this is foretold
+    get ``least_tokens``.
+    """
 
     length: LengthDistribution
     rank: float = _NO_RANK
@@ -31,8 +33,11 @@ class Foretold(NamedTuple):
 
 
 class Foresight:
-    """``sigma`` is the standard deviation of the logarithm of what is foretold about what comes;
-    None: nothing is seen of it but what was foreseen."""
+    """Create a prediction.
+
+    ``sigma`` is the standard deviation of the error of the logarithm; None: only recorded
+    predictions are used.
+    """
 
     def __init__(self, sigma: float | None, seed: int) -> None:
         self._sigma = sigma

@@ -1,5 +1,6 @@
-"""All requests that are not at their end: what ``router.requests.attempts`` does with them, without
-clients and ledger. Pure.
+"""Unfinished requests, as ``router.requests.attempts`` treats them, without clients and ledger.
+
+Pure.
 
     queued   --dispatched-->  running  --last token-->  finished
       ^                         |

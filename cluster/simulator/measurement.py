@@ -29,8 +29,7 @@ _CONTEXTS = (32, 256, 1024, 4096)
 
 
 class Measurement:
-    """Prompts by themselves, the chunks of a long one, and batches that decode, each at several
-    sizes up to the engine's limits."""
+    """Yield the steps to measure: prompts, chunks of a long prompt, and decoding batches."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine

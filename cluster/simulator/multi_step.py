@@ -58,8 +58,10 @@ class MultiStepScheduler(Scheduler):
         return told
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps are uniform, if no sequence is added or
-        removed before and no stop token is drawn."""
+        """Return how many of the next ``most`` steps are uniform.
+
+        No sequence is added or removed before, and no stop token is drawn.
+        """
         batch, limits = self._batch, self._limits
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
         is_plain &= not self._policy.follows_time
@@ -122,8 +124,10 @@ class MultiStepBatch(Batch):
         super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps have blocks for every sequence, until a limit
-        ends one."""
+        """Return how many of the next ``most`` steps have blocks for every sequence.
+
+        They end at the first limit of a sequence.
+        """
         steps = min(most, self.slot_table.num_uniform_steps())
         free = self._pool.num_free
         if steps and self.slot_table.num_lacking(steps) > free:
@@ -146,8 +150,9 @@ class MultiStepBatch(Batch):
 
 
 class Change(NamedTuple):
-    """Change of the block table in step ``step`` (from 0): the sequence in ``slot`` fills or takes
-    a block.
+    """Change of the block table in step ``step`` (from 0).
+
+    The sequence in ``slot`` fills or takes a block.
 
     ``place`` is its place among the changes of that step, ``num_known`` its number of known tokens.
     """

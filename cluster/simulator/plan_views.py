@@ -100,7 +100,7 @@ def as_json(plans: Mapping[str, Plan], targets: Sequence[Target]) -> dict[str, o
 
 
 def draw(plans: Mapping[str, Plan], targets: Sequence[Target], path: Path) -> Path:
-    """Return a panel for each target, a line for each kind; a ring is around the number that is enough."""
+    """Draw a panel for each target and a line for each kind; rings mark the least enough."""
     # Seconds to import, and most plans are not drawn.
     from matplotlib import pyplot
 

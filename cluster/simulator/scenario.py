@@ -57,8 +57,7 @@ class _Device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoss:
-    """``worker`` (its number, from 0, in the order of their coming) is gone from one moment to the
-    next, and taken for lost ``detection_s`` later."""
+    """Loss of ``worker`` (by number, from 0), detected ``detection_s`` later."""
 
     at: float
     worker: int
@@ -87,9 +86,11 @@ Event: TypeAlias = WorkerLoss | WorkerDrain | WorkerStart
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """``link_s`` is what a message takes between router and worker, one way; ``start_s`` what a
-    worker takes to start that the autoscaler asks for. Times are seconds from the workload's
-    begin."""
+    """Scenario of a simulation.
+
+    ``link_s`` is the delay of a message, one way; ``start_s`` the start time of a worker that the
+    autoscaler requests. Times are seconds from the workload's begin.
+    """
 
     workers: tuple[WorkerSpec, ...]
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -103,8 +103,9 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """Return how a worker ends the sequence instead of starting it, as
-        ``worker.serving.sessions``.
+        """Return how a worker ends the sequence instead of starting it.
+
+        As in ``worker.serving.sessions``.
         """
         most = limits.max_model_len
         if is_draining:

@@ -23,9 +23,11 @@ NOTHING = More()
 
 
 class Stretch:
-    """Each of its steps lets each of the ``num_rows`` sequences of the batch draw a token, and does
-    nothing else. ``before`` is the load at its begin; of each step ``taken`` has the blocks that
-    are taken until it is over."""
+    """Run of equal steps, in each of which ``num_rows`` sequences draw a token.
+
+    ``before`` is the load at its begin; of each step ``taken`` has the blocks that are taken until
+    it is over.
+    """
 
     def __init__(self, before: Load, taken: Sequence[int]) -> None:
         self.before = before

@@ -38,8 +38,7 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
 
 
 def requests_table(forecast: Forecast, slo: Slo, *, by_group: bool = False) -> Table:
-    """Return a row of all requests, and with ``by_group`` one of each class, tenant and
-    application of which there are several."""
+    """Return a row of all requests, and with ``by_group`` one per class, tenant and application."""
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     # Where it is too wide the names take more lines: no number is cut off.
     for column in table.columns[1:]:

@@ -1,5 +1,6 @@
-"""A simulated worker: the product's scheduler over its block pool, with a step time in place of a
-model. Pure.
+"""Simulated worker: the product's scheduler and block pool with a step time instead of a model.
+
+Pure.
 
     start, abort  -->  inbox  --turn-->  schedule, commit  --step is over-->  frame
 

@@ -18,8 +18,7 @@ _MAX_DIGITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a numeric field may have: from ``low`` to ``high``, with ``above`` without
-    ``low`` itself."""
+    """Range of a numeric field: from ``low`` to ``high``, with ``above`` excluding ``low``."""
 
     low: float
     high: float
@@ -41,8 +40,10 @@ class Range:
 
 
 def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
-    """Return the items, or if there are more than ``most`` no more of them than show it: of what is going
-    to be refused no copy is made."""
+    """Return the items, or just enough of them to show that there are more than ``most``.
+
+    A refused list is not copied.
+    """
     return tuple(islice(items, most + 1))
 
 

@@ -371,5 +371,8 @@ BY_SLUG: dict[str, type[EverliftError]] = {cls.slug: cls for cls in _tree(Everli
 
 
 def from_slug(slug: str, message: str) -> EverliftError:
-    """Return the error that ``slug`` names; an unknown slug (a newer peer's) becomes an EverliftError."""
+    """Return the error that ``slug`` names; an unknown slug becomes an EverliftError.
+
+    A newer peer may send one.
+    """
     return BY_SLUG.get(slug, EverliftError)(message)

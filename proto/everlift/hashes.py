@@ -20,8 +20,10 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
-    """Hashes of the full blocks of ``tokens``, first block first; an unfinished last block has
-    none."""
+    """Return the hashes of the full blocks of ``tokens``, in order.
+
+    An unfinished last block has none.
+    """
     parent = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
         parent = block_hash(parent, tokens[start : start + BLOCK_SIZE])

@@ -24,8 +24,10 @@ def settle() -> None:
 
 @contextmanager
 def growing() -> Iterator[None]:
-    """Around what makes much that stays, as the import of a large library does: the collector does
-    not look through it again and again, of which an import of torch spends a sixth of its time."""
+    """Pause the garbage collector around imports of large libraries.
+
+    It would look through their objects again and again: a sixth of the time of importing torch.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -43,8 +43,10 @@ class ModelUnavailable(OSError):
 
 
 async def pin(model: str, revision: str = "") -> str:
-    """Return the commit that ``revision`` of a hub id is now (of its main branch, when empty), or that it
-    was when the hub could last be asked; "" for a directory. Raises ModelUnavailable."""
+    """Return the commit of ``revision`` (default: main branch) of a hub id; "" for a directory.
+
+    If the hub cannot be asked, the last known commit. Raises ModelUnavailable.
+    """
     if not is_hub_id(model, revision):
         return ""
     return await _in_thread(partial(_pin, model, revision))
@@ -53,8 +55,9 @@ async def pin(model: str, revision: str = "") -> str:
 async def fetch(
     model: str, revision: str = "", *, weights: bool, progress: Progress = untold
 ) -> None:
-    """Download what is missing here of a hub id: configuration and tokenizer, and the safetensors
-    if ``weights``. Never pickles. A directory is left as it is.
+    """Download missing files of a hub id: configuration, tokenizer, and safetensors if ``weights``.
+
+    Never pickles. A directory is left as it is.
 
     ``progress`` counts the texts first, then the weights; several threads call it, one at a time.
     Raises ModelUnavailable. When cancelled, the download ends with the piece that is under way.
@@ -82,7 +85,7 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of the weights, whether or not they are there: one, or those that an index names.
+    """Return the files of the weights, present or not: one, or those that an index names.
 
     With both the one file counts, as for transformers. Raises ValueError for an index that is none,
     or that names what is not a file beside it.
@@ -215,9 +218,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(model: str, revision: str) -> Iterator[None]:
-    """Turn the errors of huggingface_hub, of its HTTP library and of its storage into
-    ModelUnavailable.
-    """
+    """Turn errors of huggingface_hub, its HTTP library and its storage into ModelUnavailable."""
     from huggingface_hub.utils import logging
 
     # Its warnings are of retries, and name signed addresses.

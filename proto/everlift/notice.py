@@ -14,8 +14,9 @@ log = logs.get_logger(__name__)
 
 
 def on_signal(leave: Callable[[], None]) -> None:
-    """Call ``leave`` in the running event loop when SIGUSR1 comes for the first time, though its
-    thread may not be the main one: an actor's is not, and Python installs handlers there alone.
+    """Call ``leave`` in the running event loop at the first SIGUSR1, in any thread.
+
+    Python installs handlers in the main thread only, and an actor's event loop runs in another one.
 
     faulthandler's is the exception. What it writes is a traceback, which nobody reads: that
     there is something to read is the notice.

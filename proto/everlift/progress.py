@@ -23,7 +23,7 @@ def untold(done: int, total: int) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[Progress]:
-    """Yield a Progress that tells whoever watches standard error, or the log, how ``what`` goes on."""
+    """Yield a Progress that reports ``what`` on standard error, or in the log."""
     if not sys.stderr.isatty():
         yield logged(what)
         return

@@ -29,8 +29,10 @@ class Reloaded(Generic[T]):
     """May be asked in any thread."""
 
     def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
-        """``make`` reads the files, and raises SettingsError, or OSError, for what is wrong with
-        them; so does this."""
+        """Create the object.
+
+        ``make`` reads the files and raises SettingsError or OSError; so does this.
+        """
         self._files = tuple(files)
         self._make = make
         self._complaint = ""

@@ -155,8 +155,10 @@ class SamplingParams:
     def from_proto(
         cls, message: pb.Sampling, seed: int, defaults: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of ``message``; fields that it does not set are taken from
-        ``defaults``, and the seed from ``seed``. Raises InvalidRequest."""
+        """Return the parameters of ``message``, with ``defaults`` for unset fields and ``seed``.
+
+        Raises InvalidRequest.
+        """
         given = {
             name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)
         }

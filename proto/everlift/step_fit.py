@@ -65,8 +65,10 @@ class FittedStepTime:
 
     @property
     def error(self) -> float | None:
-        """Mean absolute relative error of the last predictions, each made before its sample was
-        learned from, and 1 at most; None where there was none."""
+        """Return the mean relative error of recent predictions, at most 1; None without any.
+
+        Each was made before its sample was learned from.
+        """
         return self._error if self._num_errors else None
 
     @property
@@ -119,8 +121,10 @@ class FittedStepTime:
 def _least_squares(
     products: Sequence[float], totals: Sequence[float], before: Sequence[float]
 ) -> list[float]:
-    """Return the coefficients that fit best and are not negative, near those ``before`` where nothing
-    tells which they are: those that would be negative are left out, one after the other."""
+    """Return the best-fitting non-negative coefficients, near ``before`` where samples do not tell.
+
+    Coefficients that would be negative are left out one after the other.
+    """
     n = len(totals)
     scales = [products[i * n + i] ** 0.5 for i in range(n)]
     used = [i for i in range(n) if scales[i] > 0]

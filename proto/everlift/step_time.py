@@ -24,8 +24,7 @@ class StepTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Roofline of a step: weights are read while tokens are multiplied, then keys and values are
-    read.
+    """Roofline of a step: weights while tokens are multiplied, then keys and values.
 
     the weights are read while the tokens are multiplied with them, the longer of the two counts;
     keys and values are read after that.

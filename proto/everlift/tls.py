@@ -35,8 +35,11 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class InternalTls:
-    """Between routers and workers, the same for all: each of them shows its certificate, and trusts
-    whoever has one of this authority, which therefore has to be the cluster's own."""
+    """TLS between routers and workers, the same for all.
+
+    Each shows its certificate and trusts every holder of one of this authority, which must be the
+    cluster's own.
+    """
 
     #: PEM file with who signed the certificates of all routers and workers; not set: no TLS
     ca: str = ""

@@ -31,8 +31,10 @@ class Transport(Protocol):
     def server(self, options: Options) -> grpc.aio.Server: ...
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Binds one of these servers to ``address``; returns the port, which is another one than
-        asked for where that was 0. Raises OSError when it is taken."""
+        """Bind a server to ``address`` and return its port, which differs for port 0.
+
+        Raises OSError when it is taken.
+        """
         ...
 
 

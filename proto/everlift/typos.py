@@ -26,8 +26,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _is_typo(name: str, known: str) -> bool:
-    """Return whether ``name`` differs from ``known`` in case and separators, or by one letter that
-    is missing, added, changed or swapped with its neighbour."""
+    """Return whether ``name`` is a misspelling of ``known``.
+
+    It differs in case and separators, or by one letter that is missing, added, changed or swapped.
+    """
     short, long = sorted((_letters(name), _letters(known)), key=len)
     if short == long:
         return True

@@ -137,8 +137,11 @@ _MOST_QUEUES = 64
 
 
 class FairShare:
-    """``prompt_token`` and ``output_token`` are what one costs; ``weight_of`` answers a tenant's
-    weight, above 0."""
+    """Create the counters.
+
+    ``prompt_token`` and ``output_token`` are weights; ``weight_of`` returns a tenant's weight,
+    above 0.
+    """
 
     def __init__(
         self, prompt_token: float, output_token: float, weight_of: Callable[[str], float]
@@ -176,8 +179,10 @@ class FairShare:
             del self._work[key]
 
     def work_before(self, ordered: Ordered) -> int:
-        """Tokens of its class that leave before one that comes now, as predicted: its tenant's, and
-        what each other one that waits is served meanwhile, of weight 1, if it has as much."""
+        """Return the predicted tokens of the class that leave before a new request of the tenant.
+
+        Those of the tenant, and equal shares of the other backlogged tenants.
+        """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
         if not own:

@@ -95,8 +95,11 @@ class _Said:
 
 
 class Generations:
-    """``timeout_s`` is how long a gateway that does not say the ledger's generation may keep all
-    others waiting. Times are in seconds."""
+    """Create the generations.
+
+    ``timeout_s`` is how long a router without the ledger's generation may delay all others. Times
+    are in seconds.
+    """
 
     def __init__(self, generation: str, now: float, timeout_s: float) -> None:
         self._timeout_s = timeout_s

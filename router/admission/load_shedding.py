@@ -47,8 +47,10 @@ class Late(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Seconds after its arrival by which its first token and its end are wanted; infinite: at no
-    time."""
+    """Deadlines of a request, in seconds after its arrival.
+
+    They are those of its first token and of its end. Infinite means that there is none.
+    """
 
     first_token_s: float = inf
     end_s: float = inf
@@ -312,8 +314,10 @@ class Bounds:
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
     def _late(self, waiting: Waiting) -> Late | None:
-        """Even if it waits no longer than nearly all others that were told as much, and its tokens
-        come as fast as those of nearly none."""
+        """Return by how much the request misses its deadlines at best; None if it can meet them.
+
+        The best case is a shorter wait and faster tokens than nearly all others had.
+        """
         if not self.rules.refuse_late:
             return None
         wanted = Wanted(waiting.ttft_deadline - waiting.arrived, waiting.deadline - waiting.arrived)

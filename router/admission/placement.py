@@ -129,8 +129,7 @@ class Placement:
             self._note(worker_id)
 
     def expire(self, now: float) -> None:
-        """Releases what nobody acknowledged or used in time, compares the workers, and learns from
-        their steps."""
+        """Release expired reservations, compare the workers, and learn from their steps."""
         for worker in self._workers.values():
             worker.unacknowledged.expire(now - self._config.dispatch_ack)
             for request_id in worker.held.expire(now - _HOLD_S):

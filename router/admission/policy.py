@@ -156,8 +156,7 @@ def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class HighestResponseRatio:
-    """Order by response ratio (highest response ratio next; for serving in Magnus, arXiv
-    2406.04785).
+    """Order by response ratio (highest response ratio next, arXiv 2406.04785).
 
     A request of w tokens that has waited t is bypassed by a later one of v tokens only once that
     has waited t * v / w, and by none that is longer. Without predictions it is fifo.
@@ -180,8 +179,7 @@ class HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class NeverLonger:
-    """Order of ``policy``, except that requests that waited for ``limit_s`` leave their class
-    first.
+    """Order of ``policy``; requests that waited for ``limit_s`` leave their class first.
 
     If all requests wait that long, it is fifo.
     """

@@ -107,8 +107,7 @@ class Evictions:
         return eviction if slack <= max(wait, margin) else None
 
     def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
-        """Tokens that the worker computes before, at most: those that are pending of this class or
-        a higher one."""
+        """Return the pending tokens of this class and higher ones."""
         others = self._running.from_class(waiting.priority, worker_id)
         return min(worker.pending_prefill, sum(other.known_tokens for other in others))
 
@@ -302,8 +301,7 @@ class Moving:
         return Move(running, min(sooner)[1]) if sooner else None
 
     def _has_room(self, worker: WorkerView, running: Running, promised: int) -> bool:
-        """So much that it and those beside it can grow: who is preempted there again computes the
-        same tokens a third time."""
+        """Return the needed blocks with room to grow, which avoids a second preemption."""
         spare = worker.free_blocks - promised - ROOM * _blocks(running)
         return (
             worker.is_open

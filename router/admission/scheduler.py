@@ -307,8 +307,7 @@ class LeaderState:
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Take from the queue, in its order, what has a credit now, or gets room at the expense of
-        a lower class."""
+        """Dispatch requests in order while there is credit, or a lower class can make room."""
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
@@ -360,9 +359,7 @@ class LeaderState:
         return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
 
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
-        """Return a worker for a request that is about to come, where nobody has to be asked before it:
-        none waits, nor is preempted. It counts against the worker until that has acknowledged it,
-        or it is given back."""
+        """Return a worker for a new request if none is queued or preempted."""
         if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
         worker_id = self._placement.choose(waiting)

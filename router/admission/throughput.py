@@ -93,9 +93,11 @@ class _Steps:
 
 
 class ThroughputEstimator:
-    """``full_rate``: tokens by which requests get on there in a second while it has all that it can
-    take, prompts' and outputs' together, those of prefixes that it finds in its cache too; None as
-    long as it never had."""
+    """Throughput of a worker.
+
+    ``full_rate`` counts the tokens per second at saturation, prompts and outputs, including
+    prefix-cache hits; None if it was never saturated.
+    """
 
     def __init__(self) -> None:
         self._usual: dict[int, _Steps] = {}
@@ -121,8 +123,7 @@ class ThroughputEstimator:
 
     @property
     def row(self) -> StepSize | None:
-        """A row's mean share of the steps in about the last ten seconds, prompts' chunks and single
-        tokens together; None as long as there was none."""
+        """Return a row's mean share of recent steps, chunks included; None without any."""
         num_rows = self._computed.num_rows
         return StepSize(*(sum_ / num_rows for sum_ in self._computed)) if num_rows else None
 
@@ -134,8 +135,7 @@ class ThroughputEstimator:
 
     @property
     def free_rate(self) -> float | None:
-        """Blocks per second that sequences which end leave for others, less what those that go on
-        take; None: not known yet."""
+        """Return the blocks freed per second, net of growth; None if unknown."""
         return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
 
     def most_step_s(self, tokens: float) -> float:

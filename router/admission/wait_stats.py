@@ -143,8 +143,10 @@ class WaitStatistics:
             left.note_left(arrival[_NUMBER])
 
     def prune(self, oldest: Arrival | None) -> None:
-        """Forgets what only those would ask for that came before ``oldest``, the first of those
-        that wait; None: nobody waits."""
+        """Remove what only arrivals before ``oldest``, the head of the queue, needed.
+
+        None means that no request waits.
+        """
         numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
             left.prune(numbers.get(priority, 0))

@@ -25,8 +25,10 @@ def batch_of(num_rows: int, row: StepSize) -> StepSize:
 
 
 def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: int) -> int:
-    """Return the most rows, of ``at_most``, whose step takes no longer than ``tpot_s``; one at the least.
-    A step of more rows must not take less. O(log at_most)."""
+    """Return the most rows, from 1 to ``at_most``, whose step takes at most ``tpot_s``.
+
+    A step of more rows must not take less. O(log at_most).
+    """
     fits, too_many = 1, at_most + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
@@ -38,8 +40,7 @@ def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: in
 
 
 def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
-    """Seconds until ``tokens`` of prompts are computed, in chunks of what the ``decoding`` rows
-    leave of a step's ``budget`` of tokens."""
+    """Return the seconds to prefill ``tokens`` beside ``decoding`` rows, ``budget`` a step."""
     if tokens <= 0:
         return 0.0
     steps = ceil(tokens / max(1, budget - ceil(decoding.num_tokens)))
@@ -61,8 +62,10 @@ class Connected(NamedTuple):
 def capacity(
     load: session_pb2.ClusterLoad | None, workers: Iterable[Connected]
 ) -> admin_pb2.CapacityResponse:
-    """``load`` is the leader's word, None where there is none by now; ``workers`` are all that are
-    connected."""
+    """Demand of a cluster.
+
+    ``load`` is the leader's report, None if outdated; ``workers`` are all connected ones.
+    """
     staying = [worker for worker in workers if not worker.state.draining]
     answer = admin_pb2.CapacityResponse(
         workers=len(staying),
@@ -334,8 +337,7 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Less what has been dispatched or waits there, which has a claim on blocks that the
-        worker's state does not count yet."""
+        """Return the free blocks less reservations that the worker's state does not count yet."""
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:

@@ -94,7 +94,7 @@ def apply(
 
 
 def header_request_id(headers: Mapping[str, str]) -> str:
-    """Empty where there is none, or none that a log line can have: proxies make it, and not for us."""
+    """Return the header's request id; empty if it is missing or unfit for a log line."""
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
@@ -157,9 +157,9 @@ class Inference:
         journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Return a request of this message and of what ``headers`` add to it, or the one that its id
-        already names. ``journal`` has what came before, ``timeout_s`` holds beside the message's
-        own.
+        """Return the request of this message and ``headers``, or the one that its id names.
+
+        ``journal`` has what came before, ``timeout_s`` holds beside the message's own.
 
         A message without an id is given one, also where it is refused then. Raises InvalidRequest,
         UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
@@ -180,12 +180,13 @@ class Inference:
         came: float,
         timeout_s: float | None = None,
     ) -> generate_many.Many:
-        """Each request of this message as ``generate`` would have it, but for a name in
-        ``headers``: it is all the requests', each with its place behind it. All of them ``came``
-        with their call. What is wrong with one of them is told of that one alone. Who has it closes
-        it in the end.
+        """Return each request as ``generate`` would; names in ``headers`` get the request's index.
 
-        Raises InvalidRequest."""
+        All of them ``came`` with their call. What is wrong with one of them is told of that one
+        alone. Who has it closes it in the end.
+
+        Raises InvalidRequest.
+        """
         until = None if timeout_s is None else now() + timeout_s
         try:
             generate_many.check_count(len(message.requests))

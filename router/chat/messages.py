@@ -132,8 +132,10 @@ def _tool_call(at: str, call: object) -> Message:
 
 
 def _arguments(at: str, given: object) -> object:
-    """Return the arguments as an object, or as the text that the model wrote if that is not a JSON
-    object: a client can only send back what it received."""
+    """Return the arguments as an object, or as the model's text if it is no JSON object.
+
+    A client can only send back what it received.
+    """
     if given is None or isinstance(given, dict):
         return given or {}
     text = _text(at, given)

@@ -87,8 +87,7 @@ class _Call:
 
 
 class _CharParser:
-    """Reads an output by ``_output``, a grammar written down as generators: each asks for the
-    characters that it needs, with ``yield``."""
+    """Parser that runs ``_output``, a grammar of generators that ``yield`` for characters."""
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
         self._call_id = call_id
@@ -398,8 +397,10 @@ def _text(value: str) -> str:
 
 
 def _object(value: str) -> str:
-    """Return the JSON object that ``value`` is, or is the text of, as some models write it; none at all is
-    an empty one. Raises _NoCall for anything else."""
+    """Return the JSON object that ``value`` is or contains as text; none is an empty one.
+
+    Raises _NoCall for anything else.
+    """
     text = _text(value).strip() if value.startswith('"') else value
     if text == "null":
         return "{}"

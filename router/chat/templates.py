@@ -85,8 +85,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
-        """Return the prompt for ``messages`` and ``more`` (a request's chat_template_kwargs), as a client
-        sent them, and for ``tools``, as ToolUse shows them.
+        """Return the prompt for a client's ``messages`` and ``more``, and for ``tools`` of ToolUse.
+
+        ``more`` is a request's chat_template_kwargs.
 
         Raises InvalidRequest and what is one: UnsupportedContent, OutOfRange, NotUtf8,
         TemplateFailed (the template refuses them), TemplateTimeout, PromptTextTooLong.

@@ -168,8 +168,7 @@ def _root(name: str) -> str:
 
 
 def _definition(function: Function) -> Json:
-    """Return the schema of the arguments as a definition of another schema: it has no `$id`, and
-    its references to itself lead to its place."""
+    """Return a schema as a definition of another one, without `$id` and with rebased references."""
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
     schema = {key: value for key, value in function.parameters.items() if key != "$id"}

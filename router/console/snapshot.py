@@ -1,5 +1,6 @@
-"""A cluster at a moment, as one of its routers knows it: in sections, each a JSON value whose size
-has a bound, and the same for everybody who may see it. Pure.
+"""Cluster at a moment, as a router knows it, in sections of bounded size.
+
+Each is a JSON value that is the same for everyone who may see it. Pure.
 
 What only the leader knows is what it last told the ledger, so that any replica can answer.
 """

@@ -1,5 +1,4 @@
-"""Faults on purpose, in a cluster that was started with chaos allowed: who is meant is found here,
-and the fault is made there.
+"""Fault injection in a cluster that was started with chaos: finds the target and forwards.
 
     a client -> inject, at any router -> the worker, over its session
                                       -> strike, at each router that it concerns

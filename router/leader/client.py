@@ -146,8 +146,7 @@ class LeaderClient:
             self._changed.set()
 
     def report_finished(self, tpot_ratio: float) -> None:
-        """Report a finished request, and its measured over its predicted time per token, with the
-        next message."""
+        """Report a finished request with its measured over its predicted time per token."""
         if self._telling is not None:
             self._tpot_ratios.append(tpot_ratio)
 

@@ -359,7 +359,7 @@ class Leader:
                     tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
 
     def _may_act(self) -> bool:
-        """Return whether the lease and the ledger are up to date, so that the leader may dispatch."""
+        """Return whether lease and ledger are up to date, so that the leader may dispatch."""
         return (
             self._leader_state is not None
             and self._lease.is_confirmed

@@ -21,8 +21,11 @@ _ADOPTION_S = 5.0
 
 
 class Sweep:
-    """``heirs`` answers the gateways with a line, none while nothing may be given away; ``tell``
-    reaches them. ``bury`` is told of one whose lease is over although it has a line."""
+    """Create the sweep.
+
+    ``heirs`` returns routers with a stream, none while nothing may be assigned; ``tell`` reaches
+    them. ``bury`` is told of one whose lease is over although it has a line.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,7 @@ class Sweep:
                 await self._sweep()
 
     def hold_off(self) -> None:
-        """While the ledger was away, or this replica had not the lead, nobody could renew a lease,
-        or nobody looked: the living come first."""
+        """Renew the living first, since nobody could renew a lease while the ledger was away."""
         self._after = now() + self._config.lease
 
     async def _sweep(self) -> None:

@@ -183,22 +183,26 @@ class Ledger(Protocol):
         timeout_s: float | None = None,
         dispatch: Dispatch | None = None,
     ) -> Opened:
-        """Files a new request as QUEUED, owned by ``gateway``; dispatched at once, and so RUNNING,
-        with a ``dispatch`` whose term is the leader's. The stored deadline is ledger time plus
-        ``timeout_s``, whatever ``request`` says. Raises RequestConflict when the id is known with
-        another body hash, LedgerFull."""
+        """Open a request as QUEUED, owned by ``gateway``, or as RUNNING with a valid ``dispatch``.
+
+        The stored deadline is ledger time plus ``timeout_s``, whatever ``request`` says. Raises
+        RequestConflict when the id is known with another body hash, LedgerFull.
+        """
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """QUEUED -> RUNNING under the caller's fresh random ``epoch``, which names the dispatch: to
-        repeat it answers the entry, under whatever term. Raises StaleTerm, NotQueued."""
+        """Move a request from QUEUED to RUNNING under a new random ``epoch`` of the dispatch.
+
+        Repeating it returns the entry, under any term. Raises StaleTerm, NotQueued.
+        """
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Store tokens and their log probabilities; with the finish reason of the last choice
-        that went on RUNNING -> FINISHED. One round trip for all of them. What overlaps stored
-        tokens is trimmed. An item that is refused changes nothing and does not disturb the
-        others."""
+        """Store tokens and log probabilities; the end of the last choice moves RUNNING to FINISHED.
+
+        One round trip for all of them. What overlaps stored tokens is trimmed. An item that is
+        refused changes nothing and does not disturb the others.
+        """
         ...
 
     async def release(
@@ -260,9 +264,7 @@ class Ledger(Protocol):
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
-        """Return a final request -> gone, with prompt, outputs and events; its id may be opened again.
-        Answers None, or the entry of one that is not final and stays. Raises UnknownRequest; where
-        one call had to be tried again, only for what was unknown at its first try."""
+        """Erase a final request with prompt, outputs and events; its id may be opened again."""
         ...
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
@@ -306,10 +308,10 @@ class Ledger(Protocol):
         limit: int = MOST_LISTED,
         before: Position | None = None,
     ) -> Page:
-        """Up to ``limit`` of the requests of ``tenant`` in these ``states``, newest first; all
-        tenants' where it is empty, in any state where there are none. Those behind ``before``: what
-        arrives meanwhile changes nothing there. It looks at MOST_LISTED requests at most, so that a
-        page may have few, or none, and yet not be the last one."""
+        """Return up to ``limit`` requests of ``tenant`` in ``states``, newest first.
+
+        An empty tenant is all tenants, no states are all states.
+        """
         ...
 
     # gateways
@@ -338,10 +340,10 @@ class Ledger(Protocol):
     async def lead(
         self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
     ) -> bool:
-        """Take the leader's lease if it is free, or renews it if ``term`` was the last to have it;
-        False if somebody else holds it. From then on dispatches of older terms are refused. A term
-        that has led, so that it is not ``is_new``, is only renewed: False if another one had the
-        lease since, whoever has it now. A ledger that knows of no term at all renews any."""
+        """Take or renew the leader's lease; return False if another router holds it.
+
+        ``term`` renews it if it was the last holder.
+        """
         ...
 
     async def resign(self, term: int) -> None:
@@ -351,8 +353,10 @@ class Ledger(Protocol):
     # workers
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
-        """Put the worker into the table, in place of any other at its address: a worker that was
-        restarted on a fixed port comes back under another id."""
+        """Put the worker into the table, in place of any other at its address.
+
+        A worker that is restarted on a fixed port has another id.
+        """
         ...
 
     async def drop_worker(self, worker_id: str) -> None: ...
@@ -439,8 +443,7 @@ class Ledger(Protocol):
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
-        """Set what was set before, under its version, where a server may have lost it: nothing
-        changes if the ledger's is as new."""
+        """Restore the policy after a server lost it, unless the ledger's version is newer."""
         ...
 
     async def policy(self) -> ClusterPolicy:

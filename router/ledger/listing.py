@@ -110,8 +110,10 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``gateway``'s set of unfinished requests names this one, whose own ``state`` and ``owner``
-    follow; None and empty where there is no such request."""
+    """Entry in the set of ``gateway``'s unfinished requests, with ``state`` and ``owner``.
+
+    None and empty if there is no such request.
+    """
 
     request_id: str
     gateway: str

@@ -121,8 +121,7 @@ class _Trees:
         return 1 << len(leaves) - 1
 
     def line(self, feature: int) -> tuple[list[float], list[int]]:
-        """Thresholds from the lowest on; and the bits that are left where so many of them are
-        exceeded."""
+        """Return thresholds in ascending order, and the masks of leaves that remain beyond each."""
         cleared = sorted(self._cleared[feature])
         masks = [-1]
         for _, bits in cleared:

@@ -1,5 +1,6 @@
-"""A predictor that was trained, as it lies in a file: JSON, and of what it holds nothing is taken
-on trust. Pure.
+"""Trained predictor in a JSON file, which is validated completely.
+
+Pure.
 
 It has no prompts and no names: of groups digests.
 """

@@ -36,8 +36,10 @@ _LEAST_PROBABILITY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A log-normal length in tokens, of one output that nothing cuts off: ``median``, and ``sigma``
-    the standard deviation of its logarithm. With a sigma of 0 it is the median."""
+    """Log-normal length of an output in tokens: ``median``, and ``sigma`` of its logarithm.
+
+    With a sigma of 0 it is the median.
+    """
 
     median: float
     sigma: float = 0.0
@@ -47,8 +49,10 @@ class LengthDistribution:
         return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
 
     def to_come(self, num_made: int, max_tokens: int) -> int:
-        """Tokens that an output of ``num_made`` so far and ``max_tokens`` at most will still get;
-        at least one, unless it is complete."""
+        """Return the expected remaining tokens after ``num_made`` of at most ``max_tokens``.
+
+        At least one, unless it is complete.
+        """
         expected = max(num_made + 1, round(self._mean_beyond(num_made)))
         return max(0, min(expected, max_tokens) - num_made)
 
@@ -100,8 +104,10 @@ class RecentRanks:
         self._sorted: list[float] = []
 
     def rank(self, length: float) -> float:
-        """Return the part of the recent predictions that are shorter, equal ones counted by half: above 0,
-        below 1. From now on it is one of them."""
+        """Return the share of recent predictions that are shorter, equal ones by half: in (0, 1).
+
+        From now on it is one of them.
+        """
         low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
         rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
         insort(self._sorted, length)
@@ -124,9 +130,11 @@ _DAY_S = 86400.0
 
 
 class Asked(NamedTuple):
-    """``static`` are the values of STATIC, ``groups`` digests that name those of GROUPS, empty
-    where no application is named or the prompt is too short to tell; ``moment`` is its arrival,
-    ledger time in seconds."""
+    """Features of a request.
+
+    ``static`` are the values of STATIC, ``groups`` digests of GROUPS, empty without an application
+    or for short prompts; ``moment`` is its arrival in ledger time.
+    """
 
     static: tuple[float, ...]
     groups: tuple[str, ...]
@@ -260,7 +268,7 @@ class Histories:
         return values
 
     def note(self, groups: Sequence[str], log_length: float) -> None:
-        """Record an output of these groups; ``log_length`` is the natural logarithm of its length."""
+        """Record an output of these groups; ``log_length`` is the natural log of its length."""
         self._all = self._all.with_one(log_length)
         for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)

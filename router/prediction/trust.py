@@ -10,8 +10,9 @@ from math import sqrt
 
 
 def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
-    """Kendall's tau-b of the pairs' first and second values: 1 for the same order, -1 for the
-    reverse, 0 for none, also where all of one side are equal.
+    """Return Kendall's tau-b of the pairs: 1 for the same order, -1 for the reverse, 0 for none.
+
+    0 also if all values of one side are equal.
 
     tau-b = (concordant - discordant) / sqrt((n - ties in x) (n - ties in y)), n = all pairs of
     pairs (Kendall, Biometrika 33, 1945). With the second values inserted into a sorted list in the
@@ -47,8 +48,9 @@ _MARGIN = 0.05
 
 
 class Trust:
-    """Kendall's tau between what was predicted and what came, and the part of outputs within each
-    predicted quantile. Below ``limit`` nothing is trusted until tau is 0.05 above it.
+    """Trust in predictions: Kendall's tau, and the coverage of each quantile.
+
+    Below ``limit`` nothing is trusted until tau is 0.05 above it.
 
     Of an order that says nothing, tau over 500 outputs has a standard deviation of
     sqrt(2 (2 n + 5) / (9 n (n - 1))) = 0.03 (Kendall 1945).

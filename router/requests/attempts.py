@@ -286,7 +286,7 @@ class Attempts:
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """Return the ledger refused the leader's dispatch: a move of the request was lost on the way."""
+        """Handle a dispatch that the ledger refused: a move of the request was lost on the way."""
         if live is None or live.phase is not Phase.WAITING:
             return []
         return [Reconcile(live, is_queued=False)]

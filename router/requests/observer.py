@@ -29,7 +29,7 @@ class ClassObserver(Protocol):
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
-        """Each token after the first one took so many times as long as was predicted when it came."""
+        """Record the ratio of the actual to the predicted time of each token after the first."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:

@@ -95,9 +95,11 @@ _LOGPROBS_A_PIECE = 4096
 
 
 class Choice:
-    """Four counts of tokens: ``len(output)`` came from workers, ``stored`` of them are in the
-    ledger, ``readable`` may be seen by clients: what is stored, or more where deliveries run ahead
-    of the ledger and are marked; and ``taken`` were, by the client that reads fastest.
+    """Output of one choice.
+
+    Of ``output``, ``stored`` tokens are in the ledger, ``readable`` may be seen by clients (more
+    than stored if deliveries run ahead of the ledger), and ``taken`` were read by the fastest
+    client.
     """
 
     def __init__(
@@ -169,8 +171,10 @@ class Choice:
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """Return the tokens that can be read from ``offset`` on, of one epoch and of one message's
-        size. The last piece has the finish reason; it may have no tokens."""
+        """Return the readable tokens from ``offset`` on, of one epoch and one message's size.
+
+        The last piece has the finish reason; it may have no tokens.
+        """
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
             request_id=self.request_id,

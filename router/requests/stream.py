@@ -29,9 +29,11 @@ from router.requests.request import Choice, LiveRequest
 
 
 class Reading:
-    """``offsets`` by choice, 0 where none is given; ``digests`` of the tokens before them, of none
-    where the client does not say what it has. An offset with a digest may lie beyond what there is:
-    it is read on when the choice has come so far again."""
+    """Create the stream from ``offsets`` by choice, default 0.
+
+    ``digests`` are of the tokens before them, if the client states them. An offset with a digest
+    may lie beyond what there is: it is read on when the choice has come so far again.
+    """
 
     def __init__(
         self,

@@ -100,8 +100,7 @@ _NOTHING = session_pb2.TimeBreakdown()
 
 
 class Speaker(Protocol):
-    """A worker: when it was heard last, and what it said then of those that decode there, in a
-    message of its own that stays as it is."""
+    """Clock of a worker: its last message, and its report on decoding sequences."""
 
     @property
     def last_heard(self) -> float: ...

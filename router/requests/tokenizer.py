@@ -165,8 +165,9 @@ class ServedModel:
         *,
         sampling_defaults: Literal["model", "none"] = "model",
     ) -> Self:
-        """Return the model in a Hugging Face directory, of a hub id whose files were fetched, or
-        "fake". ``sampling_defaults`` is the router's setting.
+        """Load the model in a Hugging Face directory, of a fetched hub id, or "fake".
+
+        ``sampling_defaults`` is the router's setting.
 
         Raises UnknownModel, ModelUnavailable.
         """
@@ -191,8 +192,10 @@ class ServedModel:
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:
-        """Before there is a worker: it is going to hold what the last one did, where that served
-        this model. With which weights is seen when it comes."""
+        """Use the limits of the last worker of this model until one is connected.
+
+        With which weights is seen when it comes.
+        """
         if last.model == self.name:
             self.max_model_len = _room(last)
 
@@ -208,13 +211,14 @@ class ServedModel:
 
     @property
     def longest_sequence(self) -> int:
-        """The number of tokens of prompt and output together up to which requests are accepted:
-        ``max_model_len``, or ``context`` until a worker has announced it."""
+        """Return the most tokens of prompt and output: ``max_model_len`` or ``context``.
+
+        ``context`` applies until a worker has announced its limit.
+        """
         return self.context if self.max_model_len is None else self.max_model_len
 
     def fits(self, request: Request) -> bool:
-        """Return whether every worker can hold the request's prompt and all of its max_tokens, or
-        may end its output earlier."""
+        """Return whether every worker can hold the prompt and max_tokens, or may end earlier."""
         total = len(request.prompt_ids) + request.max_tokens
         return request.clamp_max_tokens or total <= self.longest_sequence
 

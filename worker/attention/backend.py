@@ -38,9 +38,11 @@ class StepAttention(Protocol):
         ...
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
-        """``query`` [tokens, heads, head_dim] over each one's own sequence up to itself, as
-        ``form`` says; the same shape. Query heads that share a KV head lie side by side: head h
-        reads KV head h // (heads // kv_heads). The step's own keys must have been written."""
+        """Return causal attention of ``query`` [tokens, heads, head_dim] over each sequence.
+
+        The result has the same shape. Query heads that share a KV head lie side by side: head h
+        reads KV head h // (heads // kv_heads). The step's own keys must have been written.
+        """
         ...
 
 

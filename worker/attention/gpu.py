@@ -40,8 +40,7 @@ from worker.model.rope import Angle
 
 
 class WantedTiles(NamedTuple):
-    """Tiles for ``group`` query heads to a KV head, of all rows or of those alone that nobody else
-    attends to."""
+    """Tiles for ``group`` query heads per KV head, of all rows or of those that remain."""
 
     group: int
     is_for_all: bool
@@ -51,8 +50,7 @@ _TileSets = Callable[[WantedTiles], list[TileSet]]
 
 
 class GpuAttention:
-    """The AttentionBackend on a GPU with ``multiprocessors``, and the DecodingBackend of its
-    graphs."""
+    """AttentionBackend of a GPU with ``multiprocessors``, and the DecodingBackend of its graphs."""
 
     def __init__(
         self, cache: KVCache, multiprocessors: int, prompt_kernels: PromptKernels | None = None

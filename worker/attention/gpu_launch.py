@@ -31,8 +31,10 @@ _HEADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSet:
-    """Tiles of one kind on the device: ``rows`` and ``offsets`` int32 [m], as in Tiles, of up to
-    ``tokens`` tokens in a matrix of ``block_rows`` queries."""
+    """Tiles of one kind on the device, of up to ``tokens`` tokens in ``block_rows`` queries.
+
+    ``rows`` and ``offsets`` int32 [m], as in Tiles.
+    """
 
     rows: Tensor
     offsets: Tensor
@@ -43,9 +45,11 @@ class TileSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """A step's rows on the device, int32: by row [n] its first token's index in the step, where it
-    begins in its sequence, its number of tokens, and its blocks ``tables`` [n, ``width``]; by token
-    [T] its row and its position, which is negative where nothing is to be written."""
+    """Rows of a step on the device, int32.
+
+    By row [n]: first token's index, start, number of tokens, and blocks ``tables`` [n, ``width``];
+    by token [T]: its row and its position, which is negative where nothing is to be written.
+    """
 
     firsts: Tensor
     starts: Tensor

@@ -63,8 +63,10 @@ def bounds_of(counts: Ints) -> NDArray[np.int32]:
 
 class PromptStep(Protocol):
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
-        """``query`` [tokens, heads, head_dim] of the prompts' new tokens, over ``layer`` as
-        KVCache.layer has it; the same shape."""
+        """Return attention of the prompts' ``query`` [tokens, heads, head_dim] over ``layer``.
+
+        The layer is KVCache.layer's; the result has the same shape.
+        """
         ...
 
 

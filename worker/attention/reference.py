@@ -114,8 +114,10 @@ def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) 
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """``query`` [n, new, heads, head_dim] over ``key`` and ``value`` [n, kv_heads, context, ...],
-    in torch's own attention."""
+    """Return torch's attention of ``query`` [n, new, heads, head_dim].
+
+    ``key`` and ``value`` are [n, kv_heads, context, ...].
+    """
     if query.shape[1] == 1:
         # The heads that share a KV head become its queries: no copy of keys for each of them.
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
@@ -164,8 +166,7 @@ def _attend_in_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Blocks that rows see under ``window``: from ``first_blocks`` [n] to before ``last_blocks``
-    [n].
+    """Blocks that rows see under ``window``: ``first_blocks`` [n] to before ``last_blocks`` [n].
 
     A row's shape is its new tokens and its blocks.
     """

@@ -19,8 +19,10 @@ _INTERVAL_S = 1.0
 
 
 async def watch(device: str, tell: Callable[[float], None]) -> None:
-    """Tells the part of the last while, from 0 to 1, in which the GPU ran anything, once a second
-    until cancelled. Returns where ``device`` is none, or NVML cannot be asked: it takes pynvml."""
+    """Report the share of recent time in which the GPU was busy, once a second until cancelled.
+
+    Returns where ``device`` is none, or NVML cannot be asked: it takes pynvml.
+    """
     if (chosen := choose_device(device)).type != "cuda":
         return
     try:

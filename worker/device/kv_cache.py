@@ -55,9 +55,11 @@ class KVCache:
         return self.tensor.shape[0]
 
     def take_memory(self) -> threading.Thread:
-        """Return a system gives memory as it is first written to, for which the first requests' steps had
-        to wait. The thread takes what they will use, and changes nothing in it; meanwhile the cache
-        may be used."""
+        """Touch memory at start, so that the first requests' steps do not wait for it.
+
+        The thread takes what they will use, and changes nothing in it; meanwhile the cache may be
+        used.
+        """
         thread = threading.Thread(
             target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
         )

@@ -24,16 +24,17 @@ def upload(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy from ordinary memory would first wait until the device has done all that it was given;
-    one from pinned memory takes its turn. torch keeps the pinned memory until then."""
+    """Copy through pinned memory, which does not wait for all earlier work of the device.
+
+    torch keeps the pinned memory until then.
+    """
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Parcel:
-    """Arrays of numbers that go to ``device`` in one copy, once the first of them is asked for, or
-    with somebody else's array."""
+    """Arrays that go to ``device`` in one copy, when the first of them is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

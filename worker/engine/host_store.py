@@ -69,8 +69,10 @@ class HostStore:
             self._free.append(place)
 
     def invalidate_all(self) -> None:
-        """Nothing that is kept is what it names, and the step that is planned, if one is, comes to
-        nothing. O(places)."""
+        """Forget all blocks: their contents are unknown, and the planned step comes to nothing.
+
+        O(places).
+        """
         self.failed()
         self._free += self._kept.values()
         self._kept.clear()
@@ -126,8 +128,11 @@ class HostStore:
                 self._kept.move_to_end(block_hash, last=False)
 
     def check_integrity(self, wanted: Iterable[bytes]) -> None:
-        """Between steps; ``wanted`` are the hashes that the preempted wait for, each time that one
-        is. O(places). Raises AssertionError."""
+        """Check the invariants between steps.
+
+        ``wanted`` are the hashes that preempted sequences wait for. O(places). Raises
+        AssertionError.
+        """
         assert not (self._pinned or self._saves or self._loads), "a step is not over"
         places = [*self._free, *self._kept.values()]
         assert sorted(places) == [*range(self._num_places)], "a place is lost, or kept twice"

@@ -54,7 +54,7 @@ class Limits:
 
     @property
     def plans_ahead(self) -> bool:
-        """Return whether a step can be planned before the last one's tokens are known: not with drafts."""
+        """Return whether a step can be planned before the last one's tokens are known."""
         return not self.speculation.num_draft_tokens
 
     @classmethod

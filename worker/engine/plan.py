@@ -85,10 +85,11 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a step as columns, since most steps decode: then nothing is made for each row,
-    here or in the runner. Of n rows, whose T tokens lie row after row, each is a Row to whoever
-    iterates; ``starts``, ``counts`` (tokens, at least one) and the other columns [n] are its
-    fields. A row that decodes may have the token UNKNOWN.
+    """Rows of a step as columns, so that a decode step makes no object per row.
+
+    Of n rows, whose T tokens lie row after row, each is a Row to whoever iterates; ``starts``,
+    ``counts`` (tokens, at least one) and the other columns [n] are its fields. A row that decodes
+    may have the token UNKNOWN.
 
     ``tables`` int32 [slots, width] are the block tables by slot: the block of position p of row i
     is ``tables[slots[i], p // BLOCK_SIZE]``. What lies beyond a row's last token means nothing. It
@@ -159,7 +160,7 @@ class Rows:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Return the tokens whose keys and values the rows read, including those that they write."""
+        """Return the tokens whose keys and values the rows read, with those that they write."""
         return int(self.starts.sum()) + self.num_tokens
 
     @cached_property
@@ -370,9 +371,10 @@ class Runner(Protocol):
 
 
 def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
-    """Equal for equal plans: over the step, its copies, and each row's slot, start, tokens and
-    blocks; and for equal tokens of ``landed``. What is admitted comes from the log that all ranks
-    read.
+    """Digest of a plan and of the tokens of ``landed``, equal for equal plans.
+
+    It covers the step, its copies, and each row's slot, start, tokens and blocks. What is admitted
+    comes from the log that all ranks read.
 
     Of the blocks, those that lie wholly before the row count where it is admitted: later they are
     as an earlier digest had them, and there may be thousands.

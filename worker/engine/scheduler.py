@@ -38,8 +38,10 @@ from worker.engine.speculation import MAX_READ, Drafter
 
 
 class Scheduler:
-    """Call ``schedule`` and ``commit`` in turns, and ``add``, ``remove`` and ``set_policy`` between
-    a commit and the next schedule. Deterministic: the same calls make the same plans.
+    """Scheduler of an engine.
+
+    Call ``schedule`` and ``commit`` in turns, and ``add``, ``remove`` and ``set_policy`` between a
+    commit and the next schedule. Deterministic: the same calls make the same plans.
     """
 
     def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
@@ -168,8 +170,10 @@ class Scheduler:
         self._batch.copied()
 
     def must_commit_first(self) -> bool:
-        """Return whether the next plan would preempt a sequence, which no step may do in flight: a resumed
-        sequence must know its tokens."""
+        """Return whether the next plan would preempt a sequence, which no step may do in flight.
+
+        A resumed sequence must know its tokens.
+        """
         return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 
     def commit_in_flight(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:

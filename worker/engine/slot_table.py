@@ -77,8 +77,7 @@ class SlotTable:
         self._last_tokens[slots] = tokens
 
     def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
-        """Count ``num_computed`` [n] of ``slots`` [n] as computed, and an UNKNOWN token as known
-        where ``draws`` [n] is set."""
+        """Add ``num_computed`` [n] to ``slots`` [n], and an UNKNOWN token where a row ``draws``."""
         self._num_computed[slots] = num_computed
         self._num_known[slots] += draws
         self._last_tokens[slots[draws]] = UNKNOWN
@@ -124,8 +123,10 @@ class SlotTable:
         return rows.then(Rows.of(others, self._tables)) if others else rows
 
     def draws_one(self, rows: Rows) -> Flags:
-        """Return bool [n]: whether a row draws one token that no limit makes the last, and
-        recomputes nothing."""
+        """Return whether a row draws one token that is not its last, and recomputes nothing.
+
+        bool [n]
+        """
         is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
         goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
         is_single: Flags = rows.counts == 1

@@ -20,8 +20,7 @@ _TOKEN_BITS = 32
 
 
 class NgramIndex:
-    """Index of what followed each n-gram of a growing list of tokens, for ``min_match`` to
-    ``max_match``.
+    """Index of what followed each n-gram of a growing list of tokens.
 
     A token costs O(max_match - min_match), and about 100 bytes for each n.
     """
@@ -52,8 +51,10 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """Return the index of what followed the longest n-gram that ends the tokens, where it occurred
-        last before; None where none of them did."""
+        """Return the index behind the last earlier occurrence of the longest n-gram at the end.
+
+        Return None if there is none.
+        """
         for n, followers in self._followers.items():
             if n <= self._length:
                 index = followers.get(self._window & self._masks[n])
@@ -85,8 +86,7 @@ class Drafter:
         self._pause = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
-        """Take in up to ``most`` of those of ``tokens``, which only grow, that are new; how many
-        it took."""
+        """Add up to ``most`` new tokens of ``tokens``, which only grow; return their number."""
         before = self._index.length
         self._index.extend(tokens, most)
         return self._index.length - before

@@ -22,8 +22,10 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds since the engine started, as the host sees them: where a device works by itself, the
-    part that waits for it has its time."""
+    """Seconds since the engine started, by the host's clock.
+
+    Where a device works by itself, the part that waits for it has its time.
+    """
 
     schedule_s: float = 0.0
     model_s: float = 0.0

@@ -160,9 +160,7 @@ class TimeBreakdowns:
 
     @property
     def decoding(self) -> TimeBreakdown:
-        """Return the breakdown of a sequence that decoded in every step, like the average of the
-        others.
-        """
+        """Return the breakdown of a sequence that decoded in every step, like the average."""
         breakdown = TimeBreakdown(self._now, *self._clocks)
         decode_interference_s = breakdown.decode_interference_s - self._decode_s
         return breakdown._replace(
@@ -315,8 +313,7 @@ class TimeBreakdowns:
             self._decodes.begin_anew()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
-        """``_charge_decodes`` row by row, where not all are one position further by the step: with
-        drafts, or in vain."""
+        """Charge decodes row by row, where rows advance by other than one position."""
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now
         alone_s: Floats | float = seconds
@@ -328,8 +325,10 @@ class TimeBreakdowns:
     def _look_where_they_are(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
-        """No row is before the position that is expected of it, and drafts that were right have it
-        further on: all are where they are expected if the sums agree."""
+        """Return whether all rows are at their expected positions.
+
+        No row is before its expected position, and accepted drafts are beyond it, so sums suffice.
+        """
         expected = self._decodes.positions
         if waiting is not None:
             expected -= self._decodes.positions_of(waiting)

@@ -67,8 +67,10 @@ class GrammarCompiler:
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar, done: Done) -> None:
-        """``done`` gets the compiled grammar; or InvalidGrammar with the cause, QueueFull, or
-        EngineFailed. It is called here and now where that is known."""
+        """Compile a grammar for ``done``, which gets it, InvalidGrammar, QueueFull or EngineFailed.
+
+        It is called here and now where that is known.
+        """
         if (known := self._known(grammar)) is not None:
             self._keep(grammar, known)
             done(known)

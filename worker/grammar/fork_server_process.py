@@ -1,5 +1,4 @@
-"""``python -m worker.grammar.fork_server_process``: the process that forks a grammar process for
-each grammar.
+"""Process that forks a process for each grammar: ``python -m worker.grammar.fork_server_process``.
 
 It loads, once, what every grammar process needs: llguidance and the model's vocabulary. Its
 argument is a Launch in JSON. Its control socket carries the sockets that the processes are to
@@ -59,9 +58,10 @@ def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
 
 
 def _bound_memory(mib: int) -> None:
-    """Limit the process to ``mib`` more than the fork server has, beside the compiler's stack, and
-    let
-    the kernel end it first when memory runs out. Has an effect on Linux only."""
+    """Limit the process to ``mib`` beyond the fork server, and let the kernel end it first.
+
+    The compiler's stack is added; "first" is when memory runs out. Has an effect on Linux only.
+    """
     if sys.platform != "linux":
         return
     go_first()

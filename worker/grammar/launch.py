@@ -17,9 +17,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``control`` is the descriptor of the control socket, ``process_mib`` what a grammar process
-    may
-    allocate."""
+    """Launch of the fork server: its control socket and the memory of a grammar process."""
 
     control: int
     model: str

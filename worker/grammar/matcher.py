@@ -72,8 +72,10 @@ class Matcher:
         weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
-        """Return whether the mask of its next token is here, or why there will be none; or if it is worth
-        waiting for. While a token is drawn, that of the one behind it cannot be here."""
+        """Return whether the next token's mask, or its error, is available or worth waiting for.
+
+        While a token is drawn, that of the one behind it cannot be here.
+        """
         if not self._channel.is_busy:
             return True
         if self._is_drawing:
@@ -81,11 +83,13 @@ class Matcher:
         return self._next is not None or self._channel.has_reply(self._number)
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fill ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
-        may come next and after each draft. How many of the drafts the grammar allows, of which a
-        stop token is none; what stands behind them is 0. ``began`` is when the step began to wait
-        for masks, in monotonic time. While the processes are busy none is allowed: they would be
-        asked about behind all that waits."""
+        """Fill ``into`` with the allowed tokens after the output and after each draft.
+
+        int32 [1 + len(drafts), words of the vocabulary], on the CPU. How many of the drafts the
+        grammar allows, of which a stop token is none; what stands behind them is 0. ``began`` is
+        when the step began to wait for masks, in monotonic time. While the processes are busy none
+        is allowed: they would be asked about behind all that waits.
+        """
         into.zero_()
         _fill(into[:1], self._mask_of_next(began))
         self._expect_token()

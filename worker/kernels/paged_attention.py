@@ -55,9 +55,11 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """``out`` [tokens, HEADS, HEAD_DIM], or with several splits ``sums`` fp32 [tiles * TOKENS,
-    HEADS, SPLITS, HEAD_DIM] and ``states`` fp32 [tiles * TOKENS, HEADS, SPLITS, 2]: the largest
-    score, in units of log2, and the sum of the weights relative to it.
+    """Compute attention of tiles into ``out`` [tokens, HEADS, HEAD_DIM], or into sums and states.
+
+    With several splits: ``sums`` fp32 [tiles * TOKENS, HEADS, SPLITS, HEAD_DIM] and ``states`` fp32
+    [tiles * TOKENS, HEADS, SPLITS, 2]: the largest score, in units of log2, and the sum of the
+    weights relative to it.
 
     ``query`` [tokens, HEADS, HEAD_DIM]; ``cache`` points to one layer's keys of block 0, values lie
     ``value_offset`` elements behind. A row's tokens begin at ``firsts`` in the step and at

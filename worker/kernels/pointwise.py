@@ -53,8 +53,10 @@ def gate_and_multiply(
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """``out`` [tokens, width] = activation(gate) * up, of ``gate_up`` [tokens, 2 * width]; a
-    program for each (token, BLOCK columns). ACTIVATION is a name of model.spec.Activation."""
+    """Compute ``out`` [tokens, width] = activation(gate) * up of ``gate_up`` [tokens, 2 * width].
+
+    A program for each (token, BLOCK columns). ACTIVATION is a name of model.spec.Activation.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = columns < width

@@ -31,8 +31,7 @@ class BadCheckpoint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Row-major, in the bytes from ``start`` to ``end`` of the file ``path``; ``dtype`` is the
-    format's word for it."""
+    """Tensor in a file: row-major bytes ``start`` to ``end`` of ``path``, of type ``dtype``."""
 
     name: str
     path: Path

@@ -1,5 +1,7 @@
-"""A layer's pointwise operations on a CPU, in C++ (pointwise.cpp): torch's are calls of several
-operations each, and every one of these has threads to wake up."""
+"""Pointwise operations of a layer on a CPU, in C++ (pointwise.cpp).
+
+torch's are calls of several operations each, every one of which wakes threads.
+"""
 
 from __future__ import annotations
 

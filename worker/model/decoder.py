@@ -269,8 +269,10 @@ class Decoder:
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of ``tokens`` [T], each at its place of ``positions`` [T]: of those at
-        ``sites`` [n], which ascend, [n, hidden], or of all."""
+        """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites`` [n].
+
+        ``sites`` ascend; the result is [n, hidden].
+        """
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -329,8 +331,7 @@ def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _column_parts(
     name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
 ) -> tuple[Part, ...]:
-    """``parts``, each with its size and its share of it: linears of their own in the checkpoint, or
-    side by side in the one that ``fused`` names."""
+    """Return a linear of ``parts`` with sizes and shares, separate or fused as ``fused``."""
     if fused is None:
         return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
     total = sum(size for size, _ in parts.values())

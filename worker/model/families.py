@@ -190,8 +190,11 @@ def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> 
 
 
 def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
-    """``rope_parameters`` has one for each kind of layer; before, ``rope_scaling`` was of those
-    that see everything, and ``rope_local_base_freq`` the theta of the others."""
+    """Return the rope of each kind of layer, from ``rope_parameters`` or older keys.
+
+    Before, ``rope_scaling`` was of full-attention layers, and ``rope_local_base_freq`` the theta of
+    the others.
+    """
     head_dim = _head_dim(config)
     written = config.section("rope_parameters")
     full = config.section("rope_scaling") or written.section(_FULL)

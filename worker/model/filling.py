@@ -32,8 +32,7 @@ class _Buffer(threading.local):
 
 
 class Filler:
-    """Fills ``pieces``, from several threads at once if so wanted, and tells ``progress`` how many
-    of their bytes are."""
+    """Fill ``pieces``, in threads if wanted, and report the filled bytes to ``progress``."""
 
     def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
         self.total_bytes = sum(piece.into.nbytes for piece in pieces)

@@ -65,8 +65,10 @@ def rope_type(parameters: HfConfig) -> str:
 
 
 def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
-    """Return the rope that ``parameters`` describe, be it of a part of a head; ``theta`` where they do not
-    say it. Raises UnsupportedModel."""
+    """Return the rope of ``parameters``, also of a part of a head; ``theta`` is its default.
+
+    Raises UnsupportedModel.
+    """
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))
     if dim % 2:

@@ -17,7 +17,7 @@ class Form(Protocol):
         ...
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """Return the same without a bias as fp32, which need not have been rounded to less before."""
+        """Return the product without bias as fp32, not rounded to a smaller type before."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -34,8 +34,10 @@ class Packing(Protocol):
     packs_embeddings: bool
 
     def pack(self, weight: Tensor) -> Form | None:
-        """``weight`` in another form, which may take its memory; None where it cannot be packed,
-        and then it is as before."""
+        """Return ``weight`` packed, possibly in its memory; None if it cannot be packed.
+
+        Then it is unchanged.
+        """
         ...
 
 
@@ -87,8 +89,10 @@ class Matrix:
 
 
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
-    """Return whether two products over ``inputs`` differ by nothing but the order in which sums of fp32
-    were made, and by how the end was rounded. Never where one is not finite."""
+    """Return whether two products differ only by the order of fp32 sums and the final rounding.
+
+    Never where one is not finite.
+    """
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()
     return bool(furthest <= 4 * rounding * expected.abs().max())

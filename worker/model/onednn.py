@@ -31,15 +31,19 @@ _CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def bound_caches() -> None:
-    """Bound the memory of compiled products in this process, unless the environment sets other
-    capacities. Has no effect after the first product of the process."""
+    """Bound the memory of compiled products, unless the environment sets other capacities.
+
+    Has no effect after the first product of the process.
+    """
     for name in _CACHES:
         os.environ.setdefault(name, str(_MAX_COMPILED))
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows that a product of ``num_rows`` rows is padded to: at most an eighth
-    more above 32 rows, and the same up to 4 rows, as when few sequences decode."""
+    """Return the padded number of rows of a product: at most an eighth more above 32 rows.
+
+    Up to 4 rows, as in small decodes, it is unchanged.
+    """
     step = max(_LEAST_STEP, 1 << max(0, (num_rows - 1).bit_length() - 4))
     return num_rows if num_rows <= _LEAST_STEP else -(-num_rows // step) * step
 

@@ -142,8 +142,10 @@ class PanelPacking:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``weight`` [outputs, inputs] in int8, and the scale [outputs] of each output in fp32:
-    its largest magnitude over 127."""
+    """Return ``weight`` [outputs, inputs] in int8 and its scales [outputs] in fp32.
+
+    A scale is the output's largest magnitude over 127.
+    """
     numbers = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight))
     for first in range(0, len(weight), _QUANTISED_TOGETHER):

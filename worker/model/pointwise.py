@@ -50,8 +50,10 @@ class Pointwise(Protocol):
         layer: int,
         attention: StepAttention,
     ) -> Tensor:
-        """Rotates ``turned`` [T, heads, head_dim], whose first ``num_query`` heads are queries,
-        which are returned; the others are keys, which are written with ``value``."""
+        """Rotate ``turned`` [T, heads, head_dim] and write keys and ``value`` to the cache.
+
+        The first ``num_query`` heads are queries, which are returned; the others are keys.
+        """
         ...
 
 

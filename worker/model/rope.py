@@ -44,8 +44,10 @@ class RotaryTable:
 
 
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
-    """``heads`` [tokens, heads, head_dim], each pair (i, i + dim / 2) turned by its angle; features
-    from ``dim`` on stay as they are."""
+    """Return ``heads`` [tokens, heads, head_dim] with each pair (i, i + dim / 2) rotated.
+
+    Features from ``dim`` on stay.
+    """
     cos, sin = angle
     dim = cos.shape[-1]
     if dim < heads.shape[-1]:

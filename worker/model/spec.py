@@ -60,8 +60,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each pair's wave is stretched by its own factor (arXiv 2402.13753): by one of ``long``, or
-    of ``short`` where no sequence is longer than ``original_context``.
+    """Longrope: each pair's wave is stretched by its own factor (arXiv 2402.13753).
+
+    By ``long``, or ``short`` if no sequence is longer than ``original_context``.
 
     What is turned is also multiplied by ``attention_factor``.
     """

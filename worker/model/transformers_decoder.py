@@ -91,8 +91,7 @@ class _Hidden(tuple[Tensor]):
 
 
 def _as_passage(trunk: nn.Module) -> nn.Module:
-    """``trunk`` to those who look at it, but the hidden states that it makes are the embeddings
-    that it is given."""
+    """Model whose trunk returns the given embeddings as hidden states."""
     passage = copy(trunk)
     passage.forward = lambda *_, inputs_embeds, **__: _Hidden((inputs_embeds,))
     return passage

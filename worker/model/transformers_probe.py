@@ -45,8 +45,7 @@ _SEEDS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The prompt's row is the last of ``rows``; ``positions`` [T] are those that the model hears
-    of."""
+    """Step of the probe: the prompt is the last of ``rows``, at ``positions`` [T]."""
 
     rows: Rows
     positions: list[int]

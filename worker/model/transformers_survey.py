@@ -57,8 +57,7 @@ class Unservable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """``trunk`` is the name of the submodule that ends with the hidden states; what the model
-    makes of those is its head."""
+    """Result of the survey: ``trunk`` names the submodule that ends with the hidden states."""
 
     layers: PagedLayers
     trunk: str
@@ -145,8 +144,7 @@ def window_of(sees: MaskFunction) -> int | None:
 
 @contextmanager
 def _called_within(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Names of the pretrained models inside ``model`` in the order of their calls: an outer one
-    comes before those that it calls."""
+    """Return the names of the pretrained models inside ``model``, outer ones first."""
     called: list[str] = []
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():

@@ -73,8 +73,10 @@ def load(
 
 
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
-    """Return the type of all matrices of a checkpoint, or with weights that are not read the type
-    that its config names; None if there are several. Raises BadCheckpoint."""
+    """Return the type of all matrices of a checkpoint, or that of its config; None if several.
+
+    The config's applies to weights that are not read. Raises BadCheckpoint.
+    """
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")
         return _CONFIG_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
@@ -84,11 +86,13 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a head that is tied by the config, but of which the checkpoint has one that is not the
-    embedding, becomes one of its own: a model that was trained further may have been stored so,
-    and transformers ties no more than what is equal. Returns the name of one that is equal.
+    """Untie a head that the config ties but whose values differ in the checkpoint; return its name.
 
-    Each rank compares the whole tables, so that all come to the same without a word."""
+    A model that was trained further may be stored so; transformers ties only equal ones. The name
+    of an equal one is returned.
+
+    Each rank compares the whole tables, so that all come to the same without a word.
+    """
     if decoder.tied is None or not stored.keys() >= {*decoder.tied}:
         return None
     embedding, head = (stored[name] for name in decoder.tied)

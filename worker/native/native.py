@@ -117,7 +117,7 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """Return the highest level of LEVELS that this CPU has; None where nothing is shipped for it."""
+    """Return the highest level of LEVELS that this CPU has; None if none is shipped for it."""
     if not _SHIPPED.is_dir():
         return None
     return level_limit() or highest_level()

@@ -1,5 +1,6 @@
-"""Rank 0's word on a step's rows, as integers for the other ranks: what was drawn, or that it
-failed. Pure.
+"""Agreement on a step's rows: rank 0's tokens and errors as integers for the other ranks.
+
+Pure.
 
     as it is drawn    one token a row that samples, or a mark below 0
     with drafts       one line a row, [tokens drawn ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
@@ -23,7 +24,7 @@ def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
 
 
 def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
-    """Return the same results without log probabilities, which only rank 0 tells, and without causes."""
+    """Return the results without log probabilities and causes, which only rank 0 reports."""
     return [_result(line) for line in lines]
 
 

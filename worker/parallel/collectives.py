@@ -96,8 +96,10 @@ class Collectives:
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
-    """Join rank ``rank`` of ``size``; on every rank None where one of them has no compiler, or
-    does not share the memory. ``timeout`` is that of a collective. Raises what the store does."""
+    """Join as ``rank`` of ``size``; None on every rank if one has no compiler or shares no memory.
+
+    ``timeout`` is that of a collective. Raises what the store does.
+    """
     library = _library()
     if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):
         return None

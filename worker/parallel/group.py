@@ -68,7 +68,7 @@ class Group:
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """Return the ranks' shards side by side along the last dimension, on rank 0; None elsewhere."""
+        """Return the ranks' shards side by side in the last dimension on rank 0; None elsewhere."""
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -76,8 +76,10 @@ class Group:
         return tensor
 
     def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        """Take part in a ``gather_to_first`` whose result this rank has no use for, with no more
-        memory than ``room``, which is as large as all ranks' shards, and contiguous."""
+        """Take part in a ``gather_to_first`` without using the result, in the memory of ``room``.
+
+        It must be contiguous and as large as all ranks' shards.
+        """
 
     def agree(self, well: bool) -> bool:
         """Return whether all ranks are ``well``. Waits for their hosts, not for devices."""
@@ -302,7 +304,7 @@ def init_group(
 
 
 def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
-    """Return the way and the group: through memory that all ranks share if they do, by gloo otherwise."""
+    """Return the way and the group: shared memory if all ranks share it, gloo otherwise."""
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))

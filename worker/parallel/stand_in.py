@@ -69,8 +69,7 @@ class Tell:
 
 
 class StandIn:
-    """``most_tokens`` are those of a step, ``most_logits`` the rows of logits that are gathered at
-    once, and ``most_told`` the integers of rank 0's word."""
+    """Memory of the substitute: tokens of a step, rows of logits, and integers of agreement."""
 
     def __init__(
         self,

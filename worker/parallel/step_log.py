@@ -1,5 +1,6 @@
-"""Rank 0's log on its way to the other ranks: TCP of its own, never a collective, so nothing times
-out while nobody asks for anything.
+"""Log of rank 0 for the other ranks, over its own TCP connection.
+
+It is no collective, so an idle worker times nothing out.
 
     rank r -> rank 0    StepLogHello, once; then beats, whatever its engine does
     rank 0 -> rank r    StepLog, one a step

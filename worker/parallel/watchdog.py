@@ -23,9 +23,10 @@ _REMEMBERED = 64
 
 
 class WakingTime:
-    """The time that a watcher may hold against others: what passes while it does not get to look
-    itself is nobody's fault. A machine under load, or a process that was stopped and goes on, makes
-    no false alarms so."""
+    """Time that an observer may count: intervals in which it did not run itself do not count.
+
+    A machine under load, or a process that was stopped and goes on, makes no false alarms so.
+    """
 
     def __init__(self, most_s: float) -> None:
         """Between two looks no more than ``most_s`` counts."""

@@ -41,8 +41,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """``last_tokens`` are on a device that computes by itself; a ``stand_in`` there is of several
-    ranks."""
+    """Model over a KV cache.
+
+    ``last_tokens`` exist on a device that computes by itself, a ``stand_in`` with several ranks.
+    """
 
     config: WorkerConfig
     loaded: Loaded
@@ -82,9 +84,11 @@ class Assembly:
         )
 
     def capture(self) -> DecodeGraphs | None:
-        """Step that decode, if they can be captured: what others' modules compute, or torch's
-        attention, may not be, and collectives that wait on the host are not. All ranks capture, or
-        none: to replay is to make collectives."""
+        """Return the decode steps to capture, if they can be captured.
+
+        Other modules, torch's attention and collectives that wait on the host cannot. All ranks
+        capture, or none: to replay is to make collectives.
+        """
         if self.last_tokens is None:
             return None
         model, attention = self.loaded.model, self.attention

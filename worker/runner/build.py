@@ -122,8 +122,10 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 
 
 def try_modules(config: WorkerConfig, directory: Path) -> None:
-    """Build a model that transformers' modules would run, on the CPU and with random weights,
-    which take its memory. Raises UnsupportedModel where a start would."""
+    """Build a model for transformers' modules on the CPU with random weights.
+
+    Raises UnsupportedModel where a start would.
+    """
     place = Placement(Group.single(), torch.float32, torch.device("cpu"))
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)
 

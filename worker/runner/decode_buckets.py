@@ -41,8 +41,7 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
-    """Return the smallest with room for ``rows``; None where these do more than decode, or are too
-    many."""
+    """Return the smallest bucket for ``rows``; None if they do not only decode, or are too many."""
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))
     return buckets[index] if decode and 0 < len(rows) and index < len(buckets) else None

@@ -1,5 +1,4 @@
-"""Steps that only decode, captured once for each bucket and replayed: a launch in the place of
-hundreds."""
+"""Captured decode steps, one graph per bucket: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -71,9 +70,11 @@ class DecodingBackend(Protocol):
     def decoding(
         self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor
     ) -> StepAttention:
-        """Attention of a step whose rows have one token each, or none (``counts`` int32 [n]), at
-        ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
-        launches depends on n alone: the tensors are read as they are when it runs."""
+        """Attention of a step whose rows have one token each, or none (``counts`` int32 [n]).
+
+        At ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
+        launches depends on n alone: the tensors are read as they are when it runs.
+        """
         ...
 
 

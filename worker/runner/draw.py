@@ -125,7 +125,7 @@ def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
 
 
 def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Return the smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
+    """Return the smallest kept weight of ``top`` [n, w], and whether it holds among all weights."""
     width = top.shape[1]
     top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])
     kth = top.gather(1, top_k.clamp(max=width).long() - 1)

@@ -1,5 +1,4 @@
-"""Drawing on a GPU, by a kernel in Triton (worker.kernels.drawing): nothing is sorted, and the host
-waits for nothing."""
+"""Sampling on a GPU by a Triton kernel (worker.kernels.drawing), without sorting or waiting."""
 
 from __future__ import annotations
 

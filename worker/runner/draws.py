@@ -35,6 +35,5 @@ class Draws(NamedTuple):
 
 class DrawFrom(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
-        """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row
-        from which none can be drawn."""
+        """Return token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE, NOTHING_LEFT."""
         ...

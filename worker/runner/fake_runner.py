@@ -41,10 +41,11 @@ class FakeGrammar(Protocol):
 
 
 class FakeRunner:
-    """A Runner, whose steps take ``model.step_time`` seconds and ``model.token_time`` for each
-    token: that long it is in ``sleep``, where a step was launched when its results are waited for.
-    By its number a step may have a fault: that is raised when all is written, and all of it
-    wrong."""
+    """Runner without a model, whose steps take ``step_time`` and ``token_time`` seconds.
+
+    It spends them in ``sleep``; for a launched step, when its results are waited for. By its number
+    a step may have a fault: that is raised when all is written, and all of it wrong.
+    """
 
     def __init__(
         self,
@@ -286,8 +287,10 @@ def expected_tokens(
     stop_token_ids: Iterable[int] = (),
     grammar: FakeGrammar | None = None,
 ) -> list[int]:
-    """Return the first ``count`` tokens after ``prompt`` that a right worker makes, fewer where a stop
-    token comes. Greedy unless ``sampling`` says otherwise."""
+    """Return the first ``count`` tokens that a correct worker makes after ``prompt``.
+
+    Fewer if a stop token comes. Greedy unless ``sampling`` says otherwise.
+    """
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)
     twist = _twist(sampling, len(prompt))

@@ -47,9 +47,7 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Row of logits after the first ``length`` places of the slot's line and the ``drafted``
-    tokens.
-    """
+    """Row of logits after ``length`` places of the slot's line and the ``drafted`` tokens."""
 
     row: int
     slot: int
@@ -93,8 +91,7 @@ class Histories:
             self._counts.index_put_((slots, places), once, accumulate=True)
 
     def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-        """Change ``logits`` fp32 [n, vocab] where a token occurred before; the slots of ``rows``
-        (at least one) were admitted with penalties."""
+        """Apply penalties to ``logits`` fp32 [n, vocab] of ``rows``, whose slots have penalties."""
         cells = [self._draft_cells(row) for row in rows]
         # What is drawn has its room from here on: when it is taken in, memory must not be short.
         longest = (len(self._places[row.slot]) + len(row.drafts) for row in rows)
@@ -188,7 +185,7 @@ def _counts(admission: Admission) -> Counter[int]:
 
 
 def _doubled(size: int) -> int:
-    """Return the next power of two, so that growing one by one moves everything only now and then."""
+    """Return the next power of two, so that growing one by one rarely moves the data."""
     return 1 << (size - 1).bit_length() if size else 0
 
 

@@ -19,8 +19,7 @@ _LARGEST_PIECE = 1 << 30
 
 
 class HostBlocks:
-    """``num_blocks`` tensors like ``block``, by number; of a GPU's in page-locked memory, from
-    which it copies on its own."""
+    """Host memory for ``num_blocks`` blocks, page-locked for a GPU."""
 
     def __init__(
         self, block: Tensor, num_blocks: int, allocate: Callable[..., Tensor] = torch.empty

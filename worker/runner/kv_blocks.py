@@ -71,9 +71,12 @@ def profile_run(
     capture: Callable[[], object],
     scratch_bytes: int,
 ) -> MemoryUse:
-    """Return the weights are loaded, and ``runner`` has a KV cache of ``scratch_bytes`` for ``plans``,
-    which are not counted. ``capture`` returns what holds its graphs. All ranks do this at the same
-    time. Raises ValueError where there is too little memory for the steps."""
+    """Return the memory of ``plans``, which run with a KV cache of ``scratch_bytes``.
+
+    The weights are loaded; the cache is not counted. ``capture`` returns what holds its graphs. All
+    ranks do this at the same time. Raises ValueError where there is too little memory for the
+    steps.
+    """
     memory.release()
     _execute(runner, plans)
     step = memory.most_held - scratch_bytes

@@ -45,8 +45,7 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
 
 
 class ArrivingScores:
-    """Some rows of ``score`` on their way to the host; ``num_top`` has how many alternatives each
-    tells, by its number among the step's logits."""
+    """Scores on their way to the host; ``num_top`` has the alternatives of each row."""
 
     def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
         self._num_top = num_top

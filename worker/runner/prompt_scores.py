@@ -29,8 +29,7 @@ class Head(Protocol):
 
 
 class _Scored(NamedTuple):
-    """A prompt's token whose log probability is wanted, ``row``'s, and where among the step's
-    tokens the one before it lies."""
+    """Token of a prompt to score: its ``row``, and the place of the token before it."""
 
     row: int
     at: int

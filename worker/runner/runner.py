@@ -66,8 +66,10 @@ class Model(Protocol):
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of ``tokens`` [T], each at its place of ``positions`` [T]: of those at
-        ``sites`` [n], which ascend, [n, hidden], or of all."""
+        """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites`` [n].
+
+        ``sites`` ascend; the result is [n, hidden].
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -79,8 +81,9 @@ class Model(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Samples of a step: ``num_asks`` sequences, whose ``slots`` int64 [num_asks] are on the
-    device.
+    """Samples of a step, for ``num_asks`` sequences.
+
+    ``slots`` is int64 [num_asks], on the device.
 
     The sampling rank adds what it has prepared.
     """
@@ -251,8 +254,7 @@ class TorchRunner:
         return hidden[sites_there()], scores
 
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
-        """Hidden states of the step's tokens at ``sites``, or of all; the keys and values of all go
-        to the cache."""
+        """Write keys and values to the cache; return hidden states at ``sites`` or of all."""
         attention = self._attention.prepare(rows, parcel)
         tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
         are_all = sites is None or len(sites) == rows.num_tokens
@@ -362,8 +364,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """A Launched step of ``rows``: ``hidden`` are those after which a token is drawn, ``scores``
-    what is told of prompts."""
+    """Launched step of ``rows``: ``hidden`` for sampling, ``scores`` of prompts."""
 
     def __init__(
         self,
@@ -388,8 +389,10 @@ class TorchStep:
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Torch has a class of its own for tensors on a GPU; not for those on a CPU, nor for what else
-    CUDA takes memory for."""
+    """Return whether an error is out of memory.
+
+    torch has an exception class only for tensors on a GPU.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(says in str(error) for says in _OUT_OF_MEMORY)
@@ -406,8 +409,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _is_told_late(rows: Rows) -> bool:
-    """Return whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
-    prompt's scores are numbers."""
+    """Return whether rank 0's host needs the results first: for drafts, or scores of prompts."""
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 
 

@@ -35,7 +35,7 @@ class SampledSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Without drafts nothing is to be done for it but to draw, and nothing told but the token."""
+        """Return whether the row only draws one token and reports nothing but that token."""
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         told = self.sampling.logprobs is not None or self.error is not None
         return not (edited or told or self.sampling.has_penalties)
@@ -43,7 +43,7 @@ class SampledSlot:
 
 @dataclass(slots=True)
 class SampledRow:
-    """Ask of a step, whose logits begin at row ``first``; a grammar allows ``num_allowed`` drafts."""
+    """Sampled row whose logits begin at ``first``; a grammar allows ``num_allowed`` drafts."""
 
     slot: SampledSlot
     position: int
@@ -116,8 +116,11 @@ def plain_results(drawn: Sequence[int]) -> list[RowResult]:
 
 
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """``drawn`` up to the first token that is not the draft in its place or that is a stop, and
-    before the first site that has none: the next step will meet that again, without drafts."""
+    """Return ``drawn`` up to the first token that is not its draft or is a stop.
+
+    It also ends before the first site without a token: the next step meets that again, without
+    drafts.
+    """
     kept: list[int] = []
     for token, draft in zip_longest(drawn, drafts):
         if token < 0:

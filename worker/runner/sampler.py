@@ -44,8 +44,7 @@ from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask
 
 
 class Ask(NamedTuple):
-    """Draw the token at ``position`` of the output of ``slot``'s sequence, and those behind
-    ``drafts``, as far as these are drawn themselves."""
+    """Sample the token at ``position`` of the output, and those after accepted ``drafts``."""
 
     slot: int
     position: int

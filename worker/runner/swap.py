@@ -31,8 +31,7 @@ _STAGED = 8
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Seconds that a block takes: copied out and back, or its tokens computed as part of a prompt's
-    chunk, which is how a preempted sequence is computed again."""
+    """Seconds for a block: copied out and back, or recomputed as part of a chunk."""
 
     copy_s: float
     compute_s: float

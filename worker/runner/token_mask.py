@@ -20,15 +20,17 @@ class TokenMask(Protocol):
     """State of one sequence in its grammar. ``mask`` raises EverliftError if it cannot continue."""
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
+        """Return whether ``mask`` without drafts answers at once, or soon enough to wait."""
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fill ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come
-        next and after each draft. How many of the drafts the grammar allows; what stands behind
-        the first that it does not allow means nothing. ``began`` is when the step began to wait
-        for masks, in monotonic time: from then on it waits for all of them together no longer
-        than for one."""
+        """Fill ``into`` with the allowed tokens after the output and after each draft.
+
+        int32 [1 + len(drafts), mask_words(vocab)], on the CPU. How many of the drafts the grammar
+        allows; what stands behind the first that it does not allow means nothing. ``began`` is when
+        the step began to wait for masks, in monotonic time: from then on it waits for all of them
+        together no longer than for one.
+        """
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -55,8 +57,9 @@ def mask_words(vocab_size: int) -> int:
 
 
 def forbidden(mask: Tensor, vocab_size: int) -> Tensor:
-    """Return the forbidden tokens, bool [n, vocab_size], of ``mask`` int32 [n,
-    mask_words(vocab_size)].
+    """Return the forbidden tokens of ``mask`` int32 [n, mask_words(vocab_size)].
+
+    bool [n, vocab_size], on its device.
     """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     allowed = mask.view(torch.uint8).unsqueeze(-1).bitwise_and(bits)

@@ -43,9 +43,7 @@ def _doubled(most: int) -> list[int]:
 
 
 def _batch(num_rows: int, count: int, budget: int) -> tuple[int, ...]:
-    """Return as many rows of ``count`` tokens (at least 2) as fit, one remainder, and rows of one
-    token.
-    """
+    """Return as many rows of ``count`` tokens (at least 2) as fit, a rest, and single tokens."""
     spare = budget - num_rows
     num_long = min(num_rows, spare // (count - 1))
     others = [1] * (num_rows - num_long)

@@ -128,8 +128,11 @@ class WorkerDeployment:
             log.info("start not told", cause=str(error))
 
     async def _join(self) -> None:
-        """Until a router accepts it: what it has loaded may have taken minutes, and a ledger that
-        is away for a moment is no reason to do that again. Raises Refused."""
+        """Announce the worker until a router accepts it.
+
+        Loading may have taken minutes, so a ledger that is away for a moment is no reason to end.
+        Raises Refused.
+        """
         while not await self._is_announced():
             await asyncio.sleep(_ANNOUNCE_S)
 
@@ -163,7 +166,7 @@ class WorkerDeployment:
         await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Serve awaits this once when it stops the replica; what Python itself calls later is moot."""
+        """Stop the worker; Serve awaits this once when it stops the replica."""
         if "_announcing" not in self.__dict__ or self._announcing.cancelled():
             return None
         return self._stop()

@@ -1,5 +1,4 @@
-"""The part of a rank that stays in one thread from building the runner to closing it, because CUDA
-and OpenMP keep state by thread.
+"""Thread of a rank from building the runner to closing it, because CUDA and OpenMP are per thread.
 
 The thread is a daemon: a step that never returns does not keep a process that wants to end.
 """

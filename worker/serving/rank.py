@@ -92,8 +92,11 @@ class Rank:
         serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
         ray_cluster: str = "",
     ) -> None:
-        """``serve`` makes rank 0's server; ``ray_cluster`` is the session name of the Ray cluster
-        that the rank is part of. Raises ValueError for a configuration that cannot run."""
+        """Create the rank.
+
+        ``serve`` makes rank 0's server; ``ray_cluster`` is the session name of its Ray cluster.
+        Raises ValueError for a configuration that cannot run.
+        """
         if not config.model:
             raise ValueError('model must be set, to a directory or "fake"')
         if not 0 <= rank < config.tensor_parallel:
@@ -213,9 +216,12 @@ class Rank:
             raise RankFailed(str(self._error)) from self._error
 
     async def drain(self) -> None:
-        """Start nothing more and hands everything back; returns when the routers have it, or after
-        ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
-        come in between."""
+        """Drain: start nothing more, and return when the routers have every token.
+
+        ``drain_timeout`` ends the wait.
+
+        Rank 0 does it for all: the others wait for its end, since theirs would come in between.
+        """
         self._ready_file.remove()
         if self._rank:
             await _until(self._ended, 2 * self._config.drain_timeout)

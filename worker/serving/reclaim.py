@@ -35,8 +35,10 @@ def _is_there(url: str) -> bool:
 
 
 def _direct() -> urllib.request.OpenerDirector:
-    """Asks nobody but the address itself: what a proxy says is not what the machine's own cloud
-    says, and where a redirect leads another's 200 would be no notice."""
+    """Ask the address itself, without proxies and redirects.
+
+    A proxy's or another host's 200 is no notice.
+    """
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.HTTPHandler(),

@@ -45,8 +45,11 @@ def events(
     start_s: float,
     is_scaled: bool = False,
 ) -> tuple[Event, ...]:
-    """``workers`` are there at the beginning, and those that are added are like the first one, at
-    its usual speed; with ``is_scaled`` others may come. Raises ForecastFailed."""
+    """Return the events of a simulation.
+
+    ``workers`` exist at the beginning; added ones are like the first one at its usual speed. With
+    ``is_scaled`` others may come. Raises ForecastFailed.
+    """
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
     if not is_scaled:
         comings = sorted(at + start_s for number, at in added for _ in range(number))

@@ -14,7 +14,7 @@ _EVERY = 100
 
 
 def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
-    """``arrivals`` as they are; on a terminal's standard error it is shown how far they have come."""
+    """Yield ``arrivals`` unchanged, and show the progress on standard error if it is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield from arrivals

@@ -63,8 +63,10 @@ def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
 
 
 def _least_squares(features: _Floats) -> list[float]:
-    """Return the coefficients, none of them negative, with which each row sums up nearest to 1: as long as
-    one would be negative the most negative one is left out."""
+    """Return non-negative coefficients with which each row sums to about 1.
+
+    The most negative coefficient is dropped until none is negative.
+    """
     used = [column for column in range(features.shape[1]) if features[:, column].any()]
     found = np.zeros(features.shape[1])
     while used:

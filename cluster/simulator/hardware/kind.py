@@ -67,9 +67,11 @@ class Kind:
 
 
 def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
-    """Each rank has its part of the weights and of the KV cache, and twice in a layer all of them
-    sum up what they have, each telling 2 (n - 1) / n of it (a ring). Raises ForecastFailed where
-    the model has no room."""
+    """Return the kind for several ranks.
+
+    Each has its share of weights and KV cache; twice per layer a ring sum sends 2 (n - 1) / n of
+    the hidden states. Raises ForecastFailed where the model has no room.
+    """
     name = gpu.name if tensor_parallel == 1 else f"{gpu.name}x{tensor_parallel}"
     num_blocks = _num_blocks(gpu, model, tensor_parallel)
     if num_blocks < 1:

@@ -64,8 +64,10 @@ class Quantiles:
     """Lengths of which quantiles are known: the logarithm is straight from one to the next."""
 
     def __init__(self, *known: tuple[float, float]) -> None:
-        """``known``: (part of all lengths, the length that they reach at most), from part 0 to
-        part 1."""
+        """Distribution of lengths by quantiles.
+
+        ``known``: (share of all lengths, the length that they reach at most), from share 0 to 1.
+        """
         self._parts = [part for part, _ in known]
         self._logs = [log(length) for _, length in known]
         assert self._parts[0] == 0 and self._parts[-1] == 1 and _rises(self._parts)

@@ -116,9 +116,10 @@ class AsyncClient:
         traceparent: str = "",
         **options: Unpack[GenerateOptions],
     ) -> ManyStream:
-        """Submit a request for each prompt, all with the same options, and at most ``concurrency``
-        of them at once. A ``request_id`` is the beginning of theirs: "job" makes "job:0", "job:1".
-        Closing the stream cancels what is unfinished.
+        """Submit one request for each prompt, at most ``concurrency`` at a time.
+
+        A ``request_id`` is the beginning of theirs: "job" makes "job:0", "job:1". Closing the
+        stream cancels what is unfinished.
 
         Raises InvalidRequest where one of them cannot be sent at all; then none is.
 
@@ -149,10 +150,11 @@ class AsyncClient:
         *,
         received: Sequence[Sequence[int]] = (),
     ) -> Stream:
-        """Return the tokens of a known request from an offset on: of its first choice, or of each choice
-        its own. Or behind the tokens of each choice that were ``received`` before, perhaps by
-        another process: a cluster that lost some of them makes them again, and says so where they
-        are others, while an offset alone is out of range then. Closing this stream only leaves it.
+        """Return the tokens of a known request from an offset of each choice on.
+
+        Or behind the tokens of each choice that were ``received`` before, perhaps by another
+        process: a cluster that lost some of them makes them again, and says so where they are
+        others, while an offset alone is out of range then. Closing this stream only leaves it.
         Raises InvalidRequest where both are given, and for offsets that cannot be sent.
 
         >>> await client.generate("one two three four", request_id="r").text()
@@ -232,10 +234,11 @@ class AsyncClient:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
-        """Return a page of the caller's own requests, newest first: only those in one of ``states``, if
-        any are given. The next page begins at the answer's ``next_page_token``; there is none where
-        that is empty. A page of 0 has the server's default size. Who administers the cluster may
-        name a ``tenant``, "" for all of them. Raises InvalidRequest, OutOfRange, Forbidden.
+        """Return a page of the caller's requests, newest first, in ``states`` if any are given.
+
+        The next page begins at the answer's ``next_page_token``; there is none where that is empty.
+        A page of 0 has the server's default size. Who administers the cluster may name a
+        ``tenant``, "" for all of them. Raises InvalidRequest, OutOfRange, Forbidden.
 
         >>> await client.generate_many(["a", "b", "c"], request_id="job").texts()
         ['a', 'b', 'c']
@@ -325,11 +328,11 @@ class AsyncClient:
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Change how the admission queue and the workers' engines work, in the whole cluster and
-        until it is changed again: settings of the routers by their names, and ``engine_policy``,
-        by the names of worker.scheduling.policy. What is None stays, and what ``reset`` names is as
-        routers and workers are configured. Answers with what holds from now on. Raises
-        InvalidRequest, Forbidden.
+        """Change the policy of queue and engines in the whole cluster until it is changed again.
+
+        Settings of the routers by name, and ``engine_policy`` as worker.scheduling.policy. What is
+        None stays, and what ``reset`` names is as routers and workers are configured. Answers with
+        what holds from now on. Raises InvalidRequest, Forbidden.
 
         >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)
@@ -382,8 +385,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
-        """Break what still runs: streams raise Unreachable, their requests go by their
-        ``on_disconnect``.
+        """Close the client: streams raise Unreachable; requests follow their ``on_disconnect``.
 
         >>> await client.close()
         >>> await client.status()

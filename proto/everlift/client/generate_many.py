@@ -59,8 +59,10 @@ class _Asked:
 
 
 class ManyStream(AsyncIterator[tuple[int, Chunk]]):
-    """Iterate it for pairs of a prompt's index and a chunk, or ``await stream.texts()``; best
-    inside ``async with``, whose end closes it.
+    """Stream of several requests.
+
+    Iterate it for pairs of a prompt's index and a chunk, or ``await stream.texts()``; use ``async
+    with``, whose end closes it.
 
     Chunks come as they are made, those of each choice of a request in the order of its offsets. A
     request that fails does not disturb the others: its error is in ``outcomes``. A reader that is
@@ -83,8 +85,11 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         concurrency: int,
         metadata: Metadata = (),
     ) -> None:
-        """``retries`` are made for each request, and for each call of several. ``timeout_s`` holds
-        for each request, from its first call on."""
+        """Create the stream.
+
+        ``retries`` hold for each request and each call; ``timeout_s`` counts for each request from
+        its first call.
+        """
         asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
         self._request_ids = tuple(each.message.request_id for each in asked)
         self._outcomes: dict[int, Outcome] = {}

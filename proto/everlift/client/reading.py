@@ -30,8 +30,7 @@ _STEADY_S = 1.0
 
 
 class Reading:
-    """Calls Generate until the request is accepted, if there is a ``submission``, and then Attach
-    behind what came, until nothing more will come."""
+    """Call Generate until the request is accepted, then Attach until nothing more will come."""
 
     def __init__(
         self,

@@ -99,8 +99,7 @@ class Retries:
         self._refused.reset()
 
     def delay(self, error: EverliftError, now: float) -> float | None:
-        """Seconds to wait after ``error``, never fewer than it says itself; None where it is the
-        answer."""
+        """Return the seconds to wait after ``error``, or None if it is final."""
         at_least = error.retry_after_s or 0.0
         if is_unavailable(error):
             return self._unavailable.delay(now, at_least)
@@ -162,8 +161,7 @@ class RetryBudget:
             await asyncio.sleep(max(delay, turn))
 
     def cut_off(self, late: DeadlineExceeded) -> EverliftError:
-        """Return the end of a try that had what was left of the time, as ``late`` says, or of those before
-        it."""
+        """Return the error of a try that used the remaining time, or of the tries before it."""
         return late if self._passed is None else _too_late(self._passed)
 
 

@@ -12,8 +12,10 @@ from everlift.errors import EverliftError
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The call fails before its first piece: one that streams, or the next one that is named
-    ``call``, such as "Cancel". With an ``index`` only that request of several fails."""
+    """Fault: the next streaming call, or the next one named ``call``, fails before its first piece.
+
+    With an ``index`` only that request of several fails.
+    """
 
     error: EverliftError
     call: str = ""
@@ -22,8 +24,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The token of ``choice`` at ``offset``, or its end; of the request at ``index`` where several
-    come in one call."""
+    """Fault at token ``offset`` or at the end of a choice of the request at ``index``."""
 
     offset: int
     choice: int = 0
@@ -68,8 +69,7 @@ STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 
 
 class Script:
-    """Faults in their order; None is a call that streams in health, and so is one for which no more
-    is left."""
+    """Faults in order; None, or no more, is a healthy streaming call."""
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:
         self._faults = deque(faults)

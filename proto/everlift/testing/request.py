@@ -100,8 +100,7 @@ class FakeRequest:
                 raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
 
     def places(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Choice and offset of each token and each end from these on, as they would be made: step
-        by step."""
+        """Yield choice and offset of each token and end from these on, step by step."""
         starts = [*offsets, *[0] * (len(self.outputs) - len(offsets))]
         ends = [len(self.tokens(choice)) for choice in range(len(self.outputs))]
         for at in range(max(ends) + 1):

@@ -91,8 +91,10 @@ class FakeRouter(
     admin_pb2_grpc.AdminServicer,
     chaos_pb2_grpc.ChaosServicer,
 ):
-    """Each Generate, GenerateMany and Attach takes the next fault of the script; None, or no more,
-    is health. Who calls must have the ``api_key``, if there is one.
+    """Fake router.
+
+    Each Generate, GenerateMany and Attach takes the next fault of the script; None, or no more, is
+    healthy. Who calls must have the ``api_key``, if there is one.
 
     ``requests`` holds what came, by request id; ``calls`` names the calls in their order:
     "Generate", "GenerateMany 2", "Attach 3", "Cancel"; a GenerateMany with the number of its

@@ -29,8 +29,7 @@ _MOST_BYTES = 10
 
 
 def count(data: bytes, most: int) -> int:
-    """Fields at the top of the message, one more than ``most`` if there are more, and no more than
-    those before the first that is none."""
+    """Return the number of top-level fields, at most ``most`` + 1, up to the first invalid one."""
     at = found = 0
     while at < len(data) and found <= most:
         tag, at = _varint(data, at)

@@ -264,8 +264,10 @@ class Call:
             await self._room
 
     async def write_from(self, source: Source) -> None:
-        """All that comes from ``source``, until it is over: no more than the client takes is taken
-        there. Raises what it raises, and CancelledError where the call is over."""
+        """Send all of ``source``, taking no more than the client reads.
+
+        Raises what it raises, and CancelledError where the call is over.
+        """
         self._check_open()
         self._drawn, self._source = self._loop.create_future(), source
         source.on_more = self._more

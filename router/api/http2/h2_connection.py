@@ -27,8 +27,10 @@ class _Frames(FrameBuffer):
 
 
 class Http2(H2Connection):
-    """HTTP/2 connection of h2 without h2's costs per token: h2 looks at each stream for a new one,
-    and makes objects of each frame."""
+    """HTTP/2 connection of h2 without its costs per token.
+
+    h2 looks at each stream for a new one, and makes objects of each frame.
+    """
 
     #: Closed streams whose end is known, for frames that the client sent before it knew of it. h2's
     #: own limit is 65,536, about 11 MiB a connection.

@@ -51,9 +51,11 @@ class Head:
 
 
 class KnownBlocks(Decoder):
-    """HPACK, to which a block that a client sends call after call is known: where it names nothing
-    but entries of the tables, it stands for the same headers for as long as they do. That is nearly
-    every block of grpcio's, and to take it apart cost more than to parse the call's message."""
+    """HPACK decoder that caches blocks which name only entries of the tables.
+
+    Such a block stands for the same headers while the tables do not change. That is nearly every
+    block of grpcio's, and to take it apart cost more than to parse the call's message.
+    """
 
     def __init__(self, max_header_list_size: int) -> None:
         super().__init__(max_header_list_size)

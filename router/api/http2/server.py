@@ -46,8 +46,10 @@ class Server:
         return self._bind(address, None)
 
     def add_secure_port(self, address: str, context: ssl.SSLContext) -> int:
-        """Speaks TLS by ``context``, which is told to speak HTTP/2; so must be what it hands its
-        connections over to. Raises RuntimeError."""
+        """Speak TLS by ``context``, which must offer HTTP/2, before handing connections over.
+
+        Raises RuntimeError.
+        """
         context.set_alpn_protocols(["h2"])
         return self._bind(address, context)
 

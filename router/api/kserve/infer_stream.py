@@ -15,7 +15,7 @@ Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
-    """``answer`` is called with a message when it is read, makes its answers, and raises nothing."""
+    """Stream of messages; ``answer`` is called with each, answers it, and never raises."""
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
         self._answer = answer

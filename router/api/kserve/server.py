@@ -1,5 +1,4 @@
-"""``inference.GRPCInferenceService`` over one gateway's requests: KServe's Open Inference Protocol
-with Triton's streams."""
+"""KServe's Open Inference Protocol with Triton's streams over one router's requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: from fields to requests, and from their pieces
-to an answer, whole or as it comes."""
+"""``/v1/completions`` and ``/v1/chat/completions``: fields to requests, pieces to answers."""
 
 from __future__ import annotations
 

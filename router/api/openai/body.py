@@ -39,8 +39,10 @@ def parse(data: bytes) -> Json:
 
 
 def _may_be_odd(data: bytes) -> bool:
-    """Return a number of it may be one that nobody can hold, which has many digits, or an exponent of
-    three. Of others a body may have millions: they are not looked at one by one."""
+    """Return whether a number may be too large to hold: many digits, or a three-digit exponent.
+
+    Of others a body may have millions: they are not looked at one by one.
+    """
     kinds = data.translate(_KINDS, b"+")
     return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds
 

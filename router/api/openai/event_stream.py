@@ -39,8 +39,7 @@ class StreamedAnswer(Protocol):
     """Writer of the chunks of one kind of answer."""
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk with the ``usage`` so far, if any, as JSON; None if there is nothing to
-        send."""
+        """Return a chunk with the ``usage`` so far as JSON; None if there is nothing to send."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...

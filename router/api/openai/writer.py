@@ -23,8 +23,10 @@ def around(value: object, name: str, held: object) -> tuple[str, str]:
 
 
 def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[str]:
-    """Between ``begin`` and ``end`` an array, each of whose members comes in parts, of which there
-    is at least one."""
+    """Write an array between ``begin`` and ``end``, whose members come in parts.
+
+    There is at least one.
+    """
     before = f"{begin}["
     for member in members:
         for part in member:

@@ -47,8 +47,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """``hosts`` are the server's, the sentinels' or nodes of the cluster; none with a socket's
-    ``path``. ``service`` is what the sentinels call the primary."""
+    """Address of a server, sentinels or cluster nodes (``hosts``), or of a socket (``path``).
+
+    ``service`` is what the sentinels call the primary.
+    """
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()

@@ -48,7 +48,7 @@ def has_logprobs(request: Request) -> bool:
 
 @cache
 def _record(num_top: int) -> struct.Struct:
-    """Return the layout of a token's log probabilities, little endian:
+    """Return the layout of a token's log probabilities, little endian.
 
     logprob float32 | rank uint32 | ids of the alternatives uint32 ... | theirs float32 ...
     """

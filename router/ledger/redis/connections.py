@@ -76,8 +76,7 @@ class Connections(Protocol):
         ...
 
     async def look_again(self) -> None:
-        """Something failed because a server is gone, or is no longer the one for what it was sent:
-        the next ``send`` goes where the servers are by then."""
+        """Note a failure that shows changed servers: the next ``send`` looks them up again."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,4 @@
-"""An audit of a ledger in Redis or Valkey: all keys are gone through with SCAN, and what they name
-is looked at by one script, each request in one moment."""
+"""Audit of a ledger in Redis or Valkey with SCAN and one script per request."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Position of audit.lua: a request (r), a key (s), a router's set (o) or a tenant's listing
-    (a).
+    """Position of audit.lua: a request (r), key (s), router's set (o) or tenant's listing (a).
 
     The last three are named by ``name``.
     """

@@ -1,5 +1,4 @@
-"""The endpoint that Prometheus reads and that probes ask: GET /metrics, /ready, /live, in the event
-loop.
+"""HTTP endpoint for Prometheus and probes: GET /metrics, /ready, /live, in the event loop.
 
 Metrics are collected in the loop's thread, which is the one that changes what they say, and so are
 of one moment. They are written down in another, since that takes longer than tokens shall wait.
@@ -61,8 +60,7 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def expose(self, accept: str) -> tuple[str, bytes]:
-        """All metrics of this moment, as one who ``accept``s so reads them: their content type and
-        text."""
+        """Return all metrics as a client that ``accept``s so reads them: content type and text."""
         encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 

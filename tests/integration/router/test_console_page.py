@@ -372,14 +372,18 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
         await ageing_factor.fill("9")
         await page.select_option("#policy-order", "hrrn")
         await page.click("#policy-reset")
-        await expect(page.locator("#admin-status")).to_have_text("policy reset to the configuration")
+        await expect(page.locator("#admin-status")).to_have_text(
+            "policy reset to the configuration"
+        )
         await expect(ageing_factor).to_have_value(held)
         await expect(page.locator("#policy-order")).to_have_value("fifo")
         # Nothing at all is no setting.
         await ageing_factor.fill("")
         await page.click("#policy-form button[type=submit]")
         assert await ageing_factor.evaluate("input => input.validity.valueMissing")
-        await expect(page.locator("#admin-status")).to_have_text("policy reset to the configuration")
+        await expect(page.locator("#admin-status")).to_have_text(
+            "policy reset to the configuration"
+        )
 
 
 @pytest.mark.long

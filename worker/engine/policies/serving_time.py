@@ -11,8 +11,7 @@ _BATCHES, _NEAREST = 64, 3
 
 
 class BatchSize(NamedTuple):
-    """``prompt`` and ``output`` are the longest of its sequences', in tokens, the output as it is
-    predicted."""
+    """Batch for an estimate: the longest ``prompt`` and predicted ``output`` of its sequences."""
 
     num_sequences: int
     prompt: int
@@ -20,9 +19,10 @@ class BatchSize(NamedTuple):
 
 
 class ServingTime:
-    """Regression by the nearest neighbours among the last batches, as in Magnus (arXiv 2406.04785):
-    the mean of what a predicted token took them, times the batch's own. Distances are relative, so
-    that none of the three numbers counts more for its unit.
+    """Regression by nearest neighbours among the last batches, as in Magnus (arXiv 2406.04785).
+
+    The mean time of a predicted token in them, times the batch's own tokens. Distances are
+    relative, so that none of the three numbers counts more for its unit.
 
     No logarithm and no root, so that all ranks get the same bits.
     """

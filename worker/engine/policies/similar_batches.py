@@ -55,8 +55,7 @@ class WaitingBatch:
 
 
 class SimilarBatches:
-    """Batches by class and band of predicted lengths; the last batch of a band takes more
-    sequences.
+    """Batches by class and band of predicted lengths; the last batch of a band is open.
 
         band      |     16..21         |   22..29   | ...
         batches   |  full, full, open  |    open    |

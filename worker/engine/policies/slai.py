@@ -23,9 +23,11 @@ from worker.engine.waiting import WaitingLine
 
 
 class Slai(Policy):
-    """While the budget has room for all whose deadlines are near, nobody sits out a step that
-    begins at its deadline or later. So a token is late by less than two steps, and in time if these
-    take no longer than the longest of those before them.
+    """Policy that defers decodes to prefill until their deadline is near.
+
+    While the budget suffices for all near deadlines, no decode is deferred beyond its deadline. So
+    a token is late by less than two steps, and in time if these take no longer than the longest of
+    those before them.
 
     Who waits for its prompt counts as ``ageing_tokens`` shorter for each that comes after it: with
     n tokens, fewer than n / ageing_tokens later ones of its class overtake it. One that has output

@@ -11,8 +11,7 @@ from worker.engine.waiting import WaitingLine
 
 
 class Continuous(Policy):
-    """All that can decode do; then those in the batch are prefilled, then newcomers, by class and
-    arrival."""
+    """Closed batches by arrival: every decode, then prefill of members, then newcomers."""
 
     def __init__(self) -> None:
         self._waiting = WaitingLine()
