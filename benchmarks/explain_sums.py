@@ -34,7 +34,7 @@ from router.event_loop import now
 from router.requests.attempts import RunningRequests
 from router.requests.explanation import kept
 from router.requests.request import LiveRequest
-from router.requests.timing import Journal, Unread
+from router.requests.timing import Journal, UnreadTime
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.support.router.fronts import COMPLETIONS
 from tests.support.router.http_client import JSON, ask
@@ -61,7 +61,7 @@ _RECORDING = {
         "ended",
         "delivered",
     ),
-    Unread: ("__init__", "mark_late", "mark_caught_up"),
+    UnreadTime: ("__init__", "mark_late", "mark_caught_up"),
     LiveRequest: ("_look_at_unread", "packed_explanation"),
     RunningRequests: ("neighbours", "occupants", "newcomers"),
 }

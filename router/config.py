@@ -91,7 +91,7 @@ class RouterConfig:
     #: empty: disabled
     metrics_host: str = "127.0.0.1"
     metrics_port: Port = 0
-    #: whether clients need an API key: off, no; file or ledger, a key that is stored there
+    #: source of API keys: off (clients need none), file or ledger
     access: Literal["off", "file", "ledger"] = "off"
     #: with access: file: the file that `everlift key` writes, with hashes of keys and limits of
     #: tenants
@@ -159,8 +159,7 @@ class RouterConfig:
     #: a request fails after it lost this many workers in a row without a new token, in a step or
     #: not
     max_losses_total: Count = 20
-    #: how often a preempted request may be moved to another worker; evictions for a higher class do
-    #: not count
+    #: most moves of a preempted request to other workers; evictions for a higher class do not count
     max_moves: Amount = 3
     #: share of a worker's blocks that must stay free when a preempted request is moved there
     move_reserve: NotNegative = 0.05
@@ -169,7 +168,7 @@ class RouterConfig:
     slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     #: allow fault injection: everlift chaos
     chaos: bool = False
-    #: how long a request without a client continues under on_disconnect: grace
+    #: time that a request without a client continues under on_disconnect: grace
     grace: NotNegative = 30.0
     #: a worker without a message for this long is lost; it is declared lost after 0.85 to 0.9 of
     #: it. Workers send five messages a second
@@ -179,8 +178,8 @@ class RouterConfig:
     #: a router that did not renew its lease for this long is lost; a new leader takes over within 2
     #: s
     lease: Positive = 1.2
-    #: how long a request waits while there is no worker; then it ends with UNAVAILABLE (no_worker).
-    #: A worker may need a machine, an image and a model first
+    #: longest wait of a request while there is no worker; then it ends with UNAVAILABLE
+    #: (no_worker). A worker may need a machine, an image and a model first
     worker_wait: NotNegative = 1800.0
     #: interval of renewals
     heartbeat: Positive = 0.25
@@ -203,7 +202,7 @@ class RouterConfig:
     template_timeout: Positive = 2.0
     #: processes that render chats, each one at a time
     template_processes: Count = 1
-    #: how long a stopping router lets its streams finish before it sends them elsewhere
+    #: time that a stopping router gives its streams to finish before it moves them
     drain: NotNegative = 5.0
 
     def __post_init__(self) -> None:

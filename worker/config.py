@@ -144,8 +144,8 @@ class WorkerConfig:
     max_model_len: _AtLeast2 | None = None
     #: share of the blocks that admission leaves free for growing sequences
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    #: what happens to the blocks of a preempted sequence when others need them: recompute drops
-    #: them, swap copies them to host memory if that is faster than recomputing
+    #: treatment of a preempted sequence's blocks when others need them: recompute drops them, swap
+    #: copies them to host memory if that is faster than recomputing
     preemption: Literal["recompute", "swap"] = "recompute"
     #: host memory for swap, over all ranks
     swap_mib: Amount = 1024
@@ -167,7 +167,7 @@ class WorkerConfig:
     cluster_id: str = ""
     #: largest interval between messages to a router
     heartbeat: Positive = 0.15
-    #: how long the ranks wait for each other to start
+    #: longest wait of the ranks for each other at the start
     join_timeout: Positive = 120.0
     #: time for returned sequences to reach the routers when the worker stops
     drain_timeout: Positive = 1.0

@@ -64,7 +64,7 @@ class Autoscaler:
         self._arrivals = Arrivals()
         self._capacity = Capacity()
         #: needs of the last ``down_delay``, the largest first
-        self._needs = Largest(config.down_delay)
+        self._needs = SlidingMaximum(config.down_delay)
         self._busy_at: float | None = None
         #: workers of this cluster that are up, as reported
         self._own = 0
@@ -86,7 +86,7 @@ class Autoscaler:
         if config.max_workers is None:
             raise ValueError("an autoscaler without max_workers")
         if config.down_delay != self._config.down_delay:
-            self._needs = Largest(config.down_delay)
+            self._needs = SlidingMaximum(config.down_delay)
         self._config = config
 
     def decide(
@@ -278,8 +278,8 @@ class Capacity:
             self.blocks = load.blocks_total / load.workers
 
 
-class Largest:
-    """The largest of the numbers of the last while. Amortised O(1)."""
+class SlidingMaximum:
+    """Largest number of the last ``seconds``. Amortised O(1)."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingContext
 
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.autoscale.exchange import LedgerExchange
-from cluster.autoscale.policy import Largest
+from cluster.autoscale.policy import SlidingMaximum
 from cluster.autoscale.serve_policy import ledger_config
 from everlift import logs, settings
 from everlift.errors import SettingsError
@@ -31,7 +31,7 @@ class Routers:
     """Number of routers that the requests need. Pure."""
 
     def __init__(self) -> None:
-        self._needs = Largest(0.0)
+        self._needs = SlidingMaximum(0.0)
         self._down_delay = 0.0
 
     def decide(self, load: ClusterLoad, config: AutoscaleConfig, routers: int, now: float) -> int:
@@ -45,7 +45,7 @@ class Routers:
         """
         if config.down_delay != self._down_delay:
             self._down_delay = config.down_delay
-            self._needs = Largest(config.down_delay)
+            self._needs = SlidingMaximum(config.down_delay)
         need = max(1, ceil((load.running + load.queued) / config.requests_per_router))
         self._needs.note(need, now)
         if need > routers:

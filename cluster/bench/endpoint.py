@@ -155,7 +155,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("models", allow_redirects=False) as response:
             if response.status != 200:
-                raise BenchFailed(f"its list of models: {await _cause(response)}")
+                raise BenchFailed(f"the list of models: {await _cause(response)}")
             listed = await response.json()
         return str(listed["data"][0]["id"])
     except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:

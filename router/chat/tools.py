@@ -111,7 +111,7 @@ class ToolUse:
                 schema = self._calls_schema(form or LISTED)
             case Choice.AUTO if form is None:
                 raise ToolsUnsupported(
-                    "how this model writes tool calls does not show in its chat template: the "
+                    "the chat template does not show how this model writes tool calls: the "
                     "cluster can say it (router.tool_format), or tool_choice ask for a call"
                 )
             case _:

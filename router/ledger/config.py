@@ -54,7 +54,7 @@ class LedgerConfig:
     active_key: str = ""
     #: hash tags over which requests are spread; more than one only helps on Redis Cluster
     shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
-    #: how long a request is kept after its end
+    #: time that a request is kept after its end
     retention: Positive = 3600.0
     #: longest duration of a call, including its retries
     timeout: Positive = 3.0
@@ -65,7 +65,7 @@ class LedgerConfig:
     maxmemory_mib: Count = 1024
     #: share of a server's memory limit above which new requests are refused
     memory_limit: Part = 0.8
-    #: what an acknowledged write survives: the embedded server is started accordingly, other
+    #: faults that an acknowledged write survives. The embedded server is started accordingly; other
     #: servers are refused if they promise less
     durability_class: DurabilityClass = "everysec"
     #: PEM file with the authority of the servers' certificates, for rediss://; not set: the

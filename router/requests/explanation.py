@@ -13,7 +13,7 @@ from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.entry import Entry, Event, State, Stored
 from router.prediction.predictor import Prediction
-from router.requests.timing import FINISHED, Attempt, Journal, Span, Unread
+from router.requests.timing import FINISHED, Attempt, Journal, Span, UnreadTime
 
 #: In the ledger.
 MAX_BYTES = 4096
@@ -169,7 +169,7 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal.adopted(list(_spans(explanation)), stored.entry.attempts, now)
     journal.earlier_attempts = tuple(explanation.attempts)
     journal.earlier_dropped = explanation.dropped_attempts
-    journal.unread = Unread(explanation.unread_s)
+    journal.unread = UnreadTime(explanation.unread_s)
     journal.bypassed = explanation.bypassed
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s

@@ -22,7 +22,7 @@ from router.prediction.predictor import NOTHING
 from router.requests.explanation import explained, packed, summed
 from router.requests.losses import Losses
 from router.requests.observer import ClassObserver
-from router.requests.timing import FINISHED, Journal, Moments, Speaker
+from router.requests.timing import FINISHED, Journal, RequestTimes, Speaker
 
 
 class Output:
@@ -300,7 +300,7 @@ class LiveRequest:
         self._num_readers = 0
         self.journal = journal or Journal(now)
         self.journal.outputs = outputs
-        self._moments = Moments(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
+        self._moments = RequestTimes(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
         self._ended: float | None = None
         #: it ended here, and the ledger does not know what became of it since
         self.has_untold_end = False

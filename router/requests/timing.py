@@ -34,11 +34,11 @@ from router.ledger.entry import MAX_EVENTS
 from router.requests.observer import NOBODY, ClassObserver
 
 
-class Unread:
-    """Times are the router's clock in seconds. Of several choices any one counts."""
+class UnreadTime:
+    """Time in seconds during which the client had tokens of any choice to read."""
 
     def __init__(self, earlier_s: float = 0.0) -> None:
-        """``earlier_s``: as the gateway before told it."""
+        """Continue from the ``earlier_s`` that the previous gateway recorded."""
         self._seconds = earlier_s
         #: up to which nothing more can be added to them
         self._counted = -inf
@@ -306,7 +306,7 @@ class Journal:
         self.ttft_s: float | None = None
         #: of that, from when its first token was here until the ledger had it
         self.ledger_s: float | None = None
-        self.unread = Unread()
+        self.unread = UnreadTime()
         #: times that one that came to the queue later left it first
         self.bypassed = 0
         #: of the request, by choice
@@ -598,10 +598,10 @@ def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
     return copied
 
 
-class Moments:
-    """``journal`` knows when its call came; this gateway took it ``now``.
+class RequestTimes:
+    """Times of a request at this gateway, for the metrics.
 
-    ``has_begun_elsewhere``: whoever read its first token read it at another one.
+    ``has_begun_elsewhere``: the client read the first token from another gateway.
     """
 
     def __init__(self, journal: Journal, now: float, *, has_begun_elsewhere: bool) -> None:
@@ -619,7 +619,7 @@ class Moments:
         self._readable_since: dict[int, float] = {}
 
     def age_s(self, now: float) -> float:
-        """Since its call."""
+        """Return the seconds since the call."""
         return now - self._journal.came
 
     # what happens to it

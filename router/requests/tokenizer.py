@@ -260,7 +260,7 @@ class ServedModel:
             return request
         if has_begun and request.fingerprint:
             raise UnknownModel(
-                f"what is served as {self.name!r} has changed since the request began: "
+                f"the model {self.name!r} has changed since the request began: "
                 f"its fingerprint was {request.fingerprint} and is {self.fingerprint}"
             )
         return replace(request, fingerprint=self.fingerprint)

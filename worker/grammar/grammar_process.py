@@ -203,7 +203,7 @@ class GrammarProcess:
         share = self._budget.mask_s * _SUSTAINED * count
         place.debt_s = max(0.0, place.debt_s + time.process_time() - began - share)
         if place.debt_s > self._budget.mask_s:
-            raise Refused("it takes too long")
+            raise Refused("the mask takes too long")
 
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
         """Return the tokens that may come next. Raises Refused with ``problem`` if none may."""

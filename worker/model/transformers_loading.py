@@ -90,11 +90,11 @@ def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
         cause = str(error).partition("\n")[0].rstrip(".")
         raise Unservable(f"transformers does not read its config: {cause}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise Unservable("its weights are quantized")
+        raise Unservable("the weights are quantized")
     if config.is_encoder_decoder:
-        raise Unservable("it has an encoder")
+        raise Unservable("the model has an encoder")
     if config.get_text_config() is not config:
-        raise Unservable("its language model is a part of another")
+        raise Unservable("the language model is a part of another model")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
     if known.lower() != architecture.lower():
         raise Unservable("transformers has no causal language model of that name")
@@ -123,7 +123,7 @@ def _tried(
 def _max_position(config: PreTrainedConfig, otherwise: int | None) -> int:
     longest: int | None = getattr(config, "max_position_embeddings", otherwise)
     if longest is None:
-        raise Unservable("its config does not say how long a context may be; set max_model_len")
+        raise Unservable("the config has no context length; set max_model_len")
     return longest
 
 

@@ -78,7 +78,7 @@ class Probe:
                 f"beside a sequence of {max_model_len} tokens it computes others differently; a "
                 "smaller max_model_len may do"
             )
-        raise Unservable("it does not compute the same through paged attention")
+        raise Unservable("the model computes other results through paged attention")
 
     @torch.inference_mode()
     def _agrees(self, seed: int, longest: int) -> bool:

@@ -73,7 +73,7 @@ def survey(model: PreTrainedModel) -> Survey:
     with answered_by(surveyor), _called_within(model) as called:
         out = model(input_ids=tokens, position_ids=tokens, use_cache=False)
     if not called:
-        raise Unservable("its head cannot be told from its layers")
+        raise Unservable("the head cannot be separated from the layers")
     layers = surveyor.layers(model.config.num_hidden_layers)
     return Survey(layers, trunk=called[0], vocab_size=int(out.logits.shape[-1]))
 
@@ -100,14 +100,14 @@ class _Surveyor:
                 "attention interface, and the KV cache has no place for what others remember"
             )
         if len(self._kv_heads) > 1:
-            raise Unservable("its layers differ in the number of KV heads")
+            raise Unservable("the layers differ in the number of KV heads")
         return PagedLayers(self._notes, self._kv_heads.pop(), max(self._head_dims))
 
 
 def _form(call: Call) -> AttentionForm:
     said = {name for name, value in call.arguments.items() if value is not None}
     if unknown := said - _FORM - _NO_MATTER:
-        raise Unservable(f"its attention takes {', '.join(sorted(unknown))}")
+        raise Unservable(f"the attention takes {', '.join(sorted(unknown))}")
     scale = call.arguments.get("scaling")
     return AttentionForm(
         scale=call.key.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -124,7 +124,7 @@ def _say_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) 
 
 def _window_said_by(mask: Tensor | None) -> int | None:
     if mask is None or mask.shape != (1, 1, 1, 1) or mask.dtype != torch.int64:
-        raise Unservable("its attention mask is not one of transformers' own")
+        raise Unservable("the attention mask is not one of transformers' own")
     return int(mask) or None
 
 

@@ -81,7 +81,7 @@ class StepLogListener:
         except (TimeoutError, BlockingIOError):
             raise ChannelBroken("not all ranks have connected in time") from None
         except OSError as error:
-            raise ChannelBroken(f"nobody can connect any more: {error}") from None
+            raise ChannelBroken(f"no rank can connect any more: {error}") from None
         return line
 
     def _admit(self, line: socket.socket, ranks: int) -> int | None:

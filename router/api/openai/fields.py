@@ -183,7 +183,7 @@ class Generation(Fields):
     timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
     ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
     on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
-        None, description="what happens to the request when its client disconnects"
+        None, description="behaviour of the request when its client disconnects"
     )
 
     # What changes nothing here.
@@ -273,7 +273,7 @@ class TokenizeFields(Chat):
     prompt: str | None = None
     messages: List[Object] | None = None
     add_special_tokens: bool | None = Field(
-        None, description="of a prompt; a chat's template writes its own"
+        None, description="add special tokens to a prompt; a chat template writes its own"
     )
     return_token_strs: bool = False
 

@@ -43,7 +43,7 @@ class Usage:
 
 
 class Transcript:
-    """What a client has received of one or several requests with several choices each.
+    """Output that a client has received, of one or several requests with several choices each.
 
     The choices of the first request come first. ``resumed`` is the client's position, behind which
     output continues exactly.

@@ -195,7 +195,7 @@ def test_a_dummy_has_the_same_weights_each_time(tmp_path: Path) -> None:
     ("model_type", "architecture", "config", "why"),
     [
         ("bloom", "BloomForCausalLM", {"n_layer": 3}, "0 of its 3 layers attend"),
-        ("falcon", "FalconForCausalLM", {"alibi": True}, "its attention takes alibi"),
+        ("falcon", "FalconForCausalLM", {"alibi": True}, "the attention takes alibi"),
         ("mamba", "MambaForCausalLM", {}, "0 of its 3 layers attend"),
         (
             "jamba",
@@ -209,7 +209,7 @@ def test_a_dummy_has_the_same_weights_each_time(tmp_path: Path) -> None:
             {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
             "0 of its 3 layers attend",
         ),
-        ("t5", "T5ForConditionalGeneration", {}, "it has an encoder"),
+        ("t5", "T5ForConditionalGeneration", {}, "the model has an encoder"),
         ("bert", "BertLMHeadModel", {}, "a token sees something else"),
         ("bert", "BertForMaskedLM", {}, "no causal language model of that name"),
         ("llama4_text", "Llama4ForCausalLM", {"attention_chunk_size": 64}, "a token sees"),

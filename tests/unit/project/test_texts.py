@@ -1,0 +1,155 @@
+"""Rules for the product's texts: first words, length of sentences, and retired names.
+
+A text that begins with a pronoun, a preposition or a question word leaves its subject open. The
+rules hold for docstrings, CLI help, metrics, settings and errors.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PRODUCT = ("cluster", "proto/everlift", "router", "worker")
+
+OPEN_SUBJECT = frozenset(
+    "of what who whose whoever whom where how by those its it that which whether nobody somebody "
+    "whatever".split()
+)
+#: These may begin an error ("one of ...", "at most ..."), but not a docstring.
+PREPOSITIONS = frozenset("as one in on at from for to with".split())
+#: Words in a sentence of a user's text, and of a docstring.
+MOST_WORDS, MOST_WORDS_OF_DOCSTRINGS = 30, 45
+
+#: Earlier names of modules and classes. The README of the code has the names in use.
+RETIRED = frozenset(
+    "adoption appointments beginnings burden census custody entrance flight happenings insistence "
+    "keeping largest leaving meeting moments nursery outlook patience reassertion returns revival "
+    "roll_call rooms rulebook seating shares stays telling tenure told unread vigil".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    kind: str
+    place: str
+    text: str
+
+    @property
+    def first_word(self) -> str:
+        match = re.match(r"[\s`\"*]*([A-Za-z']+)", self.text)
+        return match.group(1).lower() if match else ""
+
+    @property
+    def longest_sentence(self) -> int:
+        """Words of the longest sentence of the paragraphs; lists and diagrams are left out."""
+        paragraphs = [p for p in self.text.split("\n\n") if not re.match(r"\s{2,}|[-*>|]|\d", p)]
+        prose = " ".join(line for p in paragraphs for line in p.split("\n") if line[:2] != "- ")
+        return max(len(sentence.split()) for sentence in re.split(r"[.:;?!]\s", prose))
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = sorted(path for part in PRODUCT for path in (ROOT / part).rglob("*.py"))
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for path in paths
+        if "_pb2" not in path.name
+    }
+
+
+def docstrings() -> Iterator[Text]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield Text("docstring", f"{path}:{getattr(node, 'lineno', 1)}", text)
+
+
+def user_texts() -> Iterator[Text]:
+    """Yield help of the CLI and of metrics, descriptions of settings, and messages of errors."""
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                for keyword in node.keywords:
+                    if keyword.arg in ("help", "documentation", "description"):
+                        yield from _texts("help", path, keyword.value)
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                if name in ("Metric", "_of_class", "_of_worker"):
+                    for argument in node.args:
+                        yield from _texts("metric", path, argument)
+            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                for argument in node.exc.args[:1]:
+                    yield from _texts("error", path, argument)
+        if path.endswith("config.py"):
+            source = (ROOT / path).read_text()
+            for match in re.finditer(r"(?:^    #: ?.*\n)+(?=    \w+: )", source, re.MULTILINE):
+                line = source.count("\n", 0, match.start()) + 1
+                text = re.sub(r"\s*#: ?", " ", match.group()).strip()
+                yield Text("setting", f"{path}:{line}", text)
+
+
+def _texts(kind: str, path: str, node: ast.expr) -> Iterator[Text]:
+    """Yield a text of three or more words; a value in it counts as a word."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = node.value
+    elif isinstance(node, ast.JoinedStr):
+        text = "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
+    else:
+        return
+    if len(text.split()) > 2:
+        yield Text(kind, f"{path}:{node.lineno}", text)
+
+
+def _faults(texts: Iterator[Text], first_words: frozenset[str], most_words: int) -> list[str]:
+    return [
+        f"{text.place} {text.kind}: {text.text[:80]!r}"
+        for text in texts
+        if text.first_word in first_words or text.longest_sentence > most_words
+    ]
+
+
+def test_docstrings_name_their_subject_in_sentences_of_readable_length() -> None:
+    assert not _faults(docstrings(), OPEN_SUBJECT | PREPOSITIONS, MOST_WORDS_OF_DOCSTRINGS)
+
+
+def test_user_texts_name_their_subject_in_sentences_of_readable_length() -> None:
+    assert not _faults(user_texts(), OPEN_SUBJECT, MOST_WORDS)
+
+
+@pytest.mark.parametrize("kind", ["help", "metric", "error", "setting"])
+def test_user_texts_of_every_kind_are_found(kind: str) -> None:
+    assert sum(text.kind == kind for text in user_texts()) > 30
+
+
+def test_modules_and_classes_have_no_retired_name() -> None:
+    names = [Path(path).stem for path in trees()]
+    names += [
+        re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name).lower()
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not RETIRED.intersection(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fault"),
+    [
+        ("Whoever it was told to", True),
+        ("Return the tokens", False),
+        (" ".join(["word"] * 31), True),
+        (" ".join(["word"] * 30), False),
+    ],
+)
+def test_rules_find_a_faulty_text(text: str, is_fault: bool) -> None:
+    faults = _faults(iter([Text("error", "a.py:1", text)]), OPEN_SUBJECT, MOST_WORDS)
+    assert bool(faults) == is_fault
