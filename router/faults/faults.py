@@ -75,7 +75,7 @@ def _check_peer(fault: pb.Fault, target: Part, peer: Part | None) -> None:
     if peer is None:
         return
     if fault.kind != pb.FAULT_KIND_PARTITION:
-        raise InvalidRequest("peer is for partitions")
+        raise InvalidRequest("peer applies only to a partition")
     if peer not in _PEERS[target]:
         others = " or ".join(each.value for each in _PEERS[target])
         raise InvalidRequest(

@@ -69,8 +69,9 @@ def _outputs(request: pb.ModelInferRequest) -> frozenset[str]:
 
 def _set_prompt(message: wire.GenerateRequest, prompts: list[Tensor]) -> None:
     if len(prompts) != 1:
-        names = ", ".join(prompt.name for prompt in prompts) or "none of them"
-        raise InvalidRequest(f"the prompt must be {TEXT_INPUT} or {TOKEN_INPUTS[0]}, not {names}")
+        names = ", ".join(prompt.name for prompt in prompts)
+        found = f"the request has {names}" if names else "it is missing"
+        raise InvalidRequest(f"the prompt must be {TEXT_INPUT} or {TOKEN_INPUTS[0]}; {found}")
     if prompts[0].name == TEXT_INPUT:
         message.text = _text(prompts[0])
     else:

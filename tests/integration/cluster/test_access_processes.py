@@ -102,7 +102,7 @@ async def test_commands_show_the_key_of_their_environment(
 ) -> None:
     place = {"EVERLIFT_ADDRESS": ",".join(cluster.addresses)}
     said = await run("generate", "x", status=1, **place)
-    assert "an API key is needed" in said and "EVERLIFT_API_KEY" in said
+    assert "an API key is required" in said and "EVERLIFT_API_KEY" in said
     scopes = ["--scope", "infer", "--scope", "admin", "--scope", "metrics"]
     key = await run("key", "create", "--tenant", "ops", *scopes, "--config", str(file))
     place["EVERLIFT_API_KEY"] = key.strip()

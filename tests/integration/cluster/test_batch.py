@@ -169,7 +169,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--output", "batch.jsonl"], "cannot go into the file that is read"),
+        (["--output", "batch.jsonl"], "cannot be written to the file of prompts"),
         (["--model", "fake"], "--model needs --local"),
         (["--address", "127.0.0.1:1"], "no cluster answers"),
     ],

@@ -128,7 +128,7 @@ async def test_more_choices_than_slots_are_made_in_turns() -> None:
 async def test_a_form_that_the_worker_refuses_is_the_clients_mistake() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         stream = client.generate("x", n=2, max_tokens=4, regex="a")
-        with pytest.raises(InvalidRequest, match="follows no grammar") as caught:
+        with pytest.raises(InvalidRequest, match="supports no grammar") as caught:
             await stream.texts()
         assert caught.value.grpc_status == "INVALID_ARGUMENT"
         known = await client.get_request(stream.request_id)

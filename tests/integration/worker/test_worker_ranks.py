@@ -175,7 +175,7 @@ async def test_a_frozen_rank_1_is_the_end_of_all_though_nobody_waits_for_it() ->
     async with two_ranks() as (rank, process, address), router_of(address) as router:
         process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(10.0):
-            with pytest.raises(RankFailed, match="rank 1 says nothing for more than 1 s"):
+            with pytest.raises(RankFailed, match="rank 1 was silent for more than 1 s"):
                 await rank.wait()
             await router_is_cut_off(router)
         process.send_signal(signal.SIGCONT)
@@ -198,7 +198,7 @@ async def test_a_rank_that_is_busy_all_the_time_beats() -> None:
     ("kind", "cause"),
     [
         (chaos_pb2.FAULT_KIND_KILL, "rank 1 is gone"),
-        (chaos_pb2.FAULT_KIND_PAUSE, "rank 1 says nothing"),
+        (chaos_pb2.FAULT_KIND_PAUSE, "rank 1 was silent"),
     ],
 )
 async def test_a_fault_on_purpose_strikes_the_rank_that_it_names(

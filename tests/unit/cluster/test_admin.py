@@ -128,7 +128,9 @@ async def test_a_worker_is_drained_by_a_beginning_of_its_id(
     assert router.sessions.drained == ["abc"]
 
 
-@pytest.mark.parametrize(("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker 'x'")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker with the id 'x' is connected")]
+)
 async def test_one_that_is_not_known_or_not_the_only_one_is_told(
     operator: AsyncClient, name: str, why: str
 ) -> None:

@@ -202,7 +202,7 @@ async def test_log_probabilities_are_printed_a_line_a_token() -> None:
 
 async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     said = await failure("generate", "x", "--model", "fake")
-    assert said.startswith("--model needs --local: a cluster has its model")
+    assert said.startswith("--model needs --local: model and settings of a cluster")
     assert "--set needs --local" in await failure("generate", "x", "--set", "worker.heartbeat=1")
     assert "no such directory" in await failure("generate", "x", "--local", "--model", "/none")
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
@@ -218,7 +218,7 @@ async def test_a_schema_in_a_file_is_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     schema = ("generate", "x", "--json-schema")
     assert await failure(*schema, f"@{tmp_path}/binary") == f"{tmp_path}/binary is not UTF-8"
-    assert (await failure(*schema, "@~nouser/x")).startswith("~nouser/x: whose home")
+    assert (await failure(*schema, "@~nouser/x")).startswith("~nouser/x: the home directory")
 
 
 #: No text: what a shell hands over of the byte 0xff.
@@ -428,9 +428,9 @@ async def test_explain_takes_the_newest_request_or_a_prefix_of_an_id() -> None:
         ]
         assert explained == ["other", "other", "chat-22", "chat-1"]
         assert await failure("explain", "chat", *place) == (
-            "2 requests have ids that begin with 'chat': chat-22, chat-1"
+            "2 request ids begin with 'chat': chat-22, chat-1"
         )
-        unknown = "no request has the id 'none', or one that begins so"
+        unknown = "no request id is or begins with 'none'"
         assert await failure("explain", "none", *place) == unknown
         neither = "explain needs a request id or --last, not both"
         assert await failure("explain", *place) == neither

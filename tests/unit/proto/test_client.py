@@ -152,7 +152,7 @@ async def test_a_router_that_cannot_take_it_now_is_asked_again(
 
 
 async def test_what_was_accepted_and_is_unknown_now_is_data_loss(wire: Wire) -> None:
-    with pytest.raises(DataLoss, match="lost what it had acknowledged"):
+    with pytest.raises(DataLoss, match="lost a request that it had accepted"):
         await chunks(wire, Break(2), Refuse(UnknownRequest()))
 
 
@@ -408,7 +408,7 @@ async def test_a_request_can_be_attached_to_behind_what_was_received(wire: Wire)
         for received in ([[*tokens[0][:1], 999]], [[*tokens[0], 5, 5, 5]]):
             with pytest.raises(everlift.DataLoss):
                 await client.attach(request_id, received=received).text()
-        with pytest.raises(everlift.InvalidRequest, match="give one of them"):
+        with pytest.raises(everlift.InvalidRequest, match="give either received or offset"):
             client.attach(request_id, 1, received=[[1]])
 
 
@@ -549,7 +549,7 @@ async def test_what_cannot_be_sent_is_refused_at_once() -> None:
         client.generate("\ud800")
     with pytest.raises(everlift.InvalidRequest, match="request_id"):
         client.generate("x", request_id="no spaces")
-    with pytest.raises(everlift.InvalidRequest, match="one form, not regex and choice"):
+    with pytest.raises(everlift.InvalidRequest, match="only one of regex and choice"):
         client.generate("x", regex="a", choice=["b"])
     with pytest.raises(OutOfRange):
         client.generate("x", logit_bias={-1: 0.5})

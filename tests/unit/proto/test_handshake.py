@@ -17,8 +17,11 @@ VERIFICATION = (
     [
         (f"{VERIFICATION}certificate has expired: OK", "expired"),
         (f"{VERIFICATION}unable to get local issuer certificate: OK", "authority"),
-        ("UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "may want TLS"),
-        ("UNAVAILABLE: ipv4:127.0.0.1:1: recvmsg:Connection reset by peer (104)", "may want TLS"),
+        ("UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "may require TLS"),
+        (
+            "UNAVAILABLE: ipv4:127.0.0.1:1: recvmsg:Connection reset by peer (104)",
+            "may require TLS",
+        ),
         ("UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused", ""),
     ],
 )

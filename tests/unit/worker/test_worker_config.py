@@ -166,7 +166,7 @@ async def test_a_rank_that_cannot_run_is_refused(
 
 
 async def test_a_rank_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match="no model at '/nowhere': there is no such"):
+    with pytest.raises(ModelUnavailable, match="no model at '/nowhere': no such directory"):
         Rank(WorkerConfig(model="/nowhere"))
     with pytest.raises(ValueError, match=r"config\.json is missing there"):
         Rank(WorkerConfig(model=str(tmp_path)))

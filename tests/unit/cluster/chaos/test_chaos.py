@@ -66,8 +66,20 @@ def test_faults_that_can_be(target: Part, peer: Part | None, fault: dict[str, fl
         (Part.WORKER, None, {"kind": KILL, "rank": 2}, OutOfRange, "rank must be from 0 to 1"),
         (Part.LEDGER, None, {"kind": SLOW, "seconds": 1}, OutOfRange, "delay"),
         (Part.LEDGER, None, {"kind": KILL, "rank": 1}, InvalidRequest, "rank"),
-        (Part.ROUTER, None, {"kind": SLOW, "seconds": 1}, InvalidRequest, "cannot be slowed"),
-        (Part.ROUTER, Part.WORKER, {"kind": KILL}, InvalidRequest, "cut off"),
+        (
+            Part.ROUTER,
+            None,
+            {"kind": SLOW, "seconds": 1},
+            InvalidRequest,
+            "only workers and the ledger can be slowed",
+        ),
+        (
+            Part.ROUTER,
+            Part.WORKER,
+            {"kind": KILL},
+            InvalidRequest,
+            "peer applies only to a partition",
+        ),
         (
             Part.WORKER,
             Part.LEDGER,

@@ -98,7 +98,7 @@ def test_the_counters_stand_below() -> None:
 def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
     shown = text(show(STATUS))
     assert "ledger valkey 9.1.2   everysec   before_delivery   memory 25%\n" in shown
-    assert "everysec survives the server's restart but for its last second" in shown
+    assert "everysec: writes survive a restart of the server, except the last second" in shown
     trouble = pb.LedgerStatus(server="valkey 9.1.2", rollbacks=2, away=True)
     shown = text(show(pb.GetStatusResponse(ledger=trouble)))
     assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
@@ -116,7 +116,7 @@ def test_the_last_line_says_where_metrics_are() -> None:
 
 def test_it_says_where_openais_api_is() -> None:
     shown = text(show(pb.GetStatusResponse(http_address="127.0.0.1:8000")))
-    assert "\nOpenAI's API of this router 127.0.0.1:8000" in shown
+    assert "\nOpenAI API of this router http://127.0.0.1:8000/v1" in shown
     assert "OpenAI" not in text(show(pb.GetStatusResponse()))
 
 

@@ -173,7 +173,7 @@ def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -
     [
         (["numpy", "ray[serve]"], Level.OK, "those of Everlift's tests"),
         (["numpy==1.0", "torch"], Level.WARNING, "numpy is "),
-        (["ray-of-light", "numpy==1.0"], Level.ERROR, "there is no ray-of-light"),
+        (["ray-of-light", "numpy==1.0"], Level.ERROR, "missing: ray-of-light"),
         (["no-such-thing; extra == 'dev'"], Level.OK, "those"),
     ],
 )

@@ -94,7 +94,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
     lines = [line.split() for line in result.stdout.splitlines()]
     assert "r: finished, 2.000 s" in result.stdout
     assert "100 prompt tokens, 20 output tokens (30 predicted)" in result.stdout
-    assert "first token after 0.750 s (0.500 s predicted), of which 0.125 s" in result.stdout
+    assert "first token after 0.750 s (0.500 s predicted), including 0.125 s" in result.stdout
     assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
     assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "total"] in lines
@@ -132,8 +132,8 @@ async def test_it_is_drawn_where_that_is_wanted(tmp_path: Path) -> None:
     [
         (0.0, 0, []),
         (0.09, 0, []),
-        (0.5, 0, ["for 0.500 s its client left tokens unread"]),
-        (0.01, 7, ["for 0.010 s its client left tokens unread; 7 are unread now"]),
+        (0.5, 0, ["tokens unread by the client for 0.500 s"]),
+        (0.01, 7, ["tokens unread by the client for 0.010 s; 7 unread now"]),
     ],
 )
 def test_what_a_client_left_unread_is_named_where_it_is_much(

@@ -123,9 +123,9 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         (("simulate", "--trace", "nowhere.csv"), "nowhere.csv: No such file"),
         (("simulate", "--set", "router.ordr=hrrn"), "did you mean router.order?"),
         (("simulate", "--slo", "ttft=1"), "must be a time"),
-        (("simulate", "--from-ledger", "--trace", "some.csv"), "not from both"),
+        (("simulate", "--from-ledger", "--trace", "some.csv"), "exclude each other"),
         (("simulate", "--from-ledger", "--load", "0.9"), "not for recorded requests"),
-        (("simulate", "--from-ledger", "--set", "state_dir=/nowhere"), "no ledger has ever run"),
+        (("simulate", "--from-ledger", "--set", "state_dir=/nowhere"), "/nowhere has no ledger"),
         (("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--rate", "2"), "not for recorded"),
         (("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--speed", "2"), "need --trace"),
         (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
@@ -174,7 +174,7 @@ async def test_policies_that_come_to_the_same_are_named(kind: str, trace: str) -
 
 
 async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: str) -> None:
-    assert "--from-ledger or from a --trace" in await run("replay", status=1)
+    assert "give --from-ledger or --trace" in await run("replay", status=1)
     assert "must be one of fifo" in await run(
         "replay", "--trace", trace, "--policy", "best", status=1
     )
@@ -189,7 +189,7 @@ async def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     file = str(tmp_path / "here.json")
     assert "takes what worker.fake says" in await run("measure", file, "--model", "fake", status=1)
     said = await run("measure", file, "--running", "--model", "fake", status=1)
-    assert "the cluster has its model and settings" in said
+    assert "model and settings are the cluster's" in said
     said = await run("measure", file, "--set", "worker.tensor_parallel=2", status=1)
     assert "one rank" in said
     assert not (tmp_path / "here.json").exists()

@@ -142,7 +142,7 @@ def test_a_key_that_has_expired_opens_nothing() -> None:
     assert table(key).admit(headers, NOW - 1).tenant == "acme"
     assert refusal(headers, NOW, key) == f"the API key {ID} has expired"
     # Only who has the secret learns that there was such a key.
-    assert "not known" in refusal({"x-api-key": keys.whole(ID, keys.new_secret())}, NOW, key)
+    assert "unknown API key" in refusal({"x-api-key": keys.whole(ID, keys.new_secret())}, NOW, key)
 
 
 def test_a_key_is_good_for_its_scopes_alone() -> None:

@@ -198,7 +198,7 @@ def test_reasoning_is_shown(key: str) -> None:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             UnsupportedContent,
-            "takes text, not image_url",
+            "accepts only text, not image_url",
         ),
         (
             [{"role": "assistant", "audio": {"id": "x"}}],

@@ -78,7 +78,7 @@ def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
         (TOOLS, "always", "tool_choice must be none, auto, required"),
         (TOOLS, [], "tool_choice must be none, auto, required"),
         (TOOLS, {"type": "function"}, "tool_choice.function.name"),
-        (TOOLS, {"type": "function", "function": {"name": "x"}}, "is none of the tools"),
+        (TOOLS, {"type": "function", "function": {"name": "x"}}, "names x, which is not in tools"),
         (None, "required", "there are no tools"),
         ([], None, "tools must have at least one tool"),
         ([], NAMED, "tools must have at least one tool"),

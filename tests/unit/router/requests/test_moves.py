@@ -82,7 +82,7 @@ async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> Non
 
 @pytest.mark.parametrize(
     "whom, told",
-    [("acme/high", "made room for high"), ("other/high", "made room for a higher class")],
+    [("acme/high", "preempted for high"), ("other/high", "preempted for a higher class")],
 )
 async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
     gateway: Gateway, whom: str, told: str

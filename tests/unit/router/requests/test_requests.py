@@ -216,7 +216,7 @@ async def test_without_a_worker_a_request_waits_for_one_and_then_no_more(
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.05)
     live = await gateway.submit()
-    with pytest.raises(NoWorker, match=r"no worker was there for 0\.05 s"):
+    with pytest.raises(NoWorker, match=r"no worker was connected for 0\.05 s"):
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
     assert gateway.line.withdrawn == ["r"]

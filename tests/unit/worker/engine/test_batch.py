@@ -80,7 +80,7 @@ def test_openais_line_is_one_too(tmp_path: Path) -> None:
         ({"id": "i", "prompt": "x", "on_disconnect": "cancel"}, "no option 'on_disconnect'"),
         ({"id": "i", "prompt": "x", "logit_bias": {"a": 1}}, "no token id"),
         ({"id": "i", "prompt": "x", "logit_bias": [1]}, "must be an object"),
-        ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "one form"),
+        ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "only one of"),
         ({"id": "i", "prompt": "x", "request_id": "no id"}, "request_id"),
         ({"custom_id": "i", "body": {"messages": []}}, "need the url /v1/chat/completions"),
         ({"custom_id": "i", "body": "x"}, "no JSON object"),
@@ -163,7 +163,7 @@ def test_a_torn_last_line_is_cut_off(torn: str, tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_left_alone(line: str, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"id": "a"}}\n{line}\ntorn')
-    with pytest.raises(BatchFailed, match=r"something else than results \(line 2\)"):
+    with pytest.raises(BatchFailed, match=r"not a file of results \(line 2\)"):
         Results(path)
     assert path.read_text().endswith("\ntorn")
 
@@ -199,7 +199,7 @@ def test_a_file_without_a_line_is_emptied_only_where_it_is_ours(
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
-    with pytest.raises(BatchFailed, match=r"something else than results \(line 1\)"):
+    with pytest.raises(BatchFailed, match=r"not a file of results \(line 1\)"):
         Results(path)
     assert path.read_text() == content
 

@@ -271,7 +271,7 @@ def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token(
     (outcome,) = bench.commit(bench.plan())
     assert (outcome.offset, outcome.tokens, outcome.stop) == (4, (TOKEN,), Stop.FAILED)
     assert isinstance(outcome.error, EngineFailed)
-    assert str(outcome.error) == "outgrew the worker's KV cache of 2 blocks"
+    assert str(outcome.error) == "the sequence outgrew the worker's KV cache of 2 blocks"
     assert bench.scheduler.load().blocks_used == 0
 
 

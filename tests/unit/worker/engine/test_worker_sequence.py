@@ -51,7 +51,11 @@ def test_no_more_can_have_been_computed_than_is_known() -> None:
         (start(1, [1024]), OutOfRange, "vocabulary"),
         (start(1, [1], output=[1024]), OutOfRange, "vocabulary"),
         (start(1, prompt(100)), PromptTooLong, "100 prompt tokens .* context of 100"),
-        (start(1, prompt(99), output=[1, 2]), PromptTooLong, "99 prompt tokens and 2 so far"),
+        (
+            start(1, prompt(99), output=[1, 2]),
+            PromptTooLong,
+            "99 prompt tokens and 2 output tokens",
+        ),
     ],
 )
 def test_what_can_never_run_is_refused(

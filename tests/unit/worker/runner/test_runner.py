@@ -456,7 +456,7 @@ def test_rank_0_tells_the_others_what_was_drawn_and_who_failed() -> None:
     results = build(group=group).execute(batch())
     assert group.told == [WORD]
     assert results == build().execute(batch())[:2] + results[2:]
-    assert str(results[2].error) == "no token is left to draw from by the grammar and min_tokens"
+    assert str(results[2].error) == "no token is left to sample from by the grammar and min_tokens"
     assert len(results[3].prompt_logprobs) == 3
 
 
@@ -503,7 +503,7 @@ def test_what_is_drawn_without_drafts_is_told_before_rank_0_knows_it() -> None:
     assert len(group.told) == 1
     assert [result.tokens for result in results] == [(best(2),), (), (), ()]
     assert [str(result.error) for result in results[2:]] == [
-        "no token is left to draw from by the grammar and min_tokens",
+        "no token is left to sample from by the grammar and min_tokens",
         "[] is not of the grammar",
     ]
 

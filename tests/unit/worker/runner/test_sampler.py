@@ -530,18 +530,18 @@ def test_a_row_to_which_nothing_is_left_fails_with_the_cause() -> None:
     only_stops = FakeGrammar(lambda output: STOPS)
     sampling = SamplingParams(grammar=GRAMMAR, min_tokens=1, logprobs=1)
     this = admission(sampling, stops=STOPS, grammar=only_stops)
-    assert failure(this) == "no token is left to draw from by the grammar and min_tokens"
+    assert failure(this) == "no token is left to sample from by the grammar and min_tokens"
     later = replace(this, tokens=(1, 2))
     (result,) = sampler(later).sample(logits(1), Asks.of([Ask(0, 1)]))
     assert result.tokens[0] in STOPS
     nothing = FakeGrammar(lambda output: ())
     assert failure(replace(later, grammar=nothing)) == (
-        "no token is left to draw from by the grammar and min_tokens"
+        "no token is left to sample from by the grammar and min_tokens"
     )
     unbound = replace(later, grammar=nothing, sampling=SamplingParams(grammar=GRAMMAR))
-    assert failure(unbound) == "no token is left to draw from by the grammar"
+    assert failure(unbound) == "no token is left to sample from by the grammar"
     every = admission(SamplingParams(min_tokens=1), stops=range(VOCAB))
-    assert failure(every) == "no token is left to draw from by min_tokens"
+    assert failure(every) == "no token is left to sample from by min_tokens"
 
 
 class Failing(FakeGrammar):

@@ -38,7 +38,7 @@ async def test_what_a_worker_has_loaded_is_kept_until_a_router_can_hear_of_it(
 
 
 async def test_a_worker_that_does_not_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="refuses this worker: another model"):
+    with pytest.raises(RuntimeError, match="refused this worker: another model"):
         await ready_worker(monkeypatch, ["another model"])._join()
 
 

@@ -240,7 +240,7 @@ def test_an_output_of_log_probabilities_asks_for_them() -> None:
             "text_input, text_input",
             InvalidRequest,
         ),
-        (pb.ModelInferRequest(), "none of them came", InvalidRequest),
+        (pb.ModelInferRequest(), "or input_ids; it is missing", InvalidRequest),
         (tokens("INT32", [2, 2], 1, 2, 3, 4), "one prompt", InvalidRequest),
         (tokens("INT32", [2, 1], 1, 2), "one prompt", InvalidRequest),
         (tokens("FP32", [1], 1.0), "it takes INT32", InvalidRequest),
