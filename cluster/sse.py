@@ -8,7 +8,7 @@ DONE = b"[DONE]"
 
 
 class Events:
-    """Only their data: OpenAI's streams have each event's on one line."""
+    """Parser of server-sent events: the data only, which OpenAI's streams send on one line."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -32,7 +32,7 @@ def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence
 
 
 class Stages:
-    """Without a console nothing is shown."""
+    """Stages of a start, shown on a console if there is one."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console

@@ -80,7 +80,7 @@ class Router:
         memory_limit: float,
         access: Access | None = None,
     ) -> None:
-        """Without ``access`` everybody may come in. Raises SettingsError."""
+        """Create the router; without ``access`` no API key is needed. Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -410,7 +410,7 @@ class Router:
         self._line.demand(self._demand)
 
     async def wait(self) -> None:
-        """Until a part fails; raises its error. To give up waiting disturbs none."""
+        """Wait until a part fails, and raise its error. Cancellation stops no part."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.check()
 

@@ -116,7 +116,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
 
     def hold(self, seconds: float) -> None:
-        """Nothing comes in or goes out for so long, as when a network is cut and heals."""
+        """Hold all messages for ``seconds``, as a network that is cut and heals."""
         self._held_until = max(self._held_until, now() + seconds)
 
     async def close(self) -> None:

@@ -249,7 +249,7 @@ class Arrivals:
 
     @property
     def have_risen(self) -> bool:
-        """More than chance explains."""
+        """Return whether the needs have risen by more than chance explains."""
         return self.soon - self.later > _SIGNIFICANT * self._deviation
 
     @property

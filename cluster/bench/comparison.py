@@ -30,7 +30,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``is_more_better``: of a throughput."""
+    """Row of the comparison; ``is_more_better`` holds for throughputs."""
 
     title: str
     a: float
@@ -60,7 +60,7 @@ class Comparison:
     warnings: Sequence[str]
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Under COMPARED_COLUMNS."""
+        """Yield the cells of each row, in the order of COMPARED_COLUMNS."""
         for row in self.rows:
             yield row.title, shown(row.a), shown(row.b), row.ratio_text, row.verdict
 

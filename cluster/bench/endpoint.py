@@ -24,7 +24,7 @@ _SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
 class Refused(Exception):
-    """No answer, or none that is whole. ``str(error)`` is a slug, a status, or both."""
+    """Request without a complete answer; ``str(error)`` is a slug, a status, or both."""
 
 
 class Endpoint(Protocol):
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def has_begun(self) -> bool:
-        """Some of its output is here."""
+        """Return whether some of the output has arrived."""
         return bool(self._pieces)
 
     def is_sent(self) -> None:

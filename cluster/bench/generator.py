@@ -45,7 +45,7 @@ class Generator:
     async def open_loop(
         self, requests: Sequence[Request], most_at_once: int | None = None
     ) -> list[Outcome]:
-        """Each at its time, of which ``most_at_once`` are on their way together; None is no limit.
+        """Send each request at its time, at most ``most_at_once`` concurrently; None is no limit.
 
         Their outcomes, in the order of the requests, when all have ended.
         """

@@ -160,7 +160,7 @@ class Load:
 
     @property
     def has_moments(self) -> bool:
-        """True if the times of arrival are given."""
+        """Return whether the arrival times are given."""
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))
 

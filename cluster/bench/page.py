@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``is_log``: of the horizontal axis, on which only what is above 0 is drawn."""
+    """Chart; ``is_log`` scales the horizontal axis and drops values that are not positive."""
 
     title: str
     x: str

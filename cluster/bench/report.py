@@ -241,7 +241,7 @@ _BETWEEN = re.compile(r"[\s,]+")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """``most_ms`` by name; what it does not name may take any time."""
+    """Service level objective: the limits ``most_ms`` by metric name."""
 
     most_ms: Mapping[str, float] = field(default_factory=dict)
 
@@ -332,7 +332,7 @@ class Ramp:
         self.too_much: float | None = None
 
     def next_rate(self) -> float | None:
-        """None: enough is known."""
+        """Return the next rate to try, or None when enough is known."""
         if self.kept is None:
             return self._first if self.too_much is None else None
         if self.too_much is None:
@@ -523,7 +523,7 @@ class Stage:
 
 
 def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
-    """``is_detailed`` adds what became of each request."""
+    """Return the report; ``is_detailed`` adds the outcome of each request."""
     outcomes, slo, percents = seen.outcomes, setting.slo, setting.percents
     return {
         **_head(setting, len(outcomes)),

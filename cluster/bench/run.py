@@ -38,7 +38,7 @@ class Manner:
 
 
 class Run:
-    """Against an endpoint that has answered a warm-up."""
+    """Run against an endpoint that has answered a warm-up."""
 
     def __init__(self, found: Opened, manner: Manner) -> None:
         self._found = found

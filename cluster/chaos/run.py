@@ -95,7 +95,7 @@ def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
 
 
 async def leave_none_drained(client: AsyncClient) -> None:
-    """After the last fault: waits until the drained workers are empty, and gone."""
+    """Wait after the last fault until the drained workers are empty and gone."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_S):
             while await _is_any_drained(client):

@@ -26,7 +26,7 @@ def parse(listen: str) -> tuple[str, int]:
 
 
 async def serve(config: Config, listen: tuple[str, int], console: Console) -> None:
-    """Until SIGINT or SIGTERM. Raises LedgerSetupError."""
+    """Serve until SIGINT or SIGTERM. Raises LedgerSetupError."""
     if config.ledger.url != EMBEDDED:
         raise LedgerSetupError("ledger.url names another server: there is nothing to start")
     logs.configure("ledger", config.log_level, log_dir(config) / "ledger.log")

@@ -28,7 +28,7 @@ Cluster = ProcessCluster | RayCluster
 
 
 async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
-    """Until SIGINT or SIGTERM. Raises what the cluster's start raises."""
+    """Serve until SIGINT or SIGTERM. Raises what the cluster's start raises."""
     log_dir = config.state_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("up", config.log_level, log_dir / "up.log")

@@ -22,7 +22,7 @@ _SLOTS = 16
 
 
 async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Start a throw-away cluster, shows it at work, prints what was counted, leaves nothing.
+    """Start a temporary cluster, show it at work, print the counts, and leave nothing behind.
 
     At SIGINT or SIGTERM it raises CancelledError.
     """

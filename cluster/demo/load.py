@@ -22,7 +22,7 @@ from everlift.v1 import inference_pb2_grpc
 
 
 class Percentiles(TypedDict):
-    """None of nothing."""
+    """Percentiles; None without values."""
 
     p50: float | None
     p99: float | None
@@ -91,7 +91,7 @@ class Transcript:
 
 
 class Load:
-    """All tasks at once against one router."""
+    """Load of all tasks at once against one router."""
 
     def __init__(self, address: str, tasks: Sequence[Example]) -> None:
         self.transcripts = [Transcript(task) for task in tasks]

@@ -50,7 +50,7 @@ class Completion:
 
     @property
     def num_output_tokens(self) -> int:
-        """Over all choices."""
+        """Return the output tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
@@ -76,7 +76,7 @@ class Gathering:
         self._chunks[chunk.choice].append(chunk)
 
     def completion(self, stream: Stream) -> Completion:
-        """Once ``stream`` has come to its end."""
+        """Return the completion, once ``stream`` has ended."""
         assert stream.usage is not None
         return Completion(
             request_id=stream.request_id,

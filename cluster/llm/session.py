@@ -41,7 +41,7 @@ class LocalSession:
         self._sessions.receive(self._session, frame, self._loop.time())
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
-        """There is nobody to greet."""
+        """Do nothing: no router needs the worker's description."""
 
     def deliver(self, report: Report) -> None:
         self._sessions.deliver(report)
@@ -50,7 +50,7 @@ class LocalSession:
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """There is nowhere else to go on."""
+        """Do nothing: the requests have no other worker to move to."""
 
     async def stop(self) -> None:
         self._sessions.end_session(self._session)

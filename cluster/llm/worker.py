@@ -1,4 +1,4 @@
-"""All ranks of one worker that nobody outside this process reaches.
+"""Worker with all its ranks, for this process only.
 
     this process   event loop <-> engine's thread: rank 0
     children       ranks 1, 2, ...
@@ -58,7 +58,7 @@ class _Running:
 
 
 class LocalWorker:
-    """All calls come from one event loop, whose thread lives at least as long as this."""
+    """Worker for calls from one event loop, whose thread must outlive it."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Create the worker. Raises ValueError for an invalid configuration."""

@@ -143,7 +143,7 @@ class Child:
         return f"ended with status {await self._running.wait()}"
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         await self._running.wait()
 
     async def stop(self, bound_s: float) -> None:

@@ -182,7 +182,7 @@ class ProcessCluster:
         await self._restart(self.routers[index])
 
     async def kill_worker(self, index: int) -> None:
-        """All its ranks."""
+        """Kill all ranks of a worker."""
         await self.workers[index].kill()
 
     async def restart_worker(self, index: int) -> None:

@@ -86,7 +86,7 @@ _LOOK_S = 0.1
 
 
 class Announcer:
-    """Any router will do: it writes the worker into the ledger, where the others find it."""
+    """Announcer of a worker to any router, which writes it into the ledger for the others."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Announcer:
         self._transport = transport
 
     async def announce(self) -> None:
-        """Until a router accepts the worker. Raises InvalidRequest when one refuses it."""
+        """Announce until a router accepts the worker. Raises InvalidRequest if one refuses it."""
         while True:
             for router in self._routers:
                 if await self._told(router):

@@ -10,7 +10,7 @@ from worker.engine.outcome import Outcome
 
 
 class Frame(NamedTuple):
-    """After a step, or when it has begun to count what was ``accepted``.
+    """State after a step, or at the start of counting what was ``accepted``.
 
     ``outcomes`` are of who draws its first or last token, and of who has other news: all others
     draw one in each step.

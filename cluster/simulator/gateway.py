@@ -83,7 +83,7 @@ class Gateway:
 
     @property
     def is_idle(self) -> bool:
-        """Every request that came is at its end."""
+        """Return whether every request has ended."""
         return not self._lives
 
     # clients

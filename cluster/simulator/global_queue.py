@@ -54,7 +54,7 @@ class GlobalQueue:
 
     @property
     def has_work(self) -> bool:
-        """True if free capacity at a worker would be used."""
+        """Return whether free capacity at a worker would be used."""
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:

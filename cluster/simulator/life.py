@@ -90,7 +90,7 @@ class Life:
         self.draws_since = step if outcome.tokens and outcome.stop is None else None
 
     def drew(self, step: int) -> None:
-        """Until this step of its worker nothing else was said of it."""
+        """Record that a token was drawn in every step up to ``step``."""
         if self.draws_since is not None:
             self.num_tokens += step - self.draws_since
             self.draws_since = step

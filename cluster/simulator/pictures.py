@@ -59,7 +59,7 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
 
 
 def by_class(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """All of them, and where there are several classes each, the highest first."""
+    """Return all records, and those of each class if there are several, highest first."""
     classes = sorted({record.arrival.priority for record in records}, reverse=True)
     kinds = {"all": list(records)}
     if len(classes) > 1:

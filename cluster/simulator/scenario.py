@@ -74,7 +74,7 @@ class WorkerDrain:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """Another one is started, and takes requests ``start_s`` later."""
+    """Start of another worker, which takes requests ``start_s`` later."""
 
     at: float
     spec: WorkerSpec

@@ -47,7 +47,7 @@ class Record:
 
     @property
     def queued_s(self) -> float:
-        """Until its first dispatch."""
+        """Return the seconds until the first dispatch."""
         return self.dispatched - self.arrival.at
 
     @property
@@ -60,7 +60,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """Between two output tokens, on the average; 0 where there is only one."""
+        """Return the mean seconds between output tokens; 0 if there is only one."""
         if self.output_tokens < 2:
             return 0.0
         return (self.finished - self.first_token) / (self.output_tokens - 1)

@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Summary]]:
-    """All requests, then those of each class, tenant and application of which there are several."""
+    """Yield a summary of all requests, then of each class, tenant and application."""
     yield "all", forecast.summary(slo)
     for word, parts in (
         ("class", forecast.by_class(slo)),

@@ -9,5 +9,5 @@ def joined(host: str, port: int) -> str:
 
 
 def bare(host: str) -> str:
-    """Without the brackets that an address of IPv6 has beside a port."""
+    """Return the host without the brackets of an IPv6 address."""
     return host.strip("[]")

@@ -65,7 +65,7 @@ def _written(number: float) -> str:
 
 @contextmanager
 def sendable() -> Iterator[None]:
-    """While a message is made: what no message can hold raises NotUtf8 or OutOfRange."""
+    """Raise NotUtf8 or OutOfRange for values that no message can hold."""
     try:
         yield
     except UnicodeEncodeError:

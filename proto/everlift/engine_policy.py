@@ -11,6 +11,6 @@ DEFAULT: Final = "default"
 
 
 def policy_named(text: str) -> EnginePolicy | None:
-    """None where no policy is called so."""
+    """Return the policy of this name, or None."""
     policies: tuple[EnginePolicy, ...] = get_args(EnginePolicy)
     return next((policy for policy in policies if policy == text), None)

@@ -48,7 +48,7 @@ def encode(error: EverliftError, code: int) -> bytes:
 
 
 def decode(data: bytes) -> EverliftError | None:
-    """None for what is no error of ours."""
+    """Return the encoded error, or None if it is not one of Everlift's."""
     try:
         status = pb.Status.FromString(data)
         info = _unpacked(status, pb.ErrorInfo)

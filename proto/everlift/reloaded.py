@@ -26,7 +26,7 @@ _TRIES = 5
 
 
 class Reloaded(Generic[T]):
-    """May be asked in any thread."""
+    """Value that is reloaded when its file changes. Thread-safe."""
 
     def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
         """Create the object.

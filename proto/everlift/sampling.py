@@ -148,7 +148,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if sampling depends on the tokens that occurred before."""
+        """Return whether sampling depends on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
@@ -171,7 +171,7 @@ class SamplingParams:
         )
 
     def to_proto(self) -> pb.Sampling:
-        """Every field set."""
+        """Return the message with every field set."""
         return pb.Sampling(
             **{name: getattr(self, name) for name in _OPTIONAL_FIELDS},
             logit_bias=dict(self.logit_bias),

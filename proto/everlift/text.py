@@ -73,7 +73,7 @@ class TextState:
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string is complete."""
+        """Return whether a stop string is complete."""
         return self._matcher.matched
 
     @property
@@ -149,7 +149,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
-        """``is_included`` lets the text end after the stop string, not before it."""
+        """Stop at ``stops``; ``is_included`` keeps the stop string in the text."""
         self.matched = False
         #: the stop string that was completed
         self.stop: str | None = None

@@ -38,7 +38,7 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str, state: str = "") -> Self | None:
-        """None for what is none: the standard has a new trace begin then."""
+        """Return the parsed header; None if it is invalid, for which a new trace begins."""
         match = _TRACEPARENT.fullmatch(traceparent)
         if match is None:
             return None

@@ -116,10 +116,10 @@ GRPC: Transport = _Plain()
 
 
 def secured(tls: Tls | None) -> Transport:
-    """Over TLS, if there is any. Raises SettingsError."""
+    """Return a transport over TLS, if configured. Raises SettingsError."""
     return GRPC if tls is None else TlsTransport(tls)
 
 
 def internal(tls: InternalTls) -> Transport:
-    """Between routers and workers. Raises SettingsError."""
+    """Return the transport between routers and workers. Raises SettingsError."""
     return TlsTransport(tls.tls) if tls.is_on else GRPC

@@ -91,7 +91,7 @@ class TokenCounters:
 
     @property
     def gap(self) -> float:
-        """Between the counters of those that wait."""
+        """Return the gap between the counters of the waiting tenants."""
         counters = [self._counters[tenant] for tenant in self._waiting]
         return max(counters) - min(counters) if counters else 0.0
 
@@ -122,7 +122,7 @@ class ServedOutputs:
         self._tokens[tenant, priority] += tokens
 
     def drain(self) -> list[session_pb2.ServedTokens]:
-        """Each is told once."""
+        """Remove and return the served tokens; each is reported once."""
         tokens, self._tokens = self._tokens, Counter()
         return [
             session_pb2.ServedTokens(tenant=tenant, priority=priority, tokens=number)

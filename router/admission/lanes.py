@@ -154,7 +154,7 @@ class RatioLane(Lane):
 
 
 class StarvationLane(Lane):
-    """Another lane, except that requests that waited for ``limit_s`` leave first, by arrival."""
+    """Lane whose requests that waited for ``limit_s`` leave first, by arrival."""
 
     def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner

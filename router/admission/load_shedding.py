@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
         return cls(inf if first_token_s is None else first_token_s, inf if end_s is None else end_s)
 
     def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
-        """None where it can come in time.
+        """Return by how much a deadline is missed, or None if it can be met.
 
         At the least it waits for ``wait_s``, and its output goes on for ``output_s`` after its
         first token. Who need not wait is not late for its prompt's sake, which its worker may have

@@ -92,7 +92,7 @@ class Evictions:
         spared: Collection[str],
         ledger_now: float,
     ) -> Eviction | None:
-        """None if it would not miss a deadline by waiting for a credit, or nobody can help."""
+        """Return an eviction if waiting would miss a deadline and a worker can help."""
         if (slack := _slack(waiting, workers, ledger_now)) == inf:
             return None
         wait = _wait(waiting, workers)

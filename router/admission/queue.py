@@ -125,7 +125,7 @@ class Classes:
 
     @property
     def is_fair(self) -> bool:
-        """True if tenants share a class fairly."""
+        """Return whether tenants share a class fairly."""
         return self._fair_share is not None
 
     def push(self, queued: Queued) -> None:

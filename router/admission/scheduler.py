@@ -168,11 +168,11 @@ class LeaderState:
 
     @property
     def has_work(self) -> bool:
-        """True if free capacity at a worker would be used."""
+        """Return whether free capacity at a worker would be used."""
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Other rules.
+        """Apply changed rules step by step.
 
         To go over to another order takes a while, which is gone through part by part; what is left
         off there changes no order.
@@ -278,7 +278,7 @@ class LeaderState:
 
     @property
     def wait_s(self) -> float | None:
-        """Until all that wait now have left the queue, as predicted; None: not known."""
+        """Return the predicted seconds until the queue is dispatched; None if unknown."""
         return self._waits.wait_s(self.queued_tokens)
 
     def queue_estimate(self) -> session_pb2.QueueEstimate:

@@ -53,7 +53,7 @@ class WaitEstimator:
             self.tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
 
     def wait_s(self, work_tokens: int) -> float | None:
-        """Until so much work has left the queue. None: nobody knows."""
+        """Return the seconds until ``work_tokens`` have left the queue; None if unknown."""
         if not work_tokens:
             return 0.0
         return work_tokens / self.tokens_per_s if self.tokens_per_s else None

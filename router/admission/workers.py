@@ -20,7 +20,7 @@ from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
-    """So many rows of which each has this share."""
+    """Return the size of ``num_rows`` equal rows."""
     return StepSize(*(num_rows * share for share in row))
 
 
@@ -263,7 +263,7 @@ class WorkerView:
 
     @property
     def is_open(self) -> bool:
-        """True if the worker takes requests."""
+        """Return whether the worker takes requests."""
         return not self.load.draining and self.load.sequence_number >= 0
 
     @property
@@ -277,7 +277,7 @@ class WorkerView:
 
     @property
     def is_full(self) -> bool:
-        """True if a sequence waits there, or every slot is taken."""
+        """Return whether a sequence waits at the worker, or every slot is taken."""
         return self.load.num_waiting > 0 or self.load.num_running >= self.slots
 
     @property
@@ -316,7 +316,7 @@ class WorkerView:
 
     @property
     def is_calm(self) -> bool:
-        """All that is there makes tokens."""
+        """Return whether all sequences of the worker are decoding."""
         return self.pending_prefill == 0 and self.ahead == 0
 
     @property
@@ -341,7 +341,7 @@ class WorkerView:
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:
-        """If the suspect has its first token, or is gone: nothing waits to be computed there."""
+        """End the trial when the suspect has its first token, or is gone."""
         has_come = not self.trial or self.trial not in self.unacknowledged
         if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
             self.trial = 0

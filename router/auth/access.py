@@ -73,7 +73,7 @@ _LOOK_S = 1.0
 
 
 def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
-    """None where everybody may come in."""
+    """Return the store of keys, or None if access is off."""
     match config.access:
         case "file":
             return FileStore(Path(config.access_file))

@@ -1,4 +1,4 @@
-"""All that is kept about who may come in, as a file or the ledger has it. Pure.
+"""Keys, tenants and limits, as the file or the ledger stores them. Pure.
 
     keys:
       3f9a1c2b4d5e: {tenant: acme, scopes: [infer], sha256: ..., created: 2030-01-31T12:00:00Z}
@@ -38,7 +38,7 @@ class Document:
     tenants: Mapping[str, Own] = field(default_factory=dict)
 
     def with_key(self, key_id: str, key: Key | None) -> Document:
-        """None: without it."""
+        """Return a copy with the key; ``key`` None removes it."""
         return replace(self, keys=_put(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:

@@ -15,7 +15,7 @@ _RANGES = {"max_priority": (-MAX_PRIORITY, MAX_PRIORITY), "weight": (1, 1000)}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None is no limit."""
+    """Limits of a tenant; None is no limit."""
 
     #: requests that may begin in a minute; as many at once, then evenly
     requests_per_minute: int | None = None
@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """True if some limit applies to all its requests together."""
+        """Return whether a limit applies to all requests together."""
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 

@@ -40,7 +40,7 @@ class Quotas:
         self._telling = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
-        """Before a request is opened.
+        """Charge a request before it is opened.
 
         False where there is nothing to give back if it is not: without limits, or charged before.
         Raises RateLimited, LedgerFull, LedgerUnavailable.

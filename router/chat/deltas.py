@@ -26,7 +26,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the JSON of call ``index``'s arguments."""
+    """Next part of the JSON arguments of call ``index``."""
 
     index: int
     text: str

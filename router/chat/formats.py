@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Each call is an object with a name and arguments; its arguments are called ``arguments``.
+    """Format of tool calls: an object each, with a name and ``arguments``.
 
     ``opens`` stands before a call, ``closes`` behind it, or one of ``separators`` before the next
     one. One that ``may_be_bare`` needs no mark where it begins the output, or follows another one.

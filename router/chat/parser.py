@@ -266,7 +266,7 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _take_back(self) -> None:
-        """There is no call: the first character is content, and one may begin behind it.
+        """Treat the first character as content: there is no call, but one may begin behind it.
 
         Of much text all but the last character is content.
         """

@@ -64,7 +64,7 @@ class RendererProcess:
         return self._text(answer)
 
     def end(self) -> None:
-        """No process is left when it returns."""
+        """End the process and wait for it."""
         if self._socket is not None:
             self._socket.close()
         # Else its child, if that is left, ends with the socket.

@@ -52,7 +52,7 @@ class Chaos(Protocol):
 
 
 class Actions:
-    """``has_access``: callers show keys."""
+    """Actions of the console; ``has_access`` shows that callers need keys."""
 
     def __init__(
         self, inference: Inference, admin: Admin, chaos: Chaos, *, has_access: bool

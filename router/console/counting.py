@@ -117,7 +117,7 @@ class Aggregates:
         return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
 
     def totals(self) -> dict[str, int]:
-        """Since each started, of those that are there."""
+        """Return the counts of all present routers since their starts."""
         return {
             name: sum(getattr(it.counts, name) for it in self._routers.values()) for name in _TOTALS
         }

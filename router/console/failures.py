@@ -13,7 +13,7 @@ _WINDOW_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """So many in the last five minutes, the last one so long ago in seconds."""
+    """Failures of the last five minutes: their number, and seconds since the last one."""
 
     slug: str
     recent: int

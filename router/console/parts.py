@@ -20,7 +20,7 @@ class Sessions(Protocol):
 
 
 class Counters(Protocol):
-    """Since this router started."""
+    """Counters since this router started."""
 
     completed: int
     failed: int

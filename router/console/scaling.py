@@ -15,7 +15,7 @@ _LATE_S = 10.0
 
 
 def described(report: ScalingReport | None, now: float) -> Json | None:
-    """None where no autoscaler says anything: the number of workers is fixed.
+    """Return the autoscaler's report, or None without one: the number of workers is fixed.
 
     Moments are in seconds, as ``now`` is.
     """

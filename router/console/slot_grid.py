@@ -205,7 +205,7 @@ _KEPT_S = 60.0
 
 
 class Lanes:
-    """Each keeps its place among them. ``chosen`` None: they come by themselves."""
+    """Lanes of workers, each in its place; ``chosen`` None chooses them automatically."""
 
     def __init__(self, chosen: Sequence[str] | None) -> None:
         self._is_chosen = chosen is not None
@@ -214,7 +214,7 @@ class Lanes:
         self._gone: dict[str, float] = {}
 
     def update(self, there: Collection[str], now: float) -> None:
-        """``there`` are the workers that are up, in some order that lasts."""
+        """Update from the connected workers ``there``, in a stable order."""
         if self._is_chosen:
             return
         gone = [worker_id for worker_id in self.worker_ids if worker_id not in there]

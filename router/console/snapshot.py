@@ -83,7 +83,7 @@ class Snapshot:
         return {link.info.worker_id: link for link in self._sessions.links}
 
     def update(self, now: float) -> Mapping[str, Any]:
-        """All sections. O(workers)."""
+        """Update and return all sections. O(workers)."""
         self._rows = self._look_at_workers(now)
         self._aggregates.note(self._counting.counts(), now)
         self._aggregates.drop_routers(now)

@@ -51,7 +51,7 @@ class Lease:
         self.is_confirmed = False
 
     async def campaign(self) -> None:
-        """Until cancelled."""
+        """Campaign for the lease, and renew it, until cancelled."""
         while True:
             async with self._asking:
                 if (moment := now()) >= self._stands_back_until:
@@ -99,7 +99,7 @@ class Lease:
             self._ended()
 
     async def stand_back(self) -> None:
-        """Give it back, if it is held, and leaves it to others for as long as it lasts."""
+        """Give the lease back, if held, and let others take it for one lease duration."""
         async with self._asking:
             self._stands_back_until = now() + self._config.lease
             await self.resign()

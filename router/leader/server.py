@@ -40,7 +40,7 @@ class LeaderServer:
             send(message)
 
     def hang_up(self) -> None:
-        """Every gateway is told to look for another leader."""
+        """Tell every gateway to look for another leader."""
         for gateway in self.gateways:
             self.redirect(gateway)
 

@@ -45,7 +45,7 @@ class Sweep:
         self._after = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await asyncio.sleep(self._config.heartbeat)
             if now() > self._after and self._heirs():

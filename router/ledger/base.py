@@ -122,7 +122,7 @@ class AccessRecords:
 
 
 class StaleTerm(Exception):
-    """Another leader has a newer term: the caller must stop dispatching."""
+    """Dispatch of a leader whose term is over; it must stop dispatching."""
 
 
 class NotQueued(Exception):
@@ -329,7 +329,7 @@ class Ledger(Protocol):
         ...
 
     async def orphans(self, limit: int) -> list[str]:
-        """Up to ``limit`` unfinished requests whose gateway's lease is over, oldest gateway first.
+        """Return up to ``limit`` unfinished requests whose gateway's lease is over, oldest first.
 
         The cost does not grow with the requests of living gateways.
         """

@@ -60,7 +60,7 @@ class State(Enum):
 
 
 class Move(Enum):
-    """Each move with the states that it may start from and end in.
+    """Transition of a request, with the states that it may start from and end in.
 
     A reassertion is none of them: it repeats what was.
     """

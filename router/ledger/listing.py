@@ -27,7 +27,7 @@ class Part:
 
 
 class Listing:
-    """Up to ``limit`` entries of what lies behind ``last``, from MOST_LISTED requests at most."""
+    """Page of up to ``limit`` entries after ``last``, from MOST_LISTED requests at most."""
 
     def __init__(self, limit: int, last: Position | None) -> None:
         self._limit = limit

@@ -289,7 +289,7 @@ class Histories:
                 self._known.move_to_end(group, last=False)
 
     def as_dict(self) -> dict[str, History]:
-        """All that is known, for ``learn``: what was heard of last comes last."""
+        """Return the histories for ``learn``, the most recently used last."""
         return {_ALL: self._all, **self._known}
 
 
@@ -424,7 +424,7 @@ class Predictor:
 
     @property
     def trust(self) -> Trust | None:
-        """None while there is no model."""
+        """Return the trust in the model, or None without a model."""
         return None if self._learned is None else self._learned.trust
 
     def load(self, model: Model) -> None:

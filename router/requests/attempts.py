@@ -281,7 +281,7 @@ class Attempts:
         return [WriteRest(live), *self._all_left(live, now)]
 
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
-        """There is no stream to the worker of a request."""
+        """Handle a missing stream to the worker of a request."""
         live.avoid = live.worker_id
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
@@ -292,7 +292,7 @@ class Attempts:
         return [Reconcile(live, is_queued=False)]
 
     def on_move(self, epoch: int, now: float) -> list[Effect]:
-        """Another worker can continue a preempted request sooner."""
+        """Move a preempted request to a worker that can continue sooner, as the leader asks."""
         if (live := self.running.get(epoch)) is None:
             return []
         live.num_moved += 1
@@ -453,7 +453,7 @@ class Attempts:
         return effects
 
     def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
-        """Neither a worker nor the queue needs the request any more."""
+        """Withdraw the request from the queue and abort it at its worker."""
         effects: list[Effect] = [Withdraw(live.request_id)]
         worker_id, epoch = live.worker_id, live.epoch
         if self._take_from_worker(live, end, now):

@@ -63,7 +63,7 @@ class LedgerHealth:
 
     @property
     def is_fit(self) -> bool:
-        """True if the ledger answers and has the required durability."""
+        """Return whether the ledger answers and has the required durability."""
         return not self.is_away and not self._unfit
 
     def check_room(self) -> None:

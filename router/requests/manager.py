@@ -64,7 +64,7 @@ log = logs.get_logger(__name__)
 
 
 class Requests:
-    """All requests of this router, for the protocols, the leader and the heartbeat."""
+    """Requests of this router, for the protocols, the leader and the heartbeat."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Requests:
 
     @property
     def takes_new(self) -> bool:
-        """True if this router, its model and the ledger accept new requests."""
+        """Return whether this router, its model and the ledger accept new requests."""
         return (
             self._model.is_active and not self._registry.is_closing and self._ledger_health.is_fit
         )

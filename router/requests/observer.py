@@ -25,7 +25,7 @@ class ClassObserver(Protocol):
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
     def ttft_predicted(self, ttft_s: float, seen_s: float) -> None:
-        """When it was filed its first token was predicted so long after; it came so long after."""
+        """Record the time to first token ``seen_s`` beside the predicted ``ttft_s``."""
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
@@ -33,7 +33,7 @@ class ClassObserver(Protocol):
         ...
 
     def next_tokens(self, interval_s: float) -> None:
-        """So long after the last time, more of a choice could be read."""
+        """Record the seconds between two moments at which more of a choice became readable."""
         ...
 
     def finished(

@@ -69,7 +69,7 @@ class Output:
             self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
-        """No token follows: releases the text that was held back."""
+        """Release the text that was held back, as no token follows."""
         self._tail = self._text.finish()
 
     def text(self, start: int, stop: int) -> str:
@@ -143,7 +143,7 @@ class Choice:
         return self._make_readable(self.stored)
 
     def run_ahead(self) -> bool:
-        """All tokens may be seen before the ledger has them. Answers whether that is more."""
+        """Let tokens be seen before the ledger has them; return whether more is readable."""
         return self._make_readable(len(self.output))
 
     def _make_readable(self, count: int) -> bool:
@@ -167,7 +167,7 @@ class Choice:
     # what it looks like outside
 
     def is_readable_from(self, offset: int) -> bool:
-        """There is a token there, or the end."""
+        """Return whether there is a token at ``offset``, or the end."""
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
@@ -218,7 +218,7 @@ def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> No
 
 
 class Elsewhere(Exception):
-    """Another living router owns the request; ``address`` is that router's internal one."""
+    """Request that another living router owns; ``address`` is that router's internal one."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -392,12 +392,12 @@ class LiveRequest:
 
     @property
     def is_ending(self) -> bool:
-        """Over, or about to be: nothing else may happen to it."""
+        """Return whether the request has ended or is about to, so that nothing else may happen."""
         return self.phase in (Phase.ENDING, Phase.OVER)
 
     @property
     def is_preempted(self) -> bool:
-        """True if its worker computes none of its choices."""
+        """Return whether the worker computes none of its choices."""
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
@@ -413,7 +413,7 @@ class LiveRequest:
         return self.phase is Phase.RUNNING and self.epoch == epoch
 
     def age_s(self, now: float) -> float:
-        """Since its call."""
+        """Return the seconds since the call."""
         return self._moments.age_s(now)
 
     # what happens to it
@@ -472,7 +472,7 @@ class LiveRequest:
         self.wake()
 
     def run_ahead(self, choice: Choice, now: float) -> None:
-        """All tokens of the choice may be seen before the ledger has them."""
+        """Let all tokens of the choice be seen before the ledger has them."""
         if choice.run_ahead():
             self._more_to_read(choice, now)
         self.wake()
@@ -655,7 +655,7 @@ class LiveRequest:
         return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
 
     def held(self) -> Stored:
-        """All that is known of it here, for a ledger that lost some of it."""
+        """Return the known state of the request, for a ledger that lost some of it."""
         entry = self.as_entry()
         choices = tuple(
             StoredChoice(tuple(choice.output.tokens[:count]), tuple(choice.output.logprobs[:count]))

@@ -208,7 +208,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """True if the last piece was taken, or the source is closed."""
+        """Return whether the last piece was taken, or the source is closed."""
 
     @abstractmethod
     def poll(self) -> pb.GenerateResponse | None:

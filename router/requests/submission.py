@@ -91,7 +91,7 @@ class Submissions:
             raise given_up() from None
 
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
-        """Return what is predicted of the request, unless it is rejected.
+        """Check and predict a request. Raises the error of a rejection.
 
         A request that the ledger has was accepted before: neither a full queue nor a deadline
         rejects it.

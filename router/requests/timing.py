@@ -194,7 +194,7 @@ class Attempt:
 
     @property
     def shares(self) -> list[Share]:
-        """Since its worker told where its time went: as with the others that decode there."""
+        """Return the shares of time since the worker's last report, as others that decode there."""
         return at_worker(self.since)
 
     @property
@@ -203,7 +203,7 @@ class Attempt:
 
     @property
     def last_token(self) -> float | None:
-        """When it came, or later: as long as its worker was heard and it had its blocks."""
+        """Return the time of the last token, or until when its worker could continue."""
         if self.first_token is None:
             return None
         pause = self.pauses[-1] if self.pauses else None
@@ -357,13 +357,13 @@ class Journal:
 
     @property
     def behind_s(self) -> float:
-        """Behind its last token: seconds until its end was in the ledger, and its client had it."""
+        """Return the seconds from the last token to the stored and delivered end."""
         last = self._spans[-len(_BEHIND) :]
         return sum(span.seconds for span in last if span.kind in _BEHIND)
 
     @property
     def heard(self) -> float:
-        """When something was heard of it last."""
+        """Return when the worker was last heard of."""
         if not self._is_at_worker:
             return self._until
         attempt = self._attempts[-1]
@@ -419,7 +419,7 @@ class Journal:
         self._queue()
 
     def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
-        """Another gateway had it, and told so much of it."""
+        """Continue the spans and attempts that another gateway recorded."""
         for span in earlier:
             self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
         self._lap(pb.SPAN_KIND_OTHER, now, 0)
@@ -463,7 +463,7 @@ class Journal:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
     def joined(self, newcomers: tuple[str, ...]) -> None:
-        """Others came to its worker since it did: these."""
+        """Record requests that came to the worker later."""
         if self._is_at_worker:
             self._attempts[-1].newcomers = newcomers
 
@@ -482,7 +482,7 @@ class Journal:
             self._first_token = attempt.first_token
 
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
-        """No worker has it any more."""
+        """End the attempt: no worker has the request any more."""
         if not self._is_at_worker:
             return
         attempt, is_finished = self._attempts[-1], end == FINISHED
@@ -501,7 +501,7 @@ class Journal:
         self._queue()
 
     def withdrawn(self, queue_wait: session_pb2.QueueWait, now: float) -> None:
-        """Out of the queue, for its end."""
+        """Record the removal of an ended request from the queue."""
         if self._is_queued:
             self._divide(pb.SPAN_KIND_NETWORK, in_queue(queue_wait), now)
             self._open = pb.SPAN_KIND_LEDGER
@@ -683,7 +683,7 @@ class RequestTimes:
     # what came of it
 
     def readable_since(self, choice: int, otherwise: float) -> float:
-        """When more of a choice could be read last; ``otherwise`` where none can."""
+        """Return when more of a choice became readable last, or ``otherwise``."""
         return self._readable_since.get(choice, otherwise)
 
     def ttft_s(self, ended: float) -> float:

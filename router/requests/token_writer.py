@@ -164,7 +164,7 @@ class TokenWriter:
 
     @property
     def is_away(self) -> bool:
-        """True if the ledger does not answer appends."""
+        """Return whether the ledger does not answer appends."""
         return self._away_since is not None
 
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:

@@ -324,7 +324,7 @@ class ServedModel:
         return ids
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
-        """All that can be said of it before it is read. Raises PromptTooLong, OutOfRange."""
+        """Check a prompt before it is tokenized. Raises PromptTooLong, OutOfRange."""
         self.check_fits(prompt)
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)

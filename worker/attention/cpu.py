@@ -74,7 +74,7 @@ class Kernel:
 
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
-    """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
+    """Return the compiled kernel, or None; the log says why. ``flags`` are added compiler flags."""
     library = native.compiled(_SOURCE, (*kernel_flags(head_dim, dtype), *flags))
     return None if library is None else Kernel(library)
 

@@ -57,7 +57,7 @@ class _Like(NamedTuple):
 
 
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
-    """None where our own kernel attends to prompts.
+    """Return the prompt kernels to use, or None for Everlift's own.
 
     The log says why it does though somebody else's is there.
     """
@@ -65,7 +65,7 @@ def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
 
 
 def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | None:
-    """None where it is not there, does not fit or is wrong."""
+    """Return the backend, or None if it is missing, does not fit or computes wrong results."""
     tensor = cache.tensor
     like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
     return _tried(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed

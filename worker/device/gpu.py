@@ -51,7 +51,7 @@ class DeviceMemory(Protocol):
 
     @property
     def most_held(self) -> int:
-        """Since ``release``."""
+        """Return the most memory held since ``release``."""
         ...
 
     def release(self) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Stream(Protocol):
-    """Nothing here waits on the host."""
+    """Stream of operations; no method waits on the host."""
 
     def copy(self, target: Tensor, source: Tensor) -> None: ...
 
     def mark(self) -> Any:
-        """When all that was put in so far is done."""
+        """Return an event that completes after the operations submitted so far."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -31,7 +31,7 @@ class CopyStreams(NamedTuple):
 
 
 class CudaStream:
-    """Without a ``stream`` of its own it is the thread's current one."""
+    """CUDA stream; without a ``stream`` of its own, the thread's current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device

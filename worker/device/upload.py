@@ -52,7 +52,7 @@ class Parcel:
         return lambda: self._arrived()[index]
 
     def packed(self) -> NDArray[np.int32]:
-        """All of them, each from a multiple of 16 bytes on."""
+        """Return all arrays in one, each at a multiple of 16 bytes."""
         together = np.empty(sum(map(_room, self._arrays)), np.uint8)
         first = 0
         for array in self._arrays:

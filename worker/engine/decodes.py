@@ -33,7 +33,7 @@ class Decodes:
 
     @property
     def is_long(self) -> bool:
-        """All that is noted had better be taken, and begin anew."""
+        """Return whether enough steps are recorded to take them all and start anew."""
         return self._num_steps >= _MAX_STEPS
 
     @property
@@ -54,7 +54,7 @@ class Decodes:
         self._offsets += offset
 
     def seconds(self, slot: int) -> float:
-        """Since it was noted or taken; 0 if it is not noted."""
+        """Return the seconds since the slot was recorded or taken; 0 if it is not recorded."""
         if not self.is_noted[slot]:
             return 0.0
         base, slope, moment, offset = map(float, self._notes[slot])
@@ -98,7 +98,7 @@ class Decodes:
         self._notes[slots, _OFFSET] = offsets
 
     def begin_anew(self) -> None:
-        """All that are noted were taken."""
+        """Restart the times of all slots, which were taken."""
         self._notes[:, :_OFFSET] = 0.0
         self._notes[:, _OFFSET] += self._num_steps
         self._offsets += self._num_noted * self._num_steps

@@ -64,7 +64,7 @@ class HostStore:
         self._drop_first(hashes)
 
     def invalidate(self, block_hash: bytes) -> None:
-        """Between steps: what is kept under it is not what it names."""
+        """Invalidate a block between steps: its contents do not match its hash."""
         if (place := self._kept.pop(block_hash, None)) is not None:
             self._free.append(place)
 

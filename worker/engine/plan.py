@@ -244,7 +244,7 @@ NO_ROWS = Rows.of(())
 
 
 class BlockCopy(NamedTuple):
-    """Between block ``block`` of the KV cache and place ``place`` of the host's memory."""
+    """Copy between ``block`` of the KV cache and ``place`` of the host's memory."""
 
     block: int
     place: int
@@ -334,7 +334,7 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence, prompt and output."""
+        """Return the most tokens of a sequence, prompt and output."""
         ...
 
     @property

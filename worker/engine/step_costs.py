@@ -46,7 +46,7 @@ class Costs(NamedTuple):
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def rows(self, rows: Rows) -> float:
-        """All of them together."""
+        """Return the cost of all rows together."""
         each = self.each
         tokens = rows.num_tokens * each.num_tokens + rows.kv_tokens * each.kv_tokens
         return len(rows) * each.num_rows + tokens + rows.num_pairs * each.num_pairs

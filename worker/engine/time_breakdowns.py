@@ -113,7 +113,7 @@ class TimeBreakdowns:
         self._gone = [it for it in (*self._gone, *gone) if it.slot == NO_SLOT]
 
     def in_vain(self) -> None:
-        """There is too little memory for the step in progress: nothing of it was computed."""
+        """Record that the step computed nothing, for lack of memory."""
         self._is_in_vain = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
@@ -153,7 +153,7 @@ class TimeBreakdowns:
         return SequenceBreakdown(sequence.key, sequence.breakdown)
 
     def so_far(self, sequence: Sequence, now: float) -> SequenceBreakdown:
-        """Between two steps."""
+        """Return the times of a sequence so far. Call between two steps."""
         if sequence.slot == NO_SLOT:
             return SequenceBreakdown(sequence.key, _outside(sequence, now))
         return SequenceBreakdown(sequence.key, self._read(sequence.slot, now))

@@ -15,4 +15,4 @@ class NoGrammars:
         done(InvalidRequest("the fake model supports no grammar"))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""

@@ -22,7 +22,7 @@ class Backlog:
         self._seconds += seconds
 
     def close(self, account: Account) -> None:
-        """No answer comes any more. May be called in any thread."""
+        """Drop an account whose answers no longer come. Thread-safe."""
         self._closed.append(account)
 
 

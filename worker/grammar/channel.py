@@ -30,7 +30,7 @@ class Channel:
     def __init__(
         self, sock: socket.socket, mask_budget_s: float, timeout_s: float, backlog: Backlog
     ) -> None:
-        """Nothing is waited for longer than ``timeout_s``."""
+        """Open the channel; no wait exceeds ``timeout_s``."""
         sock.setblocking(False)
         self._sock = sock
         #: the grammar process is: what it may still have said is not read
@@ -86,7 +86,7 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """True if the processes have more to do than a step can wait for."""
+        """Return whether the processes have more work than a step can wait for."""
         return self._backlog.seconds > _BACKLOG_S * _CORES
 
     def has_reply(self, matcher: int) -> bool:
@@ -100,7 +100,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """May be called in another thread than the rest, and again."""
+        """Close the channel. Thread-safe, and may be called again."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

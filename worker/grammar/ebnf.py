@@ -46,7 +46,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``most`` None: without bound."""
+    """Repetition; ``most`` None is unbounded."""
 
     part: Node
     least: int

@@ -31,7 +31,7 @@ class CompiledGrammar:
 
     @property
     def is_lost(self) -> bool:
-        """True if its grammar process is gone."""
+        """Return whether the grammar process is gone."""
         return self._channel.is_lost
 
     def fail_sequences(self) -> None:

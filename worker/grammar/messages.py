@@ -24,7 +24,7 @@ Request = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """``is_refusal`` says that ``body`` is a cause; ``cpu_s`` is what the answer took."""
+    """Reply with a ``body``, which is a cause if ``is_refusal``; ``cpu_s`` is the CPU time."""
 
     is_refusal: bool
     matcher: int

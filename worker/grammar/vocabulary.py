@@ -65,7 +65,7 @@ class _Vocabulary:
         self.special_token_ids = [len(tokens)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Nothing is tokenized: no text is forced."""
+        """Return no tokens: no text is forced."""
         return []
 
 

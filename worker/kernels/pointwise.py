@@ -21,7 +21,7 @@ def sum_and_norm(
     ADDS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):
-    """``out`` [rows, WIDTH] = x / rms(x) * weight, a program for each row.
+    """Compute ``out`` [rows, WIDTH] = x / rms(x) * weight, one program per row.
 
     Row r of ``x`` begins at (r // heads) * token_stride + (r % heads) * head_stride. With ADDS,
     ``added`` [rows, WIDTH] is first added to ``x`` in its place, rounded as it is kept there.

@@ -72,7 +72,7 @@ class Matrix:
         return self.form.weight
 
     def pack(self, packing: Packing) -> None:
-        """Once it is filled."""
+        """Pack the weights, once they are filled."""
         self.form = packing.pack(self.plain) or self.form
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -78,7 +78,7 @@ class OneDnnPacking:
         self._is_right: dict[torch.Size, bool] = {}
 
     def pack(self, weight: Tensor) -> OneDnn | None:
-        """None where the trial of this shape failed; the log says so once for each."""
+        """Return the packed weight; None if the trial of this shape failed, as the log says."""
         if not self._is_right.get(weight.shape, True):
             return None
         try:

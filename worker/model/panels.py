@@ -165,7 +165,7 @@ def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
 
 @cache
 def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
-    """None where it does not pay or cannot be; the log says if it should have been."""
+    """Return the packing, or None if it does not pay or is unavailable, which the log says."""
     if not pays(dtype, weights):
         return None
     library = native.compiled(_SOURCE, panel_flags(dtype, weights))

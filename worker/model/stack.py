@@ -246,7 +246,7 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
 
 @cache
 def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
-    """None where it cannot be made; the log says why."""
+    """Return the compiled library, or None; the log says why."""
     return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
 
 

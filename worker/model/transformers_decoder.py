@@ -1,4 +1,4 @@
-"""Any decoder-only model of transformers over the paged KV cache, on one rank.
+"""Decoder-only models of transformers over the paged KV cache, on one rank.
 
 The model's own modules compute everything but attention. To them a step's tokens are one sequence,
 in a batch of one; whose they are only attention knows.

@@ -195,7 +195,7 @@ class _CollectiveGroup(Group):
 
 
 class _NcclGroup(_CollectiveGroup):
-    """Over ProcessGroupNCCL, with ``host`` for what the hosts tell each other.
+    """Group over ProcessGroupNCCL, with ``host`` for messages between hosts.
 
     What was captured with its collectives must be gone before it is closed: NCCL waits for that,
     and for good.
@@ -274,7 +274,7 @@ def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
 
 
 def join_store(address: str) -> TCPStore:
-    """Another rank's end of the store at ``address``."""
+    """Connect to the store at ``address``."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), timeout=TIMEOUT)
 

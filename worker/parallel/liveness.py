@@ -56,7 +56,7 @@ class LivenessMonitor:
         self._looking = loop.create_task(self._look_on())
 
     def close(self) -> None:
-        """Before the lines are. May be called again."""
+        """Close, before the connections are closed. May be called again."""
         loop = asyncio.get_running_loop()
         while self._lines:
             loop.remove_reader(self._lines.pop())

@@ -29,7 +29,7 @@ class WakingTime:
     """
 
     def __init__(self, most_s: float) -> None:
-        """Between two looks no more than ``most_s`` counts."""
+        """Count at most ``most_s`` between two looks."""
         self._most_s = most_s
         self._looked: float | None = None
         self._now = 0.0
@@ -78,7 +78,7 @@ class _Running:
 
 
 class Watchdog:
-    """Over one engine's steps.
+    """Watchdog over one engine's steps.
 
     ``begin`` and ``end`` are called in the thread that steps, with a clock's time; ``overdue`` in
     another one, now and then, with waking time.

@@ -123,7 +123,7 @@ class DecodeGraphs:
         return self._replays[bucket]()[: len(rows)]
 
     def close(self) -> None:
-        """Nothing is captured any more: a graph holds the group whose collectives it makes."""
+        """Release the graphs, which hold the group of their collectives."""
         self._replays.clear()
 
     def _work(self, bucket: int) -> Work:

@@ -190,7 +190,7 @@ def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
 
 
 def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
-    """None on a GPU that is to be tried. Raises ValueError where there is no room."""
+    """Return the configured blocks, or None if a trial on the GPU decides. Raises ValueError."""
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_mib is None and place.device.type == "cuda":

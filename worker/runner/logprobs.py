@@ -62,7 +62,7 @@ class ArrivingScores:
 
 
 class KeptLogits:
-    """Some rows of a step's logits as the model made them, kept until their tokens are drawn."""
+    """Rows of a step's logits, kept unchanged until their tokens are drawn."""
 
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
         """``num_top`` has rows of ``logits`` [n, vocab], and how many alternatives each tells."""

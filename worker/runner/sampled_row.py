@@ -66,7 +66,7 @@ class SampledRow:
 
     @property
     def is_shaped(self) -> bool:
-        """True if its logits are changed before the temperature."""
+        """Return whether the logits are changed before the temperature."""
         slot = self.slot
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)

@@ -53,7 +53,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """All of a step's, as columns [n]; ``drafts`` has those of the ones that have any, by index."""
+    """Parameters of all rows of a step, as columns [n]; ``drafts`` by row."""
 
     slots: Ints
     positions: Ints

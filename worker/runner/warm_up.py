@@ -18,7 +18,7 @@ from worker.engine.plan import Admission, Plan, Row, Rows
 def warm_up_plans(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Iterator[Plan]:
-    """All write to block 0. The last one draws a token, in slot 0."""
+    """Yield the plans, which write to block 0; the last one draws a token in slot 0."""
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)
     batches = {(1,) * size for size in _doubled(most_rows)}

@@ -64,7 +64,7 @@ class EngineThread:
         threading.Thread(target=self._live, name="engine", daemon=True).start()
 
     def stop(self) -> None:
-        """After the step that runs; on ranks above 0 it reads as the loss of rank 0."""
+        """Stop after the current step; ranks above 0 see the loss of rank 0."""
         self._inbox.stop()
         if isinstance(self.ties.log, StepLogReader):
             self.ties.log.interrupt()

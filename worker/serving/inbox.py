@@ -13,7 +13,7 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Orders:
-    """All that came in since the engine's last step.
+    """Orders that arrived since the engine's last step.
 
     Another ``policy`` is meant before starts, and these before aborts; ``drain`` gives back
     everything that is here after them; ``stop`` is the end instead of a step.

@@ -112,7 +112,7 @@ class LeadingLoop:
         self._prefills_told = 0.0
 
     def run(self) -> None:
-        """Until the stop order. Raises EngineBroken, and what the log raises."""
+        """Run until the stop order. Raises EngineBroken, and errors of the step log."""
         while self.turn(self._next_orders()):
             pass
 

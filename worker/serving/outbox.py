@@ -82,7 +82,7 @@ class Outbox:
         self._occupants = occupants
 
     def drop(self, key: SequenceKey) -> None:
-        """Nothing more is to be said of an aborted sequence."""
+        """Drop an aborted sequence, about which nothing more is sent."""
         self._breakdowns.pop(key, None)
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)

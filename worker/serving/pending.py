@@ -25,5 +25,5 @@ class Pending:
         self.num_tokens += num_known
 
     def discard(self, key: SequenceKey) -> None:
-        """If it is there."""
+        """Remove the sequence if it is there."""
         self.num_tokens -= self._num_known.pop(key, 0)

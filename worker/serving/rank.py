@@ -131,12 +131,12 @@ class Rank:
 
     @property
     def is_alone(self) -> bool:
-        """No router is connected: it may be that none knows this worker."""
+        """Return whether no router is connected; perhaps none knows this worker."""
         return self._server is None or self._server.is_alone
 
     @property
     def is_stuck(self) -> bool:
-        """After ``stop``: the engine's thread is in a step that may never end."""
+        """Return whether the engine's thread is in a step that may never end, after ``stop``."""
         return self._thread is not None and not self._thread_is_over.is_set()
 
     async def open(self) -> str:

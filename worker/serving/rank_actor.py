@@ -54,7 +54,7 @@ class RankActor:
         await self._rank.wait()
 
     async def is_alone(self) -> bool:
-        """No router has a session open: it may not know this worker."""
+        """Return whether no router has a session open; perhaps none knows this worker."""
         return self._rank.is_alone
 
     async def stop(self) -> None:

@@ -72,7 +72,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
 
     @property
     def is_alone(self) -> bool:
-        """No router has a stream open."""
+        """Return whether no router has a stream open."""
         return not self._open
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:

@@ -83,7 +83,7 @@ class Claim:
 
 
 class Sessions:
-    """All routers that are connected to this worker."""
+    """Sessions of all routers that are connected to this worker."""
 
     def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
         self._limits = limits
@@ -110,7 +110,7 @@ class Sessions:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of any router is here."""
+        """Return whether no request of any router is here."""
         return not self._claims
 
     # routers come and go
@@ -140,7 +140,7 @@ class Sessions:
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
     def end_all(self) -> None:
-        """Every session ends when it has sent what is left."""
+        """End every session when it has sent its remaining messages."""
         for session in self._sessions.values():
             session.close()
 

@@ -25,7 +25,7 @@ class Startup:
 
 
 def process_age_s() -> float:
-    """Since this process was started, or forked; 0.0 where the system does not say."""
+    """Return the seconds since this process was started or forked; 0.0 if unknown."""
     with suppress(OSError, ValueError):
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Under which policies requests come again, as it is said on the command line."""
+"""Policies of a simulation, as the command line names them."""
 
 from __future__ import annotations
 

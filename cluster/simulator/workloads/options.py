@@ -74,7 +74,7 @@ def mix(names: Sequence[str], is_steady: bool) -> Mix:
 
 
 def at_rate(mix: Mix, rate: float) -> Iterator[Workload]:
-    """So many requests a second together."""
+    """Yield the workloads of the mix, at ``rate`` requests per second in all."""
     total = sum(share for _, share in mix)
     return (workload.at_rate(rate * share / total) for workload, share in mix)
 

@@ -1,4 +1,4 @@
-"""Many requests at once, each of its own: their tokens, each offset of a choice exactly once."""
+"""Generate for many requests concurrently, with each token exactly once."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part.clear()
 
     async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
-        """All of one call, until nothing in ``part`` is left to come.
+        """Read one call until each request in ``part`` has ended.
 
         Raises EverliftError where something is.
         """

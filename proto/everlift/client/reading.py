@@ -52,7 +52,7 @@ class Reading:
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
 
     async def next(self) -> Chunk | None:
-        """None after the last one. Raises EverliftError, after which nothing more comes."""
+        """Return the next chunk; None after the last one. Raises EverliftError, which is final."""
         while not self.is_over:
             try:
                 chunk = self._reception.accept(await self._read())

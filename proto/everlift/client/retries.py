@@ -73,7 +73,7 @@ class Deadline:
         return max(self._at - now, 0.0)
 
     def passes_before(self, moment: float) -> bool:
-        """Never before the first call."""
+        """Return whether the deadline is before ``moment``; never before the first call."""
         return self._at is not None and self._at < moment
 
 
@@ -109,7 +109,7 @@ class Retries:
 
 
 def is_unavailable(error: EverliftError) -> bool:
-    """Another router, or this one in a moment, may answer.
+    """Return whether another router, or this one later, may answer.
 
     A request that found no worker has ended.
     """
@@ -117,7 +117,7 @@ def is_unavailable(error: EverliftError) -> bool:
 
 
 def is_refusal(error: EverliftError) -> bool:
-    """There is no room now: nothing was accepted. What is too large will never have any."""
+    """Return whether nothing was accepted for lack of room, which a retry may find."""
     return error.grpc_status == "RESOURCE_EXHAUSTED" and not isinstance(error, InvalidRequest)
 
 
@@ -144,7 +144,7 @@ class RetryBudget:
         return self._deadline.remaining(now())
 
     async def wait(self, error: EverliftError, router: str) -> None:
-        """Until it is time for the next try after ``error`` of a ``router``.
+        """Wait for the time of the next try after ``error`` of a ``router``.
 
         Raises the error where there is none, DeadlineExceeded where it would come too late.
         """

@@ -39,7 +39,7 @@ class Stream(AsyncIterator[Chunk]):
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """Without a ``submission`` the request must be known already; then closing only leaves.
+        """Stream a ``submission``, or without one a known request, which closing does not cancel.
 
         ``metadata`` goes with the submission.
         """

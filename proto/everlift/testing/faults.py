@@ -43,7 +43,7 @@ class BreakOff(_Place):
 
 @dataclass(frozen=True, slots=True)
 class Hold(_Place):
-    """No piece comes from ``offset`` of ``choice`` on, until the request is cancelled."""
+    """Fault that holds back all pieces from ``offset`` of ``choice`` until the cancellation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class _Server:
             await call.break_off("Cancelling all calls")
 
     def handler(self, details: grpc.HandlerCallDetails) -> Any:
-        """None where nobody serves the method."""
+        """Return the method's handler, or None."""
         found = (handler.service(details) for handler in self._handlers)
         return next((it for it in found if it is not None), None)
 
@@ -130,7 +130,7 @@ class _Channel:
     unary_stream = unary_unary
 
     async def close(self, grace: float | None = None) -> None:
-        """When it returns nothing of its calls runs any more."""
+        """Stop the server and wait until no call is running."""
         for call in self._calls:
             call.cancel()
             await call.is_left()
@@ -169,7 +169,7 @@ class _Call(Generic[A]):
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended and will not be read."""
+        """Return whether the call has ended and will not be read."""
         return self._status is not None and (self._serving is None or self._serving.done())
 
     async def read(self) -> Any:

@@ -104,7 +104,7 @@ class Handlers:
         handler: Callable[[AsyncIterator[bytes], Call], Closable[Message]],
         *scopes: Scope,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Any number of messages, of which some come after the first answers went."""
+        """Return a handler for any number of messages, also after the first answers."""
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(messages, call)

@@ -68,7 +68,7 @@ class Source(Protocol):
 
 
 class Call:
-    """Has what a handler for grpc.aio needs of its ServicerContext.
+    """Call with the part of grpc.aio's ServicerContext that its handlers need.
 
     Answers are queued; the connection takes them (``pump``) when the event loop has done what it
     was about, so that what is written in one turn leaves together.
@@ -170,7 +170,7 @@ class Call:
             self._stop()
 
     def half_close(self) -> None:
-        """No message follows."""
+        """Note that no message follows."""
         self._has_all = True
         self._came.set()
 
@@ -367,7 +367,7 @@ class Call:
 
     @property
     def is_held_up(self) -> bool:
-        """True if the flow control windows hold back data."""
+        """Return whether the flow control windows hold back data."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:

@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
             self.acknowledge(event.stream_id, 0)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """So many bytes were taken, or are of no use any more.
+        """Acknowledge ``size`` bytes that were read or dropped.
 
         Of a stream that is over they count on the connection alone.
         """
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
         self._flush_soon()
 
     def hold(self, size: int) -> None:
-        """So many bytes more, or fewer, of messages that are not whole. Raises RateLimited."""
+        """Count ``size`` more (or fewer) bytes of incomplete messages. Raises RateLimited."""
         self._unfinished_bytes += size
         most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
         if size > 0 and self._unfinished_bytes > most:

@@ -49,7 +49,7 @@ class MessageReader:
         return len(self._buffer)
 
     def drop(self) -> None:
-        """Nothing more is fed."""
+        """Drop the bytes held; no more are fed."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -60,12 +60,12 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """True if it has the last piece."""
+        """Return whether this response has the last piece."""
         return self.num_input_tokens is not None
 
     @property
     def is_empty(self) -> bool:
-        """True if it has nothing to report, as the first piece of a stream."""
+        """Return whether the response has nothing to report, as the first piece of a stream."""
         return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )

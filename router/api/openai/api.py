@@ -44,7 +44,7 @@ class Api:
         max_body_bytes: int,
         more: Iterable[Path] = (),
     ) -> None:
-        """``more`` paths are served beside the API's own."""
+        """Serve the API, and ``more`` paths beside its own."""
         self._authenticator = authenticator
         self._answering = answering
         self._texts = texts

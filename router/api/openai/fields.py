@@ -215,7 +215,7 @@ class CompletionFields(Generation):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """Each of them; none of them may be all that there is."""
+        """Return the prompts as a list; a single one, or None, may be given alone."""
         match self.prompt:
             case [str() | list(), *_]:
                 return list(self.prompt)  # type: ignore[arg-type]

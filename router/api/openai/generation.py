@@ -57,7 +57,7 @@ class Generation:
         headers: Mapping[str, str],
         journals: Sequence[Journal],
     ) -> Self:
-        """Each of ``messages`` has its id, and a journal of what came before.
+        """Submit ``messages``, each with its id and the journal of its earlier part.
 
         Raises what Inference.generate raises: then none of them goes on for this one's sake, and
         those that came with this call are forgotten, so that all can come again under their ids.
@@ -149,7 +149,7 @@ class Generation:
         return None
 
     async def pieces(self) -> AsyncIterator[Numbered]:
-        """All that comes of each, to the end of the last one. Raises as ``take`` does."""
+        """Yield all pieces of each request up to the last end. Raises as ``take`` does."""
         came = asyncio.Event()
         self.on_more = came.set
         while True:

@@ -86,7 +86,7 @@ class Transcript:
 
     @property
     def had_output(self) -> bool:
-        """True if the client had output before this stream: all requests were accepted then."""
+        """Return whether the client had output before, so that all requests were accepted."""
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:

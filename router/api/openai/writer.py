@@ -58,7 +58,7 @@ class Writer:
         return not self.cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Once the answer has begun, and before its end is sent."""
+        """Write a part of the answer, after its start and before its end."""
         cycle = self.cycle
         if cycle.disconnected or cycle.scope["method"] == "HEAD":
             return

@@ -405,7 +405,7 @@ class MemoryLedger:
 
     @property
     def term(self) -> int:
-        """Under which dispatches are taken: of who leads, or led last."""
+        """Return the leader's term, or the last leader's: dispatches need it."""
         return self._term
 
     async def lead(
@@ -526,7 +526,7 @@ class MemoryLedger:
         return MemoryAudit(self._records, self._owned)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection."""
 
 
 class MemoryAudit:

@@ -63,7 +63,7 @@ class Choice:
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
     def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
-        """No token differs, and no end."""
+        """Return whether no token and no end differ."""
         known, other = len(self.tokens), len(told.tokens)
         if tuple(self.tokens[:other]) != told.tokens[:known]:
             return False

@@ -83,7 +83,7 @@ def microseconds(seconds: float) -> int:
 
 
 def optional(number: int | None) -> int | str:
-    """None is an empty argument."""
+    """Return the number as an argument; None is an empty one."""
     return "" if number is None else number
 
 
@@ -198,7 +198,7 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """Return the answer of common.lua's ``continuation``, less its first word."""
+    """Return the answer of common.lua's ``continuation``, without its first word."""
     fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling

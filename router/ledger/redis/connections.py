@@ -122,7 +122,7 @@ class _OneServer:
 
 
 class _SentinelPrimary(_OneServer):
-    """Every connection asks the sentinels first who the primary is.
+    """Primary that every connection looks up at the sentinels first.
 
     A primary that they have deposed may not know of it for ten seconds, and takes writes that will
     be lost: so they are asked at every beat too.

@@ -77,7 +77,7 @@ def knows_waitaof(info: Info) -> bool:
 
 
 def generation(infos: Sequence[Info]) -> str:
-    """Another one after a restart or failover of any server.
+    """Return an id that changes with a restart or failover of any server.
 
     A restart changes ``run_id``; so does a failover, or else, when it is undone between two looks,
     ``master_replid``.

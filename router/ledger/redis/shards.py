@@ -65,7 +65,7 @@ _FAILURES = (RedisError, RedisClusterException)
 
 
 class NotReplicated(RedisError):
-    """No replica has said in time that it has it."""
+    """Write that no replica confirmed in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def root(key_prefix: str, shard: int) -> str:
 
 
 class Shards:
-    """Every script may run twice, because its answer can be lost: scripts are written for that."""
+    """Shards of the ledger. A script may run twice, since its answer can be lost."""
 
     def __init__(self, config: LedgerConfig) -> None:
         self._timeout_s = config.timeout

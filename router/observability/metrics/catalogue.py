@@ -1,4 +1,4 @@
-"""Every metric that a router exports, once: name, kind, unit, labels, buckets. Pure.
+"""Catalogue of the router's metrics: name, kind, unit, labels, buckets. Pure.
 
 Of a cluster's state the router that leads speaks alone, so that sums over routers are right; the
 other metrics are each router's own.

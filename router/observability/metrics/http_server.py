@@ -111,7 +111,7 @@ class MetricsServer:
 
 
 class _Collected:
-    """All of a moment.
+    """Metrics as collected at one moment.
 
     Of its own counters and histograms the library also tells when they were made, as gauges that no
     catalogue has: these are left out.
