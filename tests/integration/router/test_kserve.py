@@ -93,7 +93,7 @@ async def test_the_same_id_and_body_is_the_same_request() -> None:
         other = asking("mine", [1, 3], 6)
         assert await refused(stub.ModelInfer(other)) == ("ALREADY_EXISTS", "request_conflict")
         [answer] = await read_all(stub.ModelStreamInfer(iter([other])))
-        assert answer.error_message.startswith("request id mine is taken")
+        assert answer.error_message.startswith('request id "mine" already exists')
         statistics = await stub.ModelStatistics(pb.ModelStatisticsRequest())
         assert statistics.model_stats[0].inference_count == 1
 

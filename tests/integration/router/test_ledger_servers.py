@@ -334,7 +334,7 @@ async def test_a_certificate_that_nobody_trusts_is_refused(
     one, files = guarded
     with (
         certificate() as (other, _),
-        pytest.raises(LedgerSetupError, match="wrong certificate: self-signed") as error,
+        pytest.raises(LedgerSetupError, match="is invalid: self-signed") as error,
     ):
         await connect(LedgerConfig(url=tls_url(one), **(files | {"tls_ca": str(other)})))
     assert PASSWORD not in everything_said(error.value)
@@ -344,7 +344,7 @@ async def test_a_certificate_of_another_host_is_refused() -> None:
     with (
         certificate("DNS:elsewhere") as (cert, key),
         tls_server(cert, key, readme_rule(), "tls-auth-clients no") as one,
-        pytest.raises(LedgerSetupError, match="wrong certificate: IP address mismatch"),
+        pytest.raises(LedgerSetupError, match="is invalid: IP address mismatch"),
     ):
         await connect(LedgerConfig(url=tls_url(one), tls_ca=str(cert)))
 

@@ -133,8 +133,8 @@ async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(
         expired = files.ours.issue("expired", days=-1)
         for pair in (foreign, expired):
             tls = Tls(str(files.ours.ca), str(pair.cert), str(pair.key))
-            assert "or another one" in await reason(parts.address, tls)
-        assert "a certificate of yours" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
+            assert "or a client certificate" in await reason(parts.address, tls)
+        assert "or a client certificate" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
 
 
 async def test_an_expired_certificate_is_refused_and_a_plain_router_told_from_it(

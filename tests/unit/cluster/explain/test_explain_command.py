@@ -96,7 +96,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
     assert "100 prompt tokens, 20 output tokens (30 predicted)" in result.stdout
     assert "first token after 0.750 s (0.500 s predicted), including 0.125 s" in result.stdout
     assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
-    assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
+    assert ["0.002", "0.1", "parts", "below", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "total"] in lines
     assert "worker [w1] was lost" in result.stdout
     assert "your requests at other workers without room, attempt 1: o" in result.stdout
