@@ -96,7 +96,7 @@ def cluster(routers: int = 2, workers: int = 2, **changes: object) -> Iterator[P
 # workers
 
 
-def test_a_worker_that_was_frozen_and_taken_for_lost_changes_nothing_when_it_thaws() -> None:
+def test_frozen_worker_changes_nothing_when_it_resumes() -> None:
     with cluster() as it:
         request_id = it.ask()
         it.until_has(request_id, 20)
@@ -425,7 +425,7 @@ def test_what_a_killed_gateway_leaves_without_a_client_is_found_and_finished() -
         it.run_until(lambda: it.entry(request_id).state is State.FINISHED, limit=10.0)
 
 
-def test_what_a_frozen_gateway_has_goes_on_elsewhere_and_takes_no_room_from_others() -> None:
+def test_frozen_gateway_requests_continue_elsewhere() -> None:
     with cluster(routers=3, workers=1) as it:
         [leader] = it.leaders()
         asked = Asked(SHORT.prompt, (*SHORT.options, ("on_disconnect", OnDisconnect.CONTINUE)))

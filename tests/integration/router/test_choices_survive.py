@@ -125,7 +125,7 @@ async def test_more_choices_than_slots_are_made_in_turns() -> None:
         assert parts.routers[0]._sessions.links[0].state.num_running == 0
 
 
-async def test_a_form_that_the_worker_refuses_is_the_clients_mistake() -> None:
+async def test_unsupported_grammar_is_an_invalid_request() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         stream = client.generate("x", n=2, max_tokens=4, regex="a")
         with pytest.raises(InvalidRequest, match="supports no grammar") as caught:

@@ -129,7 +129,7 @@ async def test_a_refusal_is_an_answer_of_its_own_kind(tmp_path: Path) -> None:
         pytest.param(b":1\r\n:2\r\n:3\r\n", id="more-than-was-asked"),
     ],
 )
-async def test_what_is_under_way_fails_with_its_connection_and_the_next_call_has_another(
+async def test_call_fails_with_its_connection_and_the_next_reconnects(
     tmp_path: Path, said: bytes
 ) -> None:
     connections = 0

@@ -221,7 +221,7 @@ async def test_a_router_that_is_told_to_stop_sends_its_clients_to_another_one() 
         assert second.router_id in {entry.gateway for entry in entries}
 
 
-async def test_a_leader_that_leaves_finishes_its_streams_and_another_one_takes_the_rest() -> None:
+async def test_leader_that_stops_finishes_streams_and_hands_over() -> None:
     """That leads before it has left, and does not wait for the end of its lease."""
     config = replace(ROUTER, drain=20.0, lease=20.0)
     async with cluster(routers=2, workers=1, router_config=config) as parts:

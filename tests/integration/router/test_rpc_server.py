@@ -706,7 +706,7 @@ class Pumps:
         monkeypatch.setattr(Call, "pump", counted)
 
 
-async def test_windows_and_settings_are_looked_at_once_and_for_those_whom_they_held_up(
+async def test_window_updates_wake_only_held_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with bench() as it, raw(it.port) as client:

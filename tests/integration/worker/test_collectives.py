@@ -74,7 +74,7 @@ def close(*ends: Collectives | None) -> None:
 # how they come to it
 
 
-def test_the_file_is_for_its_owner_alone_and_its_name_is_gone_when_they_have_met() -> None:
+def test_shared_file_is_private_and_unlinked() -> None:
     modes = []
 
     class WatchingStore(DictStore):

@@ -252,7 +252,7 @@ class Even:
         pass
 
 
-def test_no_step_with_a_grammar_log_probabilities_or_a_bias_waits_for_the_device(
+def test_steps_with_sampling_options_never_wait_for_the_device(
     directory: Path,
 ) -> None:
     """But for what the step before it drew, by an event, which torch does not count."""

@@ -311,9 +311,7 @@ def expected_of(rank: int, on_device: bool) -> list[object]:
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_who_has_no_use_for_a_gather_takes_part_in_it_with_no_memory_of_its_own(
-    absent: int, way: str
-) -> None:
+def test_gather_needs_no_memory_on_ranks_without_a_result(absent: int, way: str) -> None:
     def act(group: Group) -> object:
         shard = torch.full((2, 3), float(group.rank))
         if group.rank == absent:

@@ -111,7 +111,7 @@ def test_tokens_are_the_same_alone_in_a_batch_after_preemption_and_with_drafts(
     assert any(output[-1] == EOS for output in alone)
 
 
-def test_log_probabilities_are_transformers_through_chunks_preemption_and_drafts(
+def test_logprobs_equal_transformers_in_every_schedule(
     directory: Path, model: LlamaForCausalLM
 ) -> None:
     jobs = sampled_jobs(SIZES["vocab_size"], EOS)

@@ -76,7 +76,7 @@ async def test_a_router_that_is_cut_off_hears_afterwards_what_it_missed() -> Non
         assert told <= 5, "some that were under way, and one with all the others"
 
 
-async def test_the_end_of_a_router_that_is_cut_off_is_not_noticed_until_the_wire_is_whole() -> None:
+async def test_worker_notices_a_router_end_after_the_partition() -> None:
     async with two_routers() as (near, far):
         await far.start(start(1, prompt(10), max_tokens=2000))
         await far.until(lambda: far.tokens.get(1))

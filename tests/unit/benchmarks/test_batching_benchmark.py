@@ -83,7 +83,7 @@ def figures(ttft: float, missed: float = 0.0) -> dict[str, float]:
         ([figures(0.1)] * 3, 1.1),
     ],
 )
-def test_capacity_is_the_largest_load_up_to_which_all_are_served_as_they_should_be(
+def test_capacity_is_the_largest_load_that_meets_the_slo(
     served: Sequence[dict[str, float]], expected: float
 ) -> None:
     found = {str(load): {"slai": each} for load, each in zip((0.7, 0.9, 1.1), served, strict=True)}

@@ -142,7 +142,7 @@ echo noise
 """
 
 
-def test_a_part_that_fails_or_has_no_time_left_says_why_and_costs_no_others_figures(
+def test_gpu_benchmark_part_fails_alone_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"

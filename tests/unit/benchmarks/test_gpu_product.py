@@ -58,7 +58,7 @@ def phase(different: int = 0, migrations: int = 0, preemptions: int = 0) -> dict
     return {"different": different, "migrations": migrations, "preemptions": preemptions}
 
 
-def test_a_text_that_differs_and_a_disturbance_that_disturbed_nobody_are_faults() -> None:
+def test_gpu_product_fails_on_other_text_or_an_idle_fault() -> None:
     good = {"load": phase(), "killed": phase(migrations=1), "short": phase(preemptions=1)}
     assert not [*faults(Found({"float32": good}))]
     bad = {"load": phase(different=2), "killed": phase(), "short": phase()}
@@ -69,7 +69,7 @@ def test_a_text_that_differs_and_a_disturbance_that_disturbed_nobody_are_faults(
     ]
 
 
-def test_what_breaks_off_a_types_phases_is_a_fault_and_costs_the_others_nothing(
+def test_gpu_product_type_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def phases(_: object, dtype: str) -> AsyncIterator[tuple[str, Phase]]:

@@ -114,7 +114,7 @@ def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not() -> None:
+def test_fair_order_keeps_tenants_within_the_bound() -> None:
     steps = 3000
     assert scheduling_turns.gap("fifo", is_fair=True, steps=steps) <= scheduling_turns.bound()
     assert scheduling_turns.gap("fifo", is_fair=False, steps=steps) > scheduling_turns.bound()

@@ -103,7 +103,7 @@ def test_the_image_says_what_it_is() -> None:
         ("cpu", {"openssh-client", "rsync"}),
     ],
 )
-def test_what_ray_copies_with_is_in_the_image_and_for_gpus_what_triton_compiles_with(
+def test_image_has_rsync_and_a_compiler_for_triton(
     variant: str, packages: set[str], tmp_path: Path
 ) -> None:
     """The last stage's own commands are run, with nothing behind their names."""

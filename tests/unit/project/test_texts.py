@@ -117,11 +117,11 @@ def _faults(texts: Iterator[Text], first_words: frozenset[str], most_words: int)
     ]
 
 
-def test_docstrings_name_their_subject_in_sentences_of_readable_length() -> None:
+def test_docstrings_follow_the_rules() -> None:
     assert not _faults(docstrings(), OPEN_SUBJECT | PREPOSITIONS, MOST_WORDS_OF_DOCSTRINGS)
 
 
-def test_user_texts_name_their_subject_in_sentences_of_readable_length() -> None:
+def test_user_texts_follow_the_rules() -> None:
     assert not _faults(user_texts(), OPEN_SUBJECT, MOST_WORDS)
 
 

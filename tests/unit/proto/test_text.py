@@ -30,7 +30,7 @@ def test_half_a_character_is_held_back() -> None:
     assert pieces("aé你🙂b".encode()) == ["a", "", "é", "", "", "你", "", "", "", "🙂", "b", ""]
 
 
-def test_a_character_that_is_never_completed_comes_at_the_end_as_decode_gives_it() -> None:
+def test_detokenizer_ends_with_the_incomplete_character() -> None:
     assert pieces(b"a\xf0\x9f\x99") == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 

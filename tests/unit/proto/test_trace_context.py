@@ -63,7 +63,7 @@ def test_a_child_knows_its_parent() -> None:
     assert child == TraceContext(TRACE, "a" * 16, True, SPAN, "k=v")
 
 
-def test_the_ledger_keeps_it_and_a_repeated_request_is_the_same_in_another_call() -> None:
+def test_trace_context_is_stored_and_ignored_in_comparison() -> None:
     message = pb.GenerateRequest(text="hi", max_tokens=2)
     context = TraceContext(TRACE, SPAN, True, "b" * 16, "k=v")
     requests = [

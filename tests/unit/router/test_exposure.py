@@ -26,7 +26,7 @@ def test_this_machine_alone_needs_nothing(host: str) -> None:
     ],
 )
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "router.example"])
-def test_a_door_to_other_machines_has_one_line(
+def test_exposure_is_warned_of_in_one_line(
     config: RouterConfig, has_keys: bool, missing: str, host: str
 ) -> None:
     said = [*exposures(replace(config, host=host), has_keys=has_keys)]

@@ -48,7 +48,7 @@ def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -
     assert median(waits) <= 2.0
 
 
-def test_a_crowd_is_worked_off_within_the_drain_target_and_is_no_rate_that_lasts() -> None:
+def test_burst_is_drained_in_time_and_not_taken_for_a_rate() -> None:
     config = AutoscaleConfig(min_workers=1, max_workers=40)
     fleet = Fleet(config).run(120, load=0.3)
     fleet.waiting.extend(Job(fleet.now, 300.0, 10) for _ in range(200))

@@ -315,7 +315,7 @@ def test_nodes_that_differ_are_named() -> None:
     assert compare("versions", reports[::2], lambda each: each.versions).level is Level.OK
 
 
-def test_a_node_that_goes_while_it_is_asked_is_named_and_the_others_are_looked_at() -> None:
+def test_doctor_names_a_node_that_leaves_and_checks_others() -> None:
     def ask(node: dict[str, str]) -> NodeReport:
         if node["NodeManagerAddress"] == "b":
             raise RaySystemError("the first line\nit is gone")

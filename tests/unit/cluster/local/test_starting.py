@@ -60,7 +60,7 @@ async def serving() -> AsyncIterator[tuple[Router, str]]:
         await server.stop(grace=None)
 
 
-async def test_it_is_said_until_the_worker_is_ready_to_the_first_router_that_hears_it() -> None:
+async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
     async with serving() as (router, address):
         async with Starting(["127.0.0.1:1", address], GRPC) as starting:
             first, again = router.heard.get_nowait(), await router.heard.get()

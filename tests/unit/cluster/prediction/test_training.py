@@ -42,7 +42,7 @@ def test_where_nothing_can_be_known_nothing_is() -> None:
     assert report.all.tau_oracle == 0
 
 
-def test_what_one_choice_became_does_not_tell_of_the_others_as_it_does_not_in_service() -> None:
+def test_training_hides_the_other_choices() -> None:
     """Each prompt has a length that nobody can know before its first choice ends; all four are
     predicted before."""
     dice, made = Random(4), list[Example]()

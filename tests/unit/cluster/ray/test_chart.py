@@ -922,9 +922,7 @@ def test_another_number_of_pods_reaches_kuberay(helm: Helm, other: Object) -> No
         {"workers": {"min": 0, "max": 8}},
     ],
 )
-def test_where_the_number_follows_the_queue_its_bounds_hold_in_the_cluster_that_runs(
-    helm: Helm, other: Object
-) -> None:
+def test_chart_autoscaling_bounds_reach_the_running_cluster(helm: Helm, other: Object) -> None:
     before = helm.render({"workers": {"min": 1, "max": 8}})
     after = helm.render({"workers": {"min": 1, "max": 8}} | other)
     assert before.settings != after.settings

@@ -104,7 +104,7 @@ async def test_a_start_that_fails_says_why_in_one_line_and_has_the_rest_in_its_l
     assert (event["error"], event["deployments"]) == (error, {"router": TRACEBACK})
 
 
-async def test_of_an_application_that_serve_cannot_build_its_message_ends_with_the_cause(
+async def test_serve_build_failure_ends_with_its_cause(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = "Deploying application everlift failed: Traceback (most recent call last):\n  File\n"

@@ -168,7 +168,7 @@ def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:
     assert come(strict, "b", priority=1, ttft_deadline=0.5) == {}
 
 
-def test_where_tenants_take_turns_who_floods_the_queue_makes_nobody_else_too_late() -> None:
+def test_fair_bound_of_a_tenant_ignores_another_that_floods() -> None:
     weights = {"heavy": 4.0}
     crowded = cluster(weight_of=lambda it: weights.get(it, 1.0), refuse_late=True, max_queued=1000)
     for number in range(100):

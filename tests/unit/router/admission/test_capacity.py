@@ -47,7 +47,7 @@ def test_how_long_the_queue_takes_is_the_leader_s_word() -> None:
     assert not capacity(load, [Connected(INFO, WorkerState())]).HasField("wait_s")
 
 
-def test_kinds_of_workers_are_told_by_what_they_can_hold_and_how_long_steps_take() -> None:
+def test_capacity_reports_kinds_with_size_and_step_times() -> None:
     known, unknown = FittedStepTime(), FittedStepTime()
     hardware = Roofline(0.01, 0.0, 1e-4, 1e-7)
     for n in range(1, 40):

@@ -103,7 +103,7 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(fie
     assert isinstance(admit(patient, wanted=wanted(0.4)), DeadlineUnmeetable), "by other rules"
 
 
-def test_where_tenants_take_turns_the_door_counts_on_none_of_those_of_the_same_class() -> None:
+def test_fair_early_rejection_ignores_the_same_class() -> None:
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
     soon = Wanted(first_token_s=2.0)
     door = entrance(QueueEstimate(waits=waits), refuse_late=True)
@@ -113,7 +113,7 @@ def test_where_tenants_take_turns_the_door_counts_on_none_of_those_of_the_same_c
     assert isinstance(admit(by_arrival, "a/r", wanted=soon), DeadlineUnmeetable)
 
 
-def test_whose_output_would_end_too_late_is_refused_and_told_how_long_it_is_at_the_least() -> None:
+def test_late_output_is_refused_with_its_least_length() -> None:
     queue_estimate = QueueEstimate(waits=[ClassWait(priority=5, wait_s=1.0)], least_tpot_s=0.02)
     door = entrance(queue_estimate, refuse_late=True)
     soon = Wanted(first_token_s=1.5, end_s=3.0)

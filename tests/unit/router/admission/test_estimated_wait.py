@@ -25,7 +25,7 @@ def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:
         assert wait.estimate(priority, 7) == wait_s
 
 
-def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_them() -> None:
+def test_estimate_includes_requests_the_leader_has_not_counted() -> None:
     wait = EstimatedWait()
     wait.on_estimate(OUTLOOK)
     assert [wait.estimate(0, 50) for _ in range(3)] == [4.0, 4.5, 5.0]

@@ -202,7 +202,7 @@ def test_prompts_that_would_be_computed_first_leave_no_room_either() -> None:
     assert not cluster.place(ledger_now=9.9)
 
 
-def test_of_workers_where_nobody_has_to_leave_the_one_with_the_least_pending_is_chosen() -> None:
+def test_eviction_prefers_the_worker_with_least_pending() -> None:
     cluster = Cluster(CONFIG)
     cluster.connect()
     for name, pending in (("a", CONFIG.max_pending_prefill), ("b", CONFIG.max_pending_prefill - 9)):

@@ -38,7 +38,7 @@ def test_who_says_nothing_is_not_waited_for_for_long() -> None:
     assert made.agree(6.0)
 
 
-def test_a_gateway_that_is_ahead_of_the_leader_holds_it_up_until_it_has_caught_up() -> None:
+def test_leader_catches_up_with_a_gateway_that_is_ahead() -> None:
     made = generations("a")
     made.said("a", "two", 3.0)
     assert not made.agree(3.9)

@@ -201,7 +201,7 @@ class Teller:
     st.randoms(use_true_random=False),
     st.sampled_from(["fifo", "deadline"]),
 )
-def test_however_gateways_take_turns_nothing_leaves_before_what_it_knew_to_be_older(
+def test_order_holds_however_gateways_interleave(
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
     """What comes late may come too late; all else leaves in one order, from the first part on."""

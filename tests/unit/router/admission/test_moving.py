@@ -33,7 +33,7 @@ def starved(
     return cluster
 
 
-def test_it_moves_where_its_tokens_are_computed_sooner_than_its_blocks_come_free() -> None:
+def test_move_goes_where_recomputing_beats_waiting() -> None:
     slowly_freed = starved(paced(blocks_per_s=4))
     assert slowly_freed.moves() == [("r", "other")]
 
@@ -56,7 +56,7 @@ def test_a_home_that_nobody_has_watched_yet_keeps_it() -> None:
     assert not starved(ThroughputEstimator()).moves()
 
 
-def test_a_target_that_has_computed_nothing_yet_is_taken_for_as_fast_as_the_home() -> None:
+def test_move_assumes_an_unused_target_is_as_fast() -> None:
     assert starved(paced(blocks_per_s=4), pace=ThroughputEstimator()).moves() == [("r", "other")]
     slow_home = paced(blocks_per_s=4, tokens_per_s=100)
     assert not starved(slow_home, pace=ThroughputEstimator()).moves()
@@ -114,7 +114,7 @@ def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
     assert cluster.moves() == [("r", "other")]
 
 
-def test_where_tenants_take_turns_the_queue_goes_first_if_it_is_its_tenants_turn() -> None:
+def test_fair_move_lets_the_queue_go_first_on_its_turn() -> None:
     """However old it is; of one tenant the older one, as ever."""
     for tenant, preempted, arrived, moves in (
         ("little", "flood", 1.0, False),

@@ -92,7 +92,7 @@ def test_policies_with_the_same_name_for_their_places_have_the_same_places() -> 
     assert len(by_name) == 6
 
 
-def test_what_is_due_first_leaves_first_and_the_undated_some_time_after_they_came() -> None:
+def test_deadline_order_dates_undated_requests() -> None:
     queue = queue_of(
         EarliestDeadline(60.0),
         waiting("undated, later", 2.0),
@@ -118,9 +118,7 @@ AVERAGE, SHORT = 1 - exp(-1), 1 - exp(-0.1)
     ("policy", "by"),
     [(ShortestWork(2.0), "predicted_work_rank"), (PredictedRank(2.0), "predicted_rank")],
 )
-def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_enough(
-    policy: Policy, by: str
-) -> None:
+def test_shortest_first_yields_to_starved_requests(policy: Policy, by: str) -> None:
     """For two foreseen waits of 5 seconds, or a tenth of that."""
     queue = queue_of(
         policy,
@@ -227,7 +225,7 @@ def test_who_has_waited_longest_for_what_it_takes_leaves_first(
 
 
 @given(ARRIVALS, st.randoms(use_true_random=False))
-def test_by_ratio_who_takes_nobody_knows_how_much_passes_nobody_and_is_passed_by_nobody(
+def test_hrrn_keeps_the_place_of_unpredicted_requests(
     arrivals: list[tuple[float, int, float | None, int]], dice: random.Random
 ) -> None:
     queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0

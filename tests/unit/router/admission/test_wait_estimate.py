@@ -95,7 +95,7 @@ def test_of_waits_that_hardly_are_any_nothing_is_learned(
     assert (forecast.least.part < Least().part) is is_learned
 
 
-def test_a_token_takes_a_step_of_what_runs_and_at_the_least_one_without_prompts() -> None:
+def test_token_time_is_a_step_at_least_without_prompts() -> None:
     """Two decode; of the rows of late each computed four tokens."""
     decoding = Load(1, num_running=2, committed_tokens=500)
     forecast = forecast_of(worker(decoding))

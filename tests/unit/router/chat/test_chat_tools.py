@@ -195,7 +195,7 @@ def test_schemas_too_large_for_a_grammar_are_refused_where_one_is_needed() -> No
         ToolUse.of(tools, "required", True).grammar(HERMES)
 
 
-def test_a_model_whose_calls_nobody_can_read_has_tools_only_where_a_grammar_enforces_them() -> None:
+def test_tools_of_an_unknown_format_need_a_grammar() -> None:
     with pytest.raises(ToolsUnsupported, match="chat template"):
         USE.grammar(None)
 

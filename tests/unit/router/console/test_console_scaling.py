@@ -32,7 +32,7 @@ def test_what_is_wanted_and_why_and_the_changes_by_their_moments() -> None:
     }
 
 
-def test_an_autoscaler_that_says_nothing_is_late_and_is_forgotten_after_an_hour() -> None:
+def test_silent_autoscaler_is_late_and_gone_after_an_hour() -> None:
     assert [told(age_s)["late_s"] for age_s in (10.0, 11.0, 3600.0)] == [None, 11, 3600]
     assert told(3601.0) is None
 

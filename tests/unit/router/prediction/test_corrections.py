@@ -19,7 +19,7 @@ LOGS = st.floats(LOW, HIGH)
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(LOGS, LOGS, LOGS), min_size=1, max_size=300))
-def test_whatever_is_predicted_and_comes_coverage_is_off_by_no_more_than_is_promised(
+def test_coverage_error_is_bounded_for_any_outputs(
     outputs: list[tuple[float, float, float]],
 ) -> None:
     corrections = Corrections(QUANTILES)
@@ -50,7 +50,7 @@ def test_of_what_was_cut_off_is_learned_that_it_is_longer_and_nothing_else() -> 
     assert alone.apply("g", (6.0,))[0] < quantile - 0.7
 
 
-def test_a_template_that_became_longer_is_followed_and_others_are_not_disturbed() -> None:
+def test_correction_follows_one_template_and_no_other() -> None:
     corrections, dice = Corrections(QUANTILES), random.Random(3)
     for _ in range(400):
         for group, mean in (("longer", 6.0), ("as before", 3.0)):

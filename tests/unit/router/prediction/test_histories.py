@@ -71,7 +71,7 @@ def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
     assert fresh.as_dict() == histories.as_dict()
 
 
-def test_of_what_was_learnt_from_a_file_that_is_forgotten_first_which_was_heard_of_first() -> None:
+def test_histories_forget_the_oldest_of_a_file_first() -> None:
     """A file of many prompts, each another one, is full; whose tenants nothing came of lately are
     forgotten, and not those of which something came last."""
     trained, served = Histories(), Histories()

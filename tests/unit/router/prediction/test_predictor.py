@@ -101,7 +101,7 @@ def test_when_all_outputs_get_longer_predictions_do() -> None:
     assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
 
 
-def test_however_many_are_under_way_a_correction_goes_no_further_than_it_has_to() -> None:
+def test_correction_is_bounded_with_many_in_flight() -> None:
     """Of one template, of which five hundred come between a prediction and what came of it."""
     made, requests = predictor(), mixed(2, 3000, [mixes.DIGEST])
     under_way, tokens = deque[Prediction](), list[int]()

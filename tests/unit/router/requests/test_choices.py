@@ -278,7 +278,7 @@ def forget_dispatch(ledger: MemoryLedger) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_ends_of_a_dispatch_that_the_ledger_forgot_are_stored_under_the_next_one(
+async def test_choice_ends_are_stored_under_the_next_dispatch(
     gateway: Gateway, ledger: MemoryLedger, n: int
 ) -> None:
     live = await gateway.submit(n=n)
@@ -295,7 +295,7 @@ async def test_ends_of_a_dispatch_that_the_ledger_forgot_are_stored_under_the_ne
     assert (await ledger.get("r")).num_tokens == (3,) * n
 
 
-async def test_an_end_under_a_forgotten_dispatch_is_stored_beside_a_choice_that_goes_on(
+async def test_choice_end_is_stored_after_the_ledger_lost_the_dispatch(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit(n=2)

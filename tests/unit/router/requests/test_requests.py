@@ -996,7 +996,7 @@ async def test_the_tokens_of_another_model_are_not_read_as_this_ones_text(
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_what_other_weights_began_is_given_up_and_what_they_did_not_begin_goes_on(
+async def test_begun_request_fails_under_other_weights(
     ledger: MemoryLedger, has_begun: bool
 ) -> None:
     """A router that began anew may hear of its workers only after it took the request over."""

@@ -49,7 +49,7 @@ class Reader:
 
 
 @given(MOVES)
-def test_it_is_the_time_in_which_any_choice_had_unread_tokens_where_somebody_looks(
+def test_unread_time_counts_any_choice_with_a_reader(
     moves: list[tuple[int, int, bool, float]],
 ) -> None:
     """Each move makes more of a choice readable, or has its client read, after some time."""
@@ -63,7 +63,7 @@ def test_it_is_the_time_in_which_any_choice_had_unread_tokens_where_somebody_loo
 
 
 @given(MOVES)
-def test_of_what_is_read_before_more_comes_nothing_is_counted_and_of_all_else_everything(
+def test_unread_tokens_exclude_what_is_read_at_once(
     moves: list[tuple[int, int, bool, float]],
 ) -> None:
     reader = Reader()

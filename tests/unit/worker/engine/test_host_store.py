@@ -69,7 +69,7 @@ def test_the_least_recently_used_place_is_given_to_another() -> None:
     this.check_integrity([A, B, C])
 
 
-def test_what_nobody_wants_is_dropped_first_and_later_blocks_before_earlier_ones() -> None:
+def test_host_store_drops_unwanted_then_later_blocks() -> None:
     this = kept(3, A, B, C)
     this.unwant([B, C])
     this.want([b"d", b"e"])

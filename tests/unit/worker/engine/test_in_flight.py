@@ -81,7 +81,7 @@ class Ahead:
         self.engine.add(sequence(self.bounds, epoch, prompt(length, epoch), **fields))
 
 
-def test_the_next_step_is_launched_before_the_results_of_the_last_are_waited_for() -> None:
+def test_next_step_is_launched_before_the_last_results() -> None:
     this = Ahead()
     this.add(1, 3, max_tokens=3)
     collected = run(this.engine)

@@ -258,7 +258,7 @@ def test_whose_prompt_is_computed_is_told_of_then(ahead: bool) -> None:
     assert [[*told(it)] for it in reports[ahead:]][:3] == [[], [1, 2], []]
 
 
-def test_what_goes_on_with_its_output_all_found_is_told_of_after_its_first_step() -> None:
+def test_fully_cached_output_is_reported_after_the_first_step() -> None:
     worker = Worker()
     before = worker.sequence(1, 64, max_tokens=40)
     worker.turn(before)
@@ -326,7 +326,7 @@ def test_what_another_worker_had_computed_is_computed_again() -> None:
     assert parts.prefill_s == pytest.approx(48e-3 / 32), "and its last token for the first time"
 
 
-def test_output_that_a_sequence_brings_along_is_prefill_where_nobody_had_computed_it() -> None:
+def test_breakdown_counts_earlier_output_as_prefill() -> None:
     worker = Worker()
     moved = worker.sequence(1, 20, output=[5] * 80)
     worker.turn(moved)
@@ -368,7 +368,7 @@ def test_while_a_step_is_in_flight_no_time_is_between_steps() -> None:
     assert milliseconds(told(worker.turn())[2].breakdown) == {"prefill": 36.0}
 
 
-def test_who_comes_in_by_a_step_that_is_launched_ahead_waits_for_the_one_before_it() -> None:
+def test_breakdown_of_a_step_launched_ahead_has_the_wait() -> None:
     worker = Worker(ahead=True)
     one = worker.sequence(1, 20)
     worker.turn(one)
@@ -387,7 +387,7 @@ def test_who_comes_in_by_a_step_that_is_launched_ahead_waits_for_the_one_before_
     assert milliseconds(worker.breakdown(other)) == parts
 
 
-def test_who_leaves_while_a_step_is_in_flight_pays_for_it_and_his_slot_goes_to_another() -> None:
+def test_breakdown_of_a_leaving_sequence_has_the_step_in_flight() -> None:
     worker = Worker(limits(max_num_seqs=2, model=MODEL), ahead=True)
     one, other = worker.sequence(1, 16), worker.sequence(2, 16)
     worker.turn(one, other)

@@ -42,7 +42,7 @@ def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was(
 
 
 @under_each_policy
-def test_where_everybody_is_held_the_step_waits_for_one_of_them_each_time_another(
+def test_step_waits_for_held_sequences_in_turn(
     scheduling: Scheduling,
 ) -> None:
     this = bench(scheduling)

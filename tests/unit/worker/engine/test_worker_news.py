@@ -77,7 +77,7 @@ def test_what_is_computed_again_chunk_by_chunk_is_told_with_the_next_token() -> 
     assert (outcome.num_computed, this.num_computed) == (100, 100)
 
 
-def test_what_an_earlier_attempt_had_computed_and_is_found_here_is_not_computed_again() -> None:
+def test_earlier_attempt_blocks_in_the_cache_are_not_recomputed() -> None:
     bench = Bench(limits(max_num_batched_tokens=200))
     bench.add(1, 100)
     bench.step()

@@ -230,7 +230,7 @@ def test_who_waits_grows_shorter_with_each_that_comes_after_it() -> None:
     assert long.slot == 0, "by the fifth that came after it, it counts as no longer than that"
 
 
-def test_a_decode_with_slack_gives_up_its_place_to_a_prefill_until_its_deadline_is_near() -> None:
+def test_slai_decode_with_slack_yields_to_a_prefill() -> None:
     """Steps take a second, and a token is due four seconds after the one before."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
     bench.add(1, 5)
@@ -365,7 +365,7 @@ def test_no_decode_waits_beyond_its_deadline_by_more_than_the_step_in_progress(
 
 @settings(max_examples=examples(50))
 @given(configs, steps, st.floats(0.1, 0.25))
-def test_where_steps_take_equally_long_and_two_fit_into_the_target_no_token_is_late(
+def test_slai_misses_no_target_with_equal_steps(
     config: Scheduling, steps: list[tuple[list[Coming], float]], seconds: float
 ) -> None:
     clocked = Clocked(config)
@@ -409,7 +409,7 @@ def presence(bench: Bench, steps: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("policy", ["static", "magnus"])
-def test_where_batches_begin_to_be_closed_those_that_run_or_were_preempted_are_the_first_one(
+def test_first_closed_batch_has_running_and_preempted(
     policy: EnginePolicy,
 ) -> None:
     bench = Bench(limits(max_num_seqs=4))

@@ -25,7 +25,7 @@ def preempted(bench: Bench) -> tuple[Sequence, Sequence]:
     return long, short
 
 
-def test_blocks_of_the_preempted_are_saved_when_others_need_them_and_loaded_again() -> None:
+def test_swap_saves_preempted_blocks_and_loads_them_again() -> None:
     bench = swapping(num_blocks=6, max_num_batched_tokens=200)
     long, short = preempted(bench)
     while bench.is_on_device(short.block_hash(0)):

@@ -14,7 +14,7 @@ def account(budget_s: float = 0.1) -> tuple[Backlog, Account]:
     return backlog, Account(backlog, budget_s)
 
 
-def test_a_first_answer_may_take_the_budget_and_a_later_one_what_the_last_one_took() -> None:
+def test_backlog_expects_the_last_answer_time() -> None:
     backlog, this = account()
     this.asked(1)
     assert backlog.seconds == 0.1
@@ -44,7 +44,7 @@ def test_what_nobody_waits_for_is_not_reckoned() -> None:
     assert backlog.seconds == pytest.approx(0)
 
 
-def test_a_grammar_process_that_is_gone_owes_nothing_whichever_thread_finds_out() -> None:
+def test_backlog_drops_a_lost_process_in_any_thread() -> None:
     backlog, this = account()
     other = Account(backlog, 0.1)
     for each in (this, this, other):

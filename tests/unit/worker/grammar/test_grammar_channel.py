@@ -87,7 +87,7 @@ def test_one_that_is_behind_with_its_work_costs_those_who_wait_and_goes_on(
     assert process.take(2) == b"mask"
 
 
-def test_what_one_grammar_process_was_waited_for_the_others_of_the_step_are_not(
+def test_step_waits_for_one_grammar_process_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deadlines: list[float] = []

@@ -136,7 +136,7 @@ async def test_a_refusal_is_remembered(desk: Desk) -> None:
     assert desk.order("(").result() is error
 
 
-async def test_a_grammar_process_that_is_ended_while_it_compiles_says_that_it_was_too_much(
+async def test_grammar_too_large_when_its_compilation_is_killed(
     desk: Desk,
 ) -> None:
     future = desk.order("a")
@@ -146,7 +146,7 @@ async def test_a_grammar_process_that_is_ended_while_it_compiles_says_that_it_wa
     assert str(error) == "the grammar takes more than 30 s to compile, or more than 256 MiB"
 
 
-async def test_a_grammar_whose_grammar_process_was_ended_while_it_compiled_is_tried_again(
+async def test_compiler_retries_a_grammar_whose_process_was_killed(
     desk: Desk,
 ) -> None:
     future = desk.order("a")

@@ -90,7 +90,7 @@ def test_the_next_mask_is_something_to_do_as_soon_as_a_token_is_drawn() -> None:
     assert (process.num_expected, process.told) == (3, ["open", "drafts", "accept"])
 
 
-def test_while_the_grammar_processes_are_busy_no_step_waits_for_the_masks_of_drafts() -> None:
+def test_matcher_skips_draft_masks_while_processes_are_busy() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     process.replies.append(MASK)
@@ -99,7 +99,7 @@ def test_while_the_grammar_processes_are_busy_no_step_waits_for_the_masks_of_dra
     assert process.told == ["open"]
 
 
-def test_a_grammar_process_that_is_gone_when_a_token_was_drawn_shows_in_the_next_mask() -> None:
+def test_matcher_reports_a_lost_process_in_the_next_mask() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     process.replies.append(MASK)

@@ -32,7 +32,7 @@ def test_ranks_that_hold_one_kv_head_part_its_query_heads() -> None:
     ]
 
 
-def test_kv_heads_that_do_not_divide_the_ranks_are_held_by_one_rank_more_or_less() -> None:
+def test_kv_heads_are_spread_over_ranks_unevenly() -> None:
     assert [share.kv.start for share in shares(9, 3, 4)] == [0, 0, 1, 2]
     assert {share.query.width for share in shares(9, 3, 4)} == {3}
 

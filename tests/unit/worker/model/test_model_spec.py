@@ -101,7 +101,7 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_an_unknown_architecture_is_told_apart_from_a_known_one_that_asks_too_much(
+def test_unknown_architecture_differs_from_an_unsupported_one(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UnsupportedArchitecture, match="OPTForCausalLM") as refused:

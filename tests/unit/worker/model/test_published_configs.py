@@ -306,7 +306,7 @@ def test_a_context_stretched_by_yarn_is_that_long(tmp_path: Path) -> None:
     )
 
 
-def test_heads_of_qwen_3_are_normed_and_wider_than_their_part_of_the_hidden_state(
+def test_qwen3_heads_are_normed_and_wide(
     tmp_path: Path,
 ) -> None:
     spec = read(QWEN_3, tmp_path)

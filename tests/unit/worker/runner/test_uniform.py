@@ -25,7 +25,7 @@ def uniforms(*points: int | Sequence[int]) -> list[float]:
     return uniform_module.uniform(*columns).tolist()
 
 
-def test_the_numbers_never_change_for_a_running_request_may_meet_another_version() -> None:
+def test_uniform_numbers_never_change_between_versions() -> None:
     assert uniform(0, 0, 0) == 0.13870941014555427
     assert uniform(7, 0, 1) == 0.9633517225922468
     assert uniform(2**64 - 1, 3, 2**20) == 0.9222960302900421
