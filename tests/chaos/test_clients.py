@@ -81,7 +81,7 @@ async def is_in(client: AsyncClient, request_id: str, state: pb.RequestState.Val
 
 
 @pytest.mark.long
-async def test_clients_that_do_not_read_cost_no_memory_and_nobody_else_anything(
+async def test_slow_readers_cost_no_memory_and_delay_nobody(
     tmp_path: Path,
 ) -> None:
     """64 of a stream with log probabilities: the router keeps what is under way to them, and not

@@ -168,7 +168,7 @@ async def test_a_server_that_forgot_is_told_again(server: Server, tmp_path: Path
 
 
 @pytest.mark.long
-async def test_tokens_that_only_clients_still_have_are_made_again_or_missed_aloud(
+async def test_tokens_known_only_to_clients_are_remade_or_reported(
     server: Server, tmp_path: Path
 ) -> None:
     """Ledger and routers are gone at once, and the ledger comes back without its last second."""
@@ -219,9 +219,7 @@ async def way_to(socket: Path) -> AsyncIterator[tuple[Proxy, str]]:
 
 
 @pytest.mark.long
-async def test_connections_that_break_in_the_middle_of_an_answer_lose_nothing(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_broken_connections_lose_nothing(redis_url: str, tmp_path: Path) -> None:
     async with way_to(Path(redis_url.removeprefix("unix://"))) as (way, path):
         settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=f"unix://{path}"))
         async with running(settings) as cluster:
@@ -254,9 +252,7 @@ async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-async def test_a_nearly_full_server_gets_no_new_requests_and_finishes_what_it_has(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_nearly_full_server_refuses_new_requests_only(redis_url: str, tmp_path: Path) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
         async with running(settings) as cluster, impatient(cluster) as client:

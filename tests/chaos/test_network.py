@@ -124,7 +124,7 @@ async def test_a_wire_that_breaks_again_and_again_costs_no_token(tmp_path: Path)
 
 
 @pytest.mark.long
-async def test_a_router_that_cannot_reach_the_ledger_neither_leads_nor_runs_twice(
+async def test_router_without_ledger_neither_leads_nor_duplicates(
     tmp_path: Path,
 ) -> None:
     """The leader's way to the ledger goes silent for longer than a lease. Its requests go on at

@@ -37,7 +37,7 @@ def others(cluster: Cluster) -> list[int]:
     return [index for index in range(len(cluster.routers)) if index != cluster.leader]
 
 
-async def test_a_killed_leader_costs_no_place_in_the_queue_and_disturbs_no_stream(
+async def test_killed_leader_keeps_queue_order_and_streams(
     tmp_path: Path,
 ) -> None:
     """One slot: requests come first that were asked first, also those asked under nobody's lead."""

@@ -169,7 +169,7 @@ async def tokens_of(cluster: Cluster, worker_id: str) -> int:
     return next(w.output_tokens for w in workers if w.worker_id == worker_id)
 
 
-async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
+async def test_request_that_kills_workers_fails_alone(
     tmp_path: Path,
 ) -> None:
     """Each worker is killed in the request's prefill: the request fails, its neighbours do not."""
@@ -213,7 +213,7 @@ def alive_ids(cluster: Cluster) -> set[str]:
     return {w.worker_id for w in cluster.workers if w.is_running}
 
 
-async def test_steps_that_lack_memory_cost_their_requests_time_and_nothing_else(
+async def test_memory_shortage_costs_only_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of more than three sequences: some of them give way, and the worker lives on."""

@@ -913,9 +913,7 @@ async def test_read_tells_a_forgotten_request_from_an_unknown_one(
     await eventually(is_unknown, tick)
 
 
-async def test_that_it_was_forgotten_is_known_for_as_long_as_it_would_have_been_kept(
-    forgetful: Ledger, tick: Tick
-) -> None:
+async def test_erased_ids_are_known_for_the_retention(forgetful: Ledger, tick: Tick) -> None:
     await run(forgetful)
     told = await forgetful.read("r")
     await forgetful.end_request("r", State.CANCELLED, "", "")
@@ -1012,7 +1010,7 @@ async def test_what_was_told_again_goes_on(ledger: Ledger) -> None:
     assert not (await ledger.open(make_request(), "gateway")).created
 
 
-async def test_a_final_request_that_is_told_again_is_kept_for_its_retention(
+async def test_repeated_final_request_is_kept_for_its_retention(
     forgetful: Ledger, tick: Tick
 ) -> None:
     tolds = []
@@ -1169,7 +1167,7 @@ async def test_another_body_under_the_id_changes_nothing(ledger: Ledger) -> None
     assert (await ledger.read("r")).choices == (StoredChoice(),)
 
 
-async def test_a_request_that_was_sent_again_meanwhile_is_the_one_that_is_told(
+async def test_listing_has_the_request_that_reused_an_id(
     ledger: Ledger,
 ) -> None:
     told = await run_rich(ledger)
@@ -1910,7 +1908,7 @@ async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) ->
     assert await ledger.set_policy({}) == policy
 
 
-async def test_a_policy_that_was_lost_is_put_back_unless_another_was_set_since(
+async def test_lost_policy_is_restored_unless_a_newer_was_set(
     ledger: Ledger,
 ) -> None:
     await ledger.set_policy({"ageing_factor": "0.5"})

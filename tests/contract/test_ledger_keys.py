@@ -265,9 +265,7 @@ async def test_what_expired_leaves_the_listings_as_others_come(
     assert await keys.listed("arrivals") == await keys.listed("arrivals:t") == left
 
 
-async def test_of_those_that_come_and_go_the_listings_name_few_that_are_gone(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_listings_hold_few_erased_requests(ledger: RedisLedger, keys: Keys) -> None:
     for number in range(400):
         await ledger.open(make_request(f"r{number}"), "gateway")
         if number >= 40:
@@ -316,9 +314,7 @@ async def test_nobody_leads_whose_lease_is_over(ledger: RedisLedger, keys: Keys)
     assert (await ledger.heartbeat("gateway", "address", AGES_S)).term == 0
 
 
-async def test_a_leader_comes_after_the_one_before_it_though_the_clock_went_back(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_term_grows_though_the_clock_went_back(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.open(make_request(), "gateway")
     assert await ledger.lead("router", "address", TERM, AGES_S)
     for name in ("leader", "term"):
@@ -340,9 +336,7 @@ async def test_what_expired_is_owned_until_somebody_looks(ledger: RedisLedger, k
     assert await keys.names() == ALWAYS
 
 
-async def test_a_worker_that_went_leaves_that_something_changed_and_what_it_was(
-    ledger: RedisLedger, keys: Keys
-) -> None:
+async def test_worker_removal_is_recorded_as_a_change(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.put_worker(WorkerInfo(worker_id="w", address="127.0.0.1:1"))
     left = {"workers_version", "last_worker"}
     assert await keys.names() == {"workers", "worker_addresses", *left}

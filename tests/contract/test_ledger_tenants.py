@@ -101,7 +101,7 @@ async def test_a_bucket_fills_again(ledger: Ledger, tick: Tick) -> None:
     await eventually(is_taken, tick)
 
 
-async def test_more_than_a_minutes_worth_waits_for_a_full_bucket_and_is_made_up_for(
+async def test_bucket_takes_a_large_request_when_full(
     ledger: Ledger,
 ) -> None:
     await take(ledger, "a", 25, **SOME)

@@ -215,7 +215,7 @@ async def only_worker(client: AsyncClient) -> pb.WorkerStatus:
 
 
 @pytest.mark.long
-async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on(
+async def test_killed_router_replica_is_replaced(
     running: RayCluster,
 ) -> None:
     from ray import serve

@@ -73,7 +73,7 @@ def test_goodput_is_of_all_and_never_less_under_a_laxer_target(
 
 
 @given(outcomes)
-def test_from_when_it_was_due_nothing_takes_less_than_from_when_it_was_sent(
+def test_latency_from_the_due_time_is_at_least_that_from_sending(
     outcomes: list[Outcome],
 ) -> None:
     found, more = figures(outcomes, Slo(), (99.0,)), more_figures(outcomes, Slo(), (99.0,), 0.0)

@@ -180,7 +180,7 @@ def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @given(arrivals=ARRIVALS, dice=DICE)
-def test_a_request_is_overtaken_by_those_of_its_class_that_may_pass_it(
+def test_bypassed_counts_requests_of_the_class_that_may_pass(
     arrivals: list[Arrival], dice: random.Random, policy: Policy
 ) -> None:
     """Each of them once, however often either of the two comes back."""
@@ -236,7 +236,7 @@ def test_it_is_overtaken_by_those_of_higher_classes_that_come_later(
 
 
 @given(ARRIVALS, FLOORS, DICE)
-def test_lower_classes_leave_before_it_with_what_their_floor_owes_them(
+def test_bypassed_counts_lower_classes_with_their_floor(
     arrivals: list[Arrival], floor: float, dice: random.Random
 ) -> None:
     """Their part of the tokens that leave above them, and what they were owed before."""

@@ -212,7 +212,7 @@ def test_a_request_outlives_more_workers_than_it_may_lose_in_a_row() -> None:
             it.start_worker(home)
 
 
-def test_of_a_starved_worker_what_it_preempts_goes_on_where_there_is_room() -> None:
+def test_starved_worker_requests_move_where_there_is_room() -> None:
     long = [Asked.of(range(n + 1, n + 30), temperature=0, max_tokens=200) for n in range(6)]
     with cluster(workers=1) as it:
         ids = [it.ask(asked) for asked in long]
@@ -365,7 +365,7 @@ def until_asks(it: Played, name: str, router: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["append", "release"])
-def test_what_a_frozen_gateway_was_about_to_say_changes_nothing_when_it_thaws(name: str) -> None:
+def test_frozen_gateway_messages_change_nothing_later(name: str) -> None:
     """An heir has the request on another worker by then."""
     with cluster(lease=0.8) as it:
         request_id = it.ask(LONGER, router=1)
@@ -381,7 +381,7 @@ def test_what_a_frozen_gateway_was_about_to_say_changes_nothing_when_it_thaws(na
         assert entry.gateway != before.gateway and entry.epoch != before.epoch
 
 
-def test_what_a_frozen_leader_was_about_to_dispatch_waits_for_its_successor() -> None:
+def test_frozen_leader_dispatches_wait_for_its_successor() -> None:
     with cluster() as it:
         [leader] = it.leaders()
         request_id = it.ask(router=1 - leader)
@@ -416,7 +416,7 @@ def test_a_leader_dies_before_it_can_say_what_it_has_dispatched() -> None:
         assert it.entry(request_id).attempts == 2
 
 
-def test_what_a_killed_gateway_leaves_without_a_client_is_found_and_finished() -> None:
+def test_killed_gateway_requests_are_found_and_finished() -> None:
     with cluster(lease=0.8) as it:
         asked = Asked(LONG.prompt, (*LONG.options, ("on_disconnect", OnDisconnect.CONTINUE)))
         request_id = it.ask(asked, router=1, manners=Manners(leaves_after=5, away=20.0))
@@ -598,8 +598,8 @@ def a_stale_term_dispatches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryLedger, "dispatch", dispatch)
 
 
-_THAWED_GATEWAY = test_what_a_frozen_gateway_was_about_to_say_changes_nothing_when_it_thaws
-_THAWED_LEADER = test_what_a_frozen_leader_was_about_to_dispatch_waits_for_its_successor
+_THAWED_GATEWAY = test_frozen_gateway_messages_change_nothing_later
+_THAWED_LEADER = test_frozen_leader_dispatches_wait_for_its_successor
 
 
 @pytest.mark.parametrize(

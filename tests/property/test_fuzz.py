@@ -38,9 +38,7 @@ def run(target: Target) -> Iterator[Run]:
         yield run
 
 
-def test_what_clients_send_and_what_is_nearly_that_is_taken_or_refused(
-    target: Target, run: Run
-) -> None:
+def test_mutated_requests_are_accepted_or_refused(target: Target, run: Run) -> None:
     for seed in target.seeds:
         run(seed)
 

@@ -248,7 +248,7 @@ def test_every_rank_does_what_rank_0_does_in_the_same_order(
     assert not engine.has_work
 
 
-def test_a_rank_that_heard_another_token_ends_as_soon_as_that_has_landed() -> None:
+def test_diverged_rank_ends_after_the_step() -> None:
     bounds = limits()
     this = Rank0(bounds, Random(1), ahead=True)
     this.happen(Event([[Job(prompt(5), 0, 9, SamplingParams(temperature=0.0), 0, b"", 0)]]))

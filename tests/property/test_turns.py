@@ -139,7 +139,7 @@ def _again(running: Running) -> Waiting:
     st.sampled_from([Fifo(), ShortestWork(1.5), HighestResponseRatio()]),
     st.builds(random.Random, st.integers(0, 2**32)),
 )
-def test_while_a_request_waits_others_are_served_little_more_than_its_tenant(
+def test_waiting_tenant_is_passed_by_a_bounded_amount(
     times: list[tuple[Habit, ...]], policy: Policy, dice: random.Random
 ) -> None:
     life = Life(policy, dice)

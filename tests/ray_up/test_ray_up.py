@@ -169,7 +169,7 @@ class Load:
         return self.done
 
 
-async def test_a_cluster_grows_with_its_queue_and_loses_nothing_with_its_hosts(
+async def test_cluster_scales_with_its_queue_and_survives_its_hosts(
     address: str, hosts: Hosts
 ) -> None:
     async with AsyncClient(address) as client:

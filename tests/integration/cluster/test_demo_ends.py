@@ -27,7 +27,7 @@ from everlift.v1 import inference_pb2_grpc
 from tests.support.router.restored_logging import restored_logging
 
 
-async def test_a_start_under_ray_that_fails_leaves_no_ledger_and_no_directory(
+async def test_failed_ray_start_leaves_no_ledger_and_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = RayCluster(Config(model="fake", state_dir=tmp_path / "state"))

@@ -140,7 +140,7 @@ async def test_who_waits_for_a_worker_is_told_that_one_starts(config: Config) ->
 
 
 @pytest.mark.long
-async def test_a_stream_goes_on_when_its_router_is_killed_and_started_again(
+async def test_stream_resumes_after_a_router_restart(
     config: Config,
 ) -> None:
     async with ProcessCluster(config) as cluster:

@@ -78,7 +78,7 @@ async def explained_requests(ledger: Ledger, number: int) -> list[Record]:
             await asyncio.sleep(0.01)
 
 
-async def test_finished_requests_come_back_as_they_were_but_without_their_prompts() -> None:
+async def test_replay_reads_finished_requests_without_prompts() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         await receive(client, [*SHARED, 1, 2], 5, priority=3, ttft_target_s=2.0)
         await receive(client, [*SHARED, 3], 9, timeout_s=60.0)
@@ -124,7 +124,7 @@ async def test_what_was_stands_beside_what_would_have_been() -> None:
     assert content.keys() == {"was", "hrrn"}
 
 
-async def test_what_was_served_comes_again_while_workers_are_lost_and_added(
+async def test_replay_survives_lost_and_added_workers(
     tmp_path: Path, served: None, kind: str
 ) -> None:
     """Each request takes 3 s."""

@@ -132,7 +132,7 @@ async def test_a_tool_whose_schema_is_none_fails_alone() -> None:
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-async def test_a_client_chooses_no_template_and_nothing_that_becomes_of_one() -> None:
+async def test_chat_template_cannot_come_from_a_client() -> None:
     messages = [said("a")]
     cases: Cases = {}
     for name, value in {

@@ -88,7 +88,7 @@ async def test_clients_are_sent_to_one_model_at_a_time(upgrade: Upgrade) -> None
             await ask(parts, "other")
 
 
-async def test_connections_to_the_replaced_model_close_after_their_requests(
+async def test_connections_to_the_old_model_close_after_their_requests(
     upgrade: Upgrade,
 ) -> None:
     [held] = upgrade.old.hold()

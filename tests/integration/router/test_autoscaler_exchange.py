@@ -38,7 +38,7 @@ async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> Non
             await ledger.close()
 
 
-async def test_the_autoscaler_hears_of_the_workers_that_its_cluster_replaces() -> None:
+async def test_autoscaler_learns_which_workers_its_cluster_replaces() -> None:
     with valkey_server() as url:
         shared: Any = {"url": url, "durability_class": "memory", "active_key": "release-active"}
         old = await connect(LedgerConfig(**shared, key_prefix="release-old"))

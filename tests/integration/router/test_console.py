@@ -85,7 +85,7 @@ async def watching(
 # the page
 
 
-async def test_the_page_and_its_files_come_from_here_and_may_run_nothing_else(
+async def test_console_loads_only_its_own_files(
     address: str,
 ) -> None:
     assert (await get(address, "/console")).headers["location"] == "console/"

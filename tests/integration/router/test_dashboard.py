@@ -140,7 +140,7 @@ def test_every_panel_says_what_it_shows() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_alert_has_a_severity_a_summary_and_a_section_in_the_runbook() -> None:
+def test_every_alert_has_severity_summary_and_runbook_section() -> None:
     sections = re.findall(r"^## (Everlift\w+)$", RUNBOOK, re.MULTILINE)
     assert sections == [rule["alert"] for rule in RULES]
     for rule in RULES:

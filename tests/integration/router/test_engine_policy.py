@@ -57,7 +57,7 @@ def count(number: int) -> int:
 
 
 @pytest.mark.long
-async def test_policies_change_under_load_and_all_requests_end_with_the_same_tokens() -> None:
+async def test_policy_change_under_load_keeps_all_tokens() -> None:
     async with (
         cluster(2, 2, replace(ROUTER, max_moves=0), SMALL) as parts,
         AsyncClient(parts.address) as client,

@@ -317,7 +317,7 @@ async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> 
     assert other.attempts[0].queue.fair_share == 0
 
 
-async def test_without_its_blocks_a_request_waits_again_and_is_computed_again() -> None:
+async def test_request_without_blocks_waits_and_is_recomputed() -> None:
     """Three of them have room at first, and not to their ends."""
     worker = replace(WORKER, num_blocks=8, watermark=0.0)
     async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:

@@ -320,7 +320,7 @@ async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
     assert not decoded
 
 
-async def test_an_answer_that_is_not_streamed_holds_so_many_log_probabilities(address: str) -> None:
+async def test_unary_answer_has_bounded_logprobs(address: str) -> None:
     body = {"prompt": ["a", "b"], "n": 128, "max_tokens": 256, "logprobs": 20}
     answer = await ask(address, "/v1/completions", body)
     assert (answer.status, answer.error) == (400, ("out_of_range", "logprobs"))
@@ -553,7 +553,7 @@ async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
         assert (await parts.ledger.get("mine")).error_slug == "cancelled"
 
 
-async def test_a_client_that_goes_with_several_requests_frees_all_their_places() -> None:
+async def test_disconnect_frees_all_requests_of_a_client() -> None:
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(workers=1, worker_config=slow) as parts:
         body = json.dumps({**GREEDY, "max_tokens": 4000, "stream": True}).encode()

@@ -73,7 +73,7 @@ async def test_what_cannot_be_written_takes_nobody_elses_answer(tmp_path: Path) 
         assert answers == [[it] for it in asked]
 
 
-async def test_what_a_turn_asks_leaves_in_one_write_and_each_has_its_own_answers(
+async def test_calls_of_a_turn_leave_in_one_write(
     tmp_path: Path,
 ) -> None:
     reads = []

@@ -138,7 +138,7 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
 
 
 @pytest.mark.parametrize("owner", ["first heir", "heir"])
-async def test_a_take_over_made_twice_does_not_undo_the_dispatch_in_between(
+async def test_repeated_takeover_keeps_the_dispatch_between(
     redis_url: str, tmp_path: Path, owner: str
 ) -> None:
     """The one retry that meets another state than the try before it."""

@@ -105,7 +105,7 @@ def primary_of(servers: list[Server]) -> Server:
 
 
 @pytest.mark.long
-async def test_a_primary_that_does_not_know_that_it_is_deposed_gets_nothing_more(
+async def test_deposed_primary_gets_no_more_calls(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     """The sentinels tell it ten seconds after everybody else."""
@@ -171,7 +171,7 @@ async def test_a_primary_that_is_killed_is_followed_by_its_replica(
 
 
 @pytest.mark.long
-async def test_whoever_took_over_is_looked_at_again_until_it_keeps_what_is_demanded(
+async def test_new_primary_is_checked_until_it_is_durable(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     servers, three = watched

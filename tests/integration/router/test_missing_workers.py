@@ -80,7 +80,7 @@ async def test_two_clusters_on_one_ledger_are_added_up_during_an_upgrade() -> No
                 await asyncio.sleep(0.02)
 
 
-async def test_the_explanation_of_a_queued_request_says_which_workers_are_missing() -> None:
+async def test_explanation_names_missing_workers() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         [router] = parts.routers
         router.reconfigure(ROUTER, {}, 1)

@@ -39,7 +39,7 @@ async def test_what_a_starved_worker_gives_up_goes_on_where_there_is_room() -> N
     assert sum(entry.losses for entry in entries) == 0
 
 
-async def test_a_higher_class_comes_in_time_and_the_lower_one_goes_on_later() -> None:
+async def test_higher_class_is_on_time_and_the_lower_resumes() -> None:
     asked = prompts(4)
     async with (
         cluster(workers=0, worker_config=SLOW) as parts,

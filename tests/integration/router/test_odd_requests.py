@@ -103,7 +103,7 @@ def varint(value: int) -> bytes:
 
 
 @pytest.mark.parametrize("token", [2**31, 2**32 - 1, 2**63, 2**64 - 1])
-async def test_a_token_beyond_the_vocabulary_is_refused_however_it_is_written(
+async def test_token_outside_the_vocabulary_is_refused_in_any_form(
     parts: Cluster, client: AsyncClient, token: int
 ) -> None:
     """-1 is 2^64 - 1 on the wire. Field 3 holds the tokens, packed in its field 1."""

@@ -21,7 +21,7 @@ async def refusal(client: AsyncClient, request_id: str, priority: int = 0) -> Ev
     return None
 
 
-async def test_a_higher_class_has_the_place_of_a_lower_one_at_whatever_router() -> None:
+async def test_higher_class_takes_the_place_of_a_lower_at_any_router() -> None:
     config = replace(ROUTER, max_queued=2)
     async with (
         cluster(routers=2, workers=0, router_config=config) as parts,

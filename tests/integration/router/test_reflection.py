@@ -76,7 +76,7 @@ async def test_every_service_is_told_with_all_that_it_needs(version: str) -> Non
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_what_is_not_there_is_not_found_and_the_next_question_is_answered(
+async def test_unknown_symbol_leaves_the_stream_open(
     version: str,
 ) -> None:
     async with cluster(workers=0) as parts, conversation(parts.address, version) as talk:

@@ -158,7 +158,7 @@ async def test_forgetting_goes_to_the_router_that_has_it(ledger: ForgetfulLedger
             await client.close()
 
 
-async def test_a_router_that_relays_and_dies_does_not_take_the_request_with_it(
+async def test_relaying_router_dies_without_the_request(
     ledger: ForgetfulLedger,
 ) -> None:
     """Although its client asked that a disconnect should cancel it."""

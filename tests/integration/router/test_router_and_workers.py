@@ -119,7 +119,7 @@ async def test_requests_wait_until_the_first_worker_comes() -> None:
         check(await asyncio.gather(*work), asked, 10)
 
 
-async def test_they_do_not_wait_for_ever_and_their_clients_do_not_ask_again() -> None:
+async def test_requests_without_a_worker_end_finally() -> None:
     impatient = replace(ROUTER, worker_wait=0.3)
     async with (
         cluster(workers=0, router_config=impatient) as parts,
@@ -200,7 +200,7 @@ async def test_a_router_that_dies_is_replaced_and_its_clients_go_on() -> None:
             check(await asyncio.gather(*work), asked, 200)
 
 
-async def test_a_router_that_is_told_to_stop_sends_its_clients_to_another_one() -> None:
+async def test_stopping_router_sends_clients_to_another() -> None:
     asked = prompts(12)
     async with cluster(routers=2, workers=2) as parts:
         first, second = parts.routers

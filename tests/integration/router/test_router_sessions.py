@@ -131,7 +131,7 @@ def policies(worker: Worker) -> list[tuple[bool, int, str]]:
     return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
 
 
-async def test_every_worker_hears_of_its_engines_policy_and_again_when_it_is_dialled(
+async def test_workers_get_their_policy_at_every_connection(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     sessions.set_policy(session_pb2.EnginePolicy(version=1, name="slai"))
@@ -190,7 +190,7 @@ async def test_a_worker_that_speaks_again_was_a_false_alarm(
     assert sessions.false_alarms == 1
 
 
-async def test_another_worker_at_the_same_address_is_not_the_one_that_was_lost(
+async def test_new_worker_at_an_old_address_is_another(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:
     await worker.stop()

@@ -190,7 +190,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return error.value.code()
 
 
-async def test_a_message_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
+async def test_messages_do_not_wait_for_acknowledgements() -> None:
     async with bench() as it:
         await it.channel.channel_ready()
         [connection] = it.server._connections
@@ -545,7 +545,7 @@ async def test_calls_that_are_given_up_by_the_thousand() -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
-async def test_a_call_that_is_refused_and_was_given_up_at_once_ends_no_other() -> None:
+async def test_refused_and_cancelled_call_ends_no_other() -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         client.call("Hoard")
@@ -598,7 +598,7 @@ async def test_more_connections_than_are_taken() -> None:
         assert len(it.server._connections) == 2
 
 
-async def test_more_calls_of_a_connection_than_are_taken_wait_at_their_client() -> None:
+async def test_excess_calls_wait_at_their_client() -> None:
     async with bench(Limits(max_streams=2)) as it:
         talks = [it.channel.stream_stream(f"/{SERVICE}/Talk")() for _ in range(2)]
         for talk in talks:
@@ -752,7 +752,7 @@ async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None
 @pytest.mark.parametrize(
     "message", [framed(bytes(64 << 10), "gzip"), framed(b"")], ids=["compressed", "empty"]
 )
-async def test_of_what_a_call_does_not_read_no_more_is_made_than_there_is_room_for(
+async def test_unread_call_buffers_are_bounded(
     message: bytes,
 ) -> None:
     limits = Limits(max_unread_bytes=32 << 10)
@@ -802,7 +802,7 @@ async def test_a_handler_that_reads_no_more_ends_where_a_message_is_broken() -> 
         assert (await client.until(h2.events.StreamReset)).error_code == ErrorCodes.NO_ERROR
 
 
-async def test_what_comes_behind_a_broken_message_is_neither_kept_nor_let_in() -> None:
+async def test_bytes_after_a_broken_message_are_dropped() -> None:
     async with bench() as it, raw(it.port) as client:
         await client.until(h2.events.RemoteSettingsChanged)
         [connection] = it.server._connections

@@ -124,7 +124,7 @@ async def said(address: str, context: ssl.SSLContext | None) -> bytes:
             await writer.wait_closed()
 
 
-async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(
+async def test_client_certificate_of_another_authority_is_refused(
     files: Files,
 ) -> None:
     foreign = files.others.issue("foreign")
@@ -137,7 +137,7 @@ async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(
         assert "or a client certificate" in await reason(parts.address, Tls(ca=str(files.ours.ca)))
 
 
-async def test_an_expired_certificate_is_refused_and_a_plain_router_told_from_it(
+async def test_expired_certificate_and_plain_router_are_told_apart(
     files: Files,
 ) -> None:
     expired = files.ours.issue("expired", days=-1)

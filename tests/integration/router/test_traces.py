@@ -121,7 +121,7 @@ async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
     assert (root.span_id.hex(), root.parent_span_id, flags) == (span_id, b"", "01")
 
 
-async def test_session_share_and_call_are_told_as_the_call_s_headers_name_them() -> None:
+async def test_session_share_and_call_come_from_the_headers() -> None:
     headers = (
         ("traceparent", PARENT),
         ("x-session-id", "talk-7"),

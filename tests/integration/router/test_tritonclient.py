@@ -79,7 +79,7 @@ def tokens(answers: list[Any], name: str) -> list[int]:
     ]
 
 
-async def test_one_stream_carries_many_requests_and_an_error_ends_only_its_own() -> None:
+async def test_stream_error_ends_only_its_request() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         making = asyncio.create_task(made(parts, "stream"))

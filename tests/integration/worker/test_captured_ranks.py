@@ -92,7 +92,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("called")
-def test_all_ranks_capture_the_same_sums_in_the_same_order_and_nothing_else(model: Path) -> None:
+def test_all_ranks_capture_the_same_collectives_in_order(model: Path) -> None:
     def act(group: Group) -> list[tuple[Any, ...]]:
         noted = Noted(group)
         assert capture(model, noted, Looking()) is not None

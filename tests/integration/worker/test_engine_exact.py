@@ -135,7 +135,7 @@ def sampled_jobs() -> list[Job]:
     ]
 
 
-def test_seeded_tokens_are_the_same_alone_in_a_batch_and_after_preemption(
+def test_seeded_tokens_do_not_depend_on_batch_or_preemption(
     tmp_path: Path, record_testsuite_property: Record
 ) -> None:
     directory = save_llama(tmp_path)

@@ -158,7 +158,7 @@ def distance(logits: Tensor, wanted: Tensor) -> float:
     return (logits - wanted).square().mean().sqrt().item()
 
 
-def test_a_latent_attentions_values_are_as_wide_in_the_cache_as_its_keys(tmp_path: Path) -> None:
+def test_latent_attention_pads_values_to_the_keys(tmp_path: Path) -> None:
     decoder = load(save_other(tmp_path, "deepseek_v3"))
     assert decoder.layers.kv_shape == (3, 4, 12 + 4)
 
@@ -250,7 +250,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
         load_decoder(directory, place, True, None, choose_attention)
 
 
-def test_a_rope_that_changes_with_the_longest_sequence_needs_a_shorter_context(
+def test_dynamic_rope_needs_a_shorter_context(
     tmp_path: Path,
 ) -> None:
     rope = {

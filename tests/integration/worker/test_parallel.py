@@ -84,9 +84,7 @@ def test_a_sum_over_ranks_replaces_the_tensor(size: int, way: str) -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_right_but_for_rounding_and_the_same_bits_everywhere(
-    size: int, dtype: torch.dtype, way: str
-) -> None:
+def test_sums_are_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, way: str) -> None:
     rng = Random(size)
     counts = [0, 1, 2, 1023, 1024, 1025, LONG, *(rng.randrange(5000) for _ in range(8))]
 
@@ -358,6 +356,6 @@ def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPa
     assert sorted(aborted) == [0, 1]
 
 
-def test_who_is_alone_has_everything_on_its_device_and_ranks_on_cpus_have_not(way: str) -> None:
+def test_gather_stays_on_the_device_of_a_single_rank(way: str) -> None:
     assert on_ranks(1, lambda group: group.on_device) == [True]
     assert on_ranks(2, lambda group: group.on_device) == [False, False]

@@ -145,7 +145,7 @@ def every(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
 @pytest.mark.parametrize("unlucky", [0, 1])
 @pytest.mark.parametrize("scored", [None, 1], ids=["plain", "prompts' log probabilities"])
-def test_wherever_one_rank_lacks_memory_once_all_go_on_with_the_same_tokens(
+def test_memory_shortage_on_a_rank_keeps_all_tokens(
     unlucky: int,
     ahead: bool,
     scored: int | None,
@@ -179,7 +179,7 @@ def test_wherever_one_rank_lacks_memory_once_all_go_on_with_the_same_tokens(
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_that_lack_memory_again_and_again_say_the_same_of_everybody(
+def test_repeated_memory_shortage_is_the_same_on_all_ranks(
     seed: int, ahead: bool, model: Path, shortage: Shortage
 ) -> None:
     drafts = {} if ahead else {"speculation": Speculation(num_draft_tokens=2)}

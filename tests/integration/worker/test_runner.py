@@ -88,7 +88,7 @@ def test_bfloat16_makes_the_tokens_of_float32_where_they_are_clear(config: Worke
     assert whole(replace(config, dtype="bfloat16"), PROMPT).tokens == tuple(reference.tokens)
 
 
-def test_logits_that_are_no_numbers_cost_their_own_row_and_spoil_nothing(
+def test_nonfinite_logits_fail_only_their_row(
     config: WorkerConfig,
 ) -> None:
     path = Path(config.model) / "model.safetensors"

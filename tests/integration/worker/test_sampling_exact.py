@@ -94,7 +94,7 @@ def near_ties(model: LlamaForCausalLM, jobs: Sequence[Job], *runs: Sequence[Sequ
     return found
 
 
-def test_tokens_are_the_same_alone_in_a_batch_after_preemption_and_with_drafts(
+def test_tokens_do_not_depend_on_batch_preemption_or_drafts(
     directory: Path, model: LlamaForCausalLM, record_testsuite_property: Record
 ) -> None:
     jobs = sampled_jobs(SIZES["vocab_size"], EOS)

@@ -443,7 +443,7 @@ def test_grammars_that_take_long_do_not_hold_up_the_others(service: Service) -> 
 # processes
 
 
-def test_a_kept_grammar_is_compiled_again_when_its_process_was_killed(service: Service) -> None:
+def test_grammar_is_recompiled_after_its_process_was_killed(service: Service) -> None:
     grammar = service.compile(REGEX, "abcde")
     process = service.fork_server._process
     assert process is not None

@@ -57,6 +57,6 @@ def test_each_part_is_done_once_in_its_loop(threads: int, number: int, together:
     assert wrong_loops()(threads, _LOOPS, number, together) == 0
 
 
-def test_threads_whose_cores_others_have_miss_no_part_and_do_none_twice() -> None:
+def test_team_finishes_every_part_once_on_busy_cores() -> None:
     with neighbours():
         assert wrong_loops()(os.cpu_count() or 1, _LOOPS, 40, 1) == 0

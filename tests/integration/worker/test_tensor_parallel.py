@@ -134,7 +134,7 @@ def test_ranks_make_the_tokens_of_one(model: str, ranks: Ranks) -> None:
         assert result["ahead"][directory] == alone
 
 
-def test_whatever_is_asked_of_the_sampler_ranks_do_the_same_launched_ahead(ranks: Ranks) -> None:
+def test_ranks_agree_on_sampling_launched_ahead(ranks: Ranks) -> None:
     step_by_step, ahead = ranks.results[0]["sampled"]
     assert step_by_step == ahead
     assert all(result["sampled"] == [ahead, ahead] for result in ranks.results)

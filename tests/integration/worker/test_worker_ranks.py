@@ -122,7 +122,7 @@ async def test_two_ranks_drain(config: WorkerConfig) -> None:
         assert await process.wait() == 0
 
 
-async def test_ranks_that_are_all_told_to_stop_at_once_still_hand_everything_back() -> None:
+async def test_stopped_ranks_return_all_sequences() -> None:
     first = Rank(CONFIG)
     second = Rank(CONFIG, 1, await first.open())
     info, _ = await asyncio.gather(first.start(), second.start())
@@ -158,7 +158,7 @@ async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> Non
 
 
 @in_steps_and_ahead
-async def test_a_rank_that_dies_in_the_middle_ends_the_other_with_the_cause(
+async def test_dead_rank_ends_the_other_with_the_cause(
     config: WorkerConfig,
 ) -> None:
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
@@ -171,7 +171,7 @@ async def test_a_rank_that_dies_in_the_middle_ends_the_other_with_the_cause(
             await router_is_cut_off(router)
 
 
-async def test_a_frozen_rank_1_is_the_end_of_all_though_nobody_waits_for_it() -> None:
+async def test_frozen_rank_ends_the_worker() -> None:
     async with two_ranks() as (rank, process, address), router_of(address) as router:
         process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(10.0):

@@ -57,7 +57,7 @@ def test_continuous_batching_does_more_the_more_lengths_differ() -> None:
     assert ratio["equal"] == pytest.approx(1.0, abs=0.05)
 
 
-def test_slai_has_earlier_first_tokens_and_misses_none_where_prompts_wait() -> None:
+def test_slai_improves_ttft_and_misses_no_deadline() -> None:
     scale = batching.Scale(requests=200, loads=(1.1,), slots=64, budget=128)
     [policies] = batching.deadlines(Virtual(), scale, rounds=1).values()
     assert policies["slai"]["ttft_p50_s"] < 0.7 * policies["continuous"]["ttft_p50_s"]

@@ -97,7 +97,7 @@ class _Scripted:
         self.is_closed = True
 
 
-def test_seconds_are_the_batchs_and_a_token_alone_is_without_its_prompt(
+def test_batch_seconds_and_single_token_time_are_separate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     system = _Scripted()

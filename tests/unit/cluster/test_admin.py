@@ -246,9 +246,7 @@ async def lead(router: Router) -> None:
     await router.ledger.put_load(load)
 
 
-async def test_a_cluster_that_has_done_nothing_cannot_say_how_long_steps_take(
-    router: Router, tmp_path: Path
-) -> None:
+async def test_step_times_are_unknown_before_any_request(router: Router, tmp_path: Path) -> None:
     file = tmp_path / "ours.json"
     result = await run("measure", str(file), "--running", "--address", router.address)
     assert (result.exit_code, file.exists()) == (1, False)

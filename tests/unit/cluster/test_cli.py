@@ -63,7 +63,7 @@ def test_every_command_is_in_a_group_of_the_help() -> None:
     assert {command.rich_help_panel for command in commands} == set(groups)
 
 
-def test_a_command_of_clients_imports_nothing_of_a_cluster_or_an_engine() -> None:
+def test_client_commands_do_not_import_cluster_or_engine() -> None:
     script = """
 import sys, cluster.cli
 others = {"torch", "ray", "redis", "tokenizers", "worker.serving.rank", "cluster.llm.llm", "yaml"}

@@ -122,9 +122,7 @@ def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: 
         ("template_processes=0", "template_processes must be at least 1, not 0"),
     ],
 )
-def test_a_router_s_setting_that_cannot_be_is_named_with_its_section_once(
-    setting: str, message: str
-) -> None:
+def test_wrong_router_setting_is_named_once_with_its_section(setting: str, message: str) -> None:
     with pytest.raises(SettingsError, match=rf"^router\.{message}$"):
         load(None, {}, [f"router.{setting}"])
 

@@ -22,7 +22,7 @@ async def refusal(directory: Path, **changes: object) -> str:
     return str(caught.value)
 
 
-async def test_an_unknown_architecture_is_reported_before_a_missing_tokenizer(
+async def test_unknown_architecture_is_reported_before_the_tokenizer(
     tmp_path: Path,
 ) -> None:
     said = await refusal(tmp_path, architectures=["WeirdForCausalLM"], model_type="weird")

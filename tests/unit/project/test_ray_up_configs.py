@@ -72,7 +72,7 @@ def test_the_settings_are_settings_and_fit_the_clusters() -> None:
         assert yaml.safe_load(path.read_text())["max_workers"] <= config.most_workers
 
 
-def test_who_comes_from_outside_needs_a_key_and_what_tls_needs_is_there() -> None:
+def test_external_access_needs_keys_and_tls() -> None:
     text = (FILES / "settings.yaml").read_text()
     assert load(FILES / "settings.yaml", {}).router.access == "ledger"
     uncommented = re.sub(r"^#(?=\w+:|  \w+:)", "", text, flags=re.MULTILINE)

@@ -75,7 +75,7 @@ async def test_it_is_in_no_log_error_or_representation(
 
 @pytest.mark.parametrize("bad", ["", "s3cret\n", "s3 cret", "s3crét", "s3cret\x00"])
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
-def test_one_that_no_header_can_carry_is_refused_without_being_quoted(
+def test_api_key_unfit_for_a_header_is_refused_unquoted(
     bad: str, kind: type[AsyncClient] | type[Client]
 ) -> None:
     with pytest.raises(SettingsError, match="api_key must be") as caught:

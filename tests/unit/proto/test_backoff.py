@@ -5,7 +5,7 @@ import pytest
 from everlift.client.retries import Backoff
 
 
-def test_delays_double_to_a_fifth_of_a_second_and_after_three_seconds_are_one() -> None:
+def test_delays_double_to_200_ms_and_are_1_s_after_3_s() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
     moments = [10.0, 10.1, 10.2, 10.4, 12.9, 13.0, 20.0]
     assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.2, 0.2, 1.0, 1.0]

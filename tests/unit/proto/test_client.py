@@ -531,7 +531,7 @@ async def test_the_form_of_the_output_reaches_the_router(
     assert (grammar.kind.value, grammar.texts) == expected
 
 
-async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise(wire: Wire) -> None:
+async def test_client_requests_have_a_grace_by_default(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r").text()
         assert router.requests["r"].submission.on_disconnect is OnDisconnect.GRACE

@@ -219,7 +219,7 @@ async def test_of_a_request_here_nothing_is_made_before_it_is_read() -> None:
             assert not live._num_readers
 
 
-async def test_a_request_here_fails_with_its_own_error_after_its_last_piece() -> None:
+async def test_local_failure_comes_after_the_last_piece() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(max_tokens=6)
 

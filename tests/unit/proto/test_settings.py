@@ -173,9 +173,7 @@ def test_a_value_of_another_type_is_an_error_that_says_which(
         ("ledger.durability", "evrysec", "not 'evrysec'; did you mean every_sec?"),
     ],
 )
-def test_a_name_that_is_none_of_those_there_are_is_told_the_nearest_one(
-    key: str, value: str, end: str
-) -> None:
+def test_unknown_choice_suggests_the_nearest(key: str, value: str, end: str) -> None:
     assert flag_error(f"{key}={value}").endswith(end)
 
 

@@ -142,7 +142,7 @@ def test_nothing_comes_after_the_stop_string() -> None:
     assert [matcher.feed("ab"), matcher.feed("c"), matcher.finish()] == ["a", "", ""]
 
 
-def test_the_same_stop_strings_are_held_once_whatever_number_of_texts_they_end(
+def test_equal_stop_strings_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no longer than these. Each text ends by itself."""
@@ -197,7 +197,7 @@ def test_a_stop_string_may_begin_before_it_counts() -> None:
     assert state.stopped
 
 
-def test_a_completed_stop_string_that_does_not_count_is_not_held_back() -> None:
+def test_unmatched_stop_string_is_not_held_back() -> None:
     state = TextState(Bytes(), Stops(("AB", "ABC"), min_tokens=3))
     assert [state.push(byte) for byte in b"AB"] == ["", ""]
     state = TextState(Bytes(), Stops(("AB",), min_tokens=9))

@@ -48,7 +48,7 @@ def test_a_replaced_model_sends_requests_for_the_other_one_elsewhere() -> None:
     assert connections.hang_ups == 4
 
 
-def test_a_new_model_knows_what_it_does_not_serve_once_all_clients_come() -> None:
+def test_new_model_refuses_what_it_lacks_after_the_switch() -> None:
     model, active, connections = served(is_active=False)
     assert connections.hang_ups == 1
     active.note(True, 200.0)

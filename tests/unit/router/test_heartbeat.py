@@ -139,7 +139,7 @@ async def test_a_beat_that_failed_is_told_and_tried_again(replica: Replica) -> N
     await until(lambda: len(replica.leader.heard_of) > heard)
 
 
-async def test_a_beat_without_an_answer_is_asked_again_before_the_lease_is_over(
+async def test_heartbeat_is_repeated_before_the_lease_ends(
     replica: Replica,
 ) -> None:
     """Connections that lead nowhere are given up much later."""
@@ -166,7 +166,7 @@ async def test_what_was_asked_in_vain_leaves_nothing_behind() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_where_the_leader_is_silent_one_looks_three_times_as_often_who_leads(
+async def test_heartbeat_looks_often_for_a_silent_leader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica, rests = Replica(), []

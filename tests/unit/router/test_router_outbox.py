@@ -39,7 +39,7 @@ async def test_additions_merge_until_they_are_taken() -> None:
     assert await taken(this) == [[3, 4]]
 
 
-async def test_no_number_of_additions_makes_a_message_that_a_stream_refuses() -> None:
+async def test_frame_size_is_bounded_for_any_additions() -> None:
     size = outbox._COPIED_BYTES - 64
     this = Outbox(session_pb2.RouterFrame())
     for epoch in range(1, 21):

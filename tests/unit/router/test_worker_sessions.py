@@ -131,7 +131,7 @@ def test_a_policy_that_only_a_newer_worker_has_changes_nothing() -> None:
     assert desk.engine.orders == ["slai"]
 
 
-def test_an_account_goes_where_its_sequence_came_from_with_its_end_too() -> None:
+def test_report_goes_to_the_router_of_its_sequence() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))

@@ -69,7 +69,7 @@ def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, s
     assert load < fleet.target <= load / CONFIG.utilisation + 2
 
 
-def test_what_happened_while_the_load_was_not_known_takes_no_worker_away() -> None:
+def test_unknown_load_removes_no_worker() -> None:
     """The first look after that knows of a quiet moment, and of nothing before it."""
     config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)
     scaler = Autoscaler(config)
@@ -140,7 +140,7 @@ def test_there_are_never_more_or_fewer_than_allowed() -> None:
     assert (few.workers, many.workers) == (2, 3)
 
 
-def test_with_nothing_to_do_the_last_one_goes_and_comes_for_the_first_request() -> None:
+def test_idle_cluster_scales_to_zero_and_back() -> None:
     fleet = Fleet(FROM_ZERO).run(100, load=0.3)
     since = fleet.now
     fleet.run(FROM_ZERO.idle_delay + 30, load=0.0)
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused_by_name(setting: dict[str, object], message: 
         load(AutoscaleConfig, setting)
 
 
-def test_new_cluster_of_an_upgrade_starts_with_as_many_workers_as_serve() -> None:
+def test_upgrade_starts_with_as_many_workers_as_serve() -> None:
     load = ClusterLoad(term=1, workers=5, running=20, slots=40, worker_rate=100.0)
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8))
     assert new.decide(load, 0.0, 1, 0.0, others=5).workers == 5
@@ -221,7 +221,7 @@ def test_new_cluster_of_an_upgrade_starts_with_as_many_workers_as_serve() -> Non
     assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
 
 
-def test_new_cluster_of_another_model_starts_with_as_many_workers_as_serve() -> None:
+def test_upgrade_to_another_model_starts_with_as_many_workers() -> None:
     idle = ClusterLoad(term=1, workers=1, slots=8, worker_rate=100.0)
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0))
     for second in range(60):
@@ -229,7 +229,7 @@ def test_new_cluster_of_another_model_starts_with_as_many_workers_as_serve() -> 
         assert (decision.workers, decision.reason) == (5, "another cluster serves as well")
 
 
-def test_neither_cluster_of_an_upgrade_gives_up_workers_while_both_serve() -> None:
+def test_upgrade_keeps_workers_of_both_clusters() -> None:
     config = AutoscaleConfig(min_workers=1, max_workers=8, down_delay=10.0)
     old, new = Autoscaler(config), Autoscaler(config)
     quiet = ClusterLoad(term=1, workers=10, slots=80, worker_rate=100.0)

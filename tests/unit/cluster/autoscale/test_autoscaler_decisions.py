@@ -7,7 +7,7 @@ from cluster.autoscale.policy import Decision
 from everlift.v1.session_pb2 import Scaling, ScalingChange
 
 
-def test_the_last_decision_and_the_changes_are_told_with_their_reasons() -> None:
+def test_decisions_are_reported_with_their_reasons() -> None:
     decisions = Decisions()
     decisions.note(Decision(1, "enough"), 1, 10.0)
     decisions.note(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), 1, 11.0)

@@ -129,7 +129,7 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")  # Serve's own
-def test_the_policy_takes_bounds_from_serve_and_targets_from_the_load(
+def test_policy_takes_bounds_from_serve_and_targets_from_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from cluster.autoscale import serve_policy

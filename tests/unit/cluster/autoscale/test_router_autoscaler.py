@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 CONFIG = AutoscaleConfig(requests_per_router=100.0, down_delay=60.0)
 
 
-def test_routers_come_at_once_and_go_when_fewer_were_enough_for_a_while() -> None:
+def test_routers_start_at_once_and_stop_after_a_while() -> None:
     from cluster.autoscale.router_policy import Routers
 
     routers = Routers()

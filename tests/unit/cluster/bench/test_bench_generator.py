@@ -118,7 +118,7 @@ def test_a_limit_holds_requests_back_and_their_time_counts() -> None:
     assert (ttft(third, due), ttft(third, sent)) == (pytest.approx(2.0), pytest.approx(1.0))
 
 
-def test_in_a_closed_loop_a_request_is_due_when_its_client_has_no_other() -> None:
+def test_closed_loop_request_is_due_when_its_client_is_free() -> None:
     async def work(loop: VirtualLoop) -> tuple[int, list[Outcome]]:
         server = Steady()
         requests = asks(0.0, 0.0, 0.0, 0.0, 0.0, tokens=1)

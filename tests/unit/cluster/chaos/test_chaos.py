@@ -355,7 +355,7 @@ async def test_what_another_router_refuses_is_the_callers_error(me: Place, other
 # the wire
 
 
-async def test_clients_inject_over_the_public_port_and_get_errors_as_statuses(me: Place) -> None:
+async def test_client_injects_faults_and_gets_errors_as_statuses(me: Place) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     server.add_generic_rpc_handlers((ChaosServer(me.chaos).handlers(OPEN),))

@@ -48,7 +48,7 @@ def test_tokens_that_come_twice_or_not_are_counted(
     assert (noted.repeated, noted.missing, noted.received) == (repeated, missing, received)
 
 
-def test_a_request_is_lost_without_an_answer_and_wrong_with_another_one() -> None:
+def test_missing_answer_is_lost_and_another_answer_is_wrong() -> None:
     noted = seen((0, 2))
     assert (noted.is_lost, noted.is_wrong) == (True, False)
     noted.answer = RIGHT

@@ -80,7 +80,7 @@ def test_each_worker_is_a_row() -> None:
     assert cells[2][-5] == "draining"
 
 
-def test_what_engines_make_of_their_work_is_shown_of_those_that_are_up() -> None:
+def test_engine_figures_are_of_connected_workers() -> None:
     rows = text(show(STATUS)).splitlines()[10:12]
     cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
     assert cells[0] == ["aaaabbbb", "512", "25%", "75%", "82%", "10%", "4", "25", "7 / 6"]
@@ -120,7 +120,7 @@ def test_it_says_where_openais_api_is() -> None:
     assert "OpenAI" not in text(show(pb.GetStatusResponse()))
 
 
-def test_whom_steps_are_for_is_shown_and_how_many_workers_have_which_policy() -> None:
+def test_policies_are_shown_with_their_workers() -> None:
     def line(*policies: str) -> str:
         workers = [pb.WorkerStatus(alive=True, engine_policy=policy) for policy in policies]
         lost = pb.WorkerStatus(engine_policy="magnus")

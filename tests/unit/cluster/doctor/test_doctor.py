@@ -177,7 +177,7 @@ def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -
         (["no-such-thing; extra == 'dev'"], Level.OK, "those"),
     ],
 )
-def test_packages_that_are_missing_break_it_and_other_versions_are_said(
+def test_doctor_reports_missing_and_other_versions(
     wanted: list[str],
     level: Level,
     says: str,

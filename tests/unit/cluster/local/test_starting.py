@@ -72,7 +72,7 @@ async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
         assert router.heard.empty()
 
 
-async def test_a_start_that_fails_is_none_any_more_and_nobody_hears_it_where_none_is() -> None:
+async def test_failed_start_is_withdrawn_if_a_router_listens() -> None:
     async with serving() as (router, address):
         try:
             async with Starting([address], GRPC):

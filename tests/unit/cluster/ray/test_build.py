@@ -80,7 +80,7 @@ def test_settings_that_change_without_a_restart_are_no_args(other: list[str]) ->
     "other",
     ["autoscale.max_workers=9", "autoscale.min_workers=2", "autoscale.ttft_target=9"],
 )
-def test_bounds_and_targets_of_the_autoscaler_are_no_part_of_the_code(other: str) -> None:
+def test_autoscaler_bounds_do_not_change_the_code_version(other: str) -> None:
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 

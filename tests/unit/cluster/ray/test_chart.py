@@ -572,9 +572,7 @@ SET_BY_CHART: dict[str, str] = yaml.safe_load((CHART / "files/chart_settings.yam
 
 
 @pytest.mark.parametrize("path", SET_BY_CHART)
-def test_a_setting_of_the_charts_own_is_refused_with_the_value_to_set(
-    helm: Helm, path: str
-) -> None:
+def test_chart_refuses_its_own_settings_with_the_value_to_set(helm: Helm, path: str) -> None:
     *sections, name = path.split(".")
     config: Any = {name: "x"}
     for section in reversed(sections):

@@ -87,7 +87,7 @@ async def test_who_waits_can_be_stopped(
         await waiting
 
 
-async def test_a_start_that_fails_says_why_in_one_line_and_has_the_rest_in_its_log(
+async def test_failed_start_has_a_one_line_cause_and_a_log(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = "Deploying application everlift failed: Failed to update the deployments ['router']."

@@ -42,7 +42,7 @@ def test_it_is_a_kind_of_worker_like_any_other(tmp_path: Path) -> None:
     }
 
 
-def test_its_workers_have_the_engine_s_policy_that_the_cluster_s_have() -> None:
+def test_local_workers_have_the_clusters_engine_policy() -> None:
     kind = WorkerKind()
     kind.CopyFrom(LARGE)
     kind.engine_policy = "slai"

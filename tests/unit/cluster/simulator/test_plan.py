@@ -119,7 +119,7 @@ def test_as_many_requests_end_in_a_step_as_slots_over_their_outputs() -> None:
     assert saturation_rate(REQUESTS, worker(SLOW, max_num_seqs=10)) == pytest.approx(10 / 20)
 
 
-def test_the_budget_allows_so_many_rows_as_leave_room_for_their_prompts() -> None:
+def test_budget_leaves_room_for_the_rows_prompts() -> None:
     """A row needs 1 token a step, and 200 / 20 for the prompts that come after it."""
     limited = worker(SLOW, max_num_seqs=256, max_num_batched_tokens=256)
     assert saturation_rate(REQUESTS, limited) == pytest.approx(256 / 11 / 20)

@@ -186,7 +186,7 @@ def test_the_orders_of_the_product_are_its_own() -> None:
     assert means["fifo"].bypassed.mean == 0 < means["shortest"].bypassed.mean
 
 
-def test_outputs_that_would_end_too_late_are_refused_as_by_the_product() -> None:
+def test_late_outputs_are_refused_as_in_the_product() -> None:
     """Of which a worker computes a hundred tokens a second, and half have a hundred."""
     load = [
         replace(it, deadline_s=0.6, output_tokens=(10, 100)[index % 2])
@@ -237,7 +237,7 @@ def test_early_binding_ends_every_request(choice: Choice) -> None:
     check_conserved(simulate(arrivals(60, 60.0), cluster, dispatcher=queue))
 
 
-def test_late_binding_is_ahead_of_early_binding_where_a_worker_is_slow() -> None:
+def test_late_binding_beats_early_binding_with_a_slow_worker() -> None:
     load = arrivals(200, 45.0)
     cluster = scenario(spec(), spec(), spec(slowness=3))
     late = simulate(load, cluster).summary().ttft_s.p99
@@ -257,7 +257,7 @@ def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
     check_conserved(forecast)
 
 
-def test_workers_that_the_autoscaler_adds_are_not_as_slow_as_the_first() -> None:
+def test_added_workers_have_their_own_speed() -> None:
     scaling = AutoscaleConfig(min_workers=2, max_workers=2)
     cluster = scenario(spec(slowness=4), autoscale=scaling, start_s=0.0)
     records = simulate([Arrival(0.5, 10, 50, 200)] * 2, cluster).records

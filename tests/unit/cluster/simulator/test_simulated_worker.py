@@ -17,7 +17,7 @@ STEP_S = 0.01
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_who_draws_its_last_token_has_its_slot_until_the_step_is_over(one_by_one: bool) -> None:
+def test_last_token_keeps_its_slot_until_the_step_ends(one_by_one: bool) -> None:
     timeline, frames = Timeline(), list[Frame]()
     worker = SimulatedWorker("w", spec(), timeline, frames.append, one_by_one)
     seen: list[set[str]] = []

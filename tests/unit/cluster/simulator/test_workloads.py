@@ -107,7 +107,7 @@ def test_a_part_of_mooncakes_blocks_occurred_before() -> None:
     assert repeated / total == pytest.approx(0.366, abs=0.02)
 
 
-def test_a_repeated_block_has_the_same_ones_before_it_and_the_same_tenant() -> None:
+def test_repeated_block_has_the_same_prefix_and_tenant() -> None:
     before: dict[int, tuple[str, tuple[int, ...]]] = {}
     for each in some("mooncake", 2000):
         for place, name in enumerate(each.prefix):

@@ -130,7 +130,7 @@ def three() -> AdmissionQueue:
     return queue
 
 
-def test_another_order_holds_for_what_waits_already_and_for_what_comes_back() -> None:
+def test_new_order_holds_for_queued_and_returning_requests() -> None:
     queue = three()
     taken = queue.pop()
     assert taken.request_id == "a"

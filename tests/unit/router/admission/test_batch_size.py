@@ -72,7 +72,7 @@ def test_how_soon_tokens_come_is_predicted_of_what_runs() -> None:
     assert placement_after(1, tpot_target=0.0).workers["w"].tpot_s is None
 
 
-def test_without_a_target_or_before_anything_is_known_it_gets_what_it_can_run() -> None:
+def test_batch_size_is_the_most_without_target_or_step_times() -> None:
     assert placement_after(30, tpot_target=0.0).workers["w"].slots == 16
     assert placement_after(1, tpot_target=0.055).workers["w"].slots == 16
 

@@ -90,7 +90,7 @@ def test_who_waits_for_too_long_is_refused() -> None:
     assert some.leader_state.queued == 1
 
 
-def test_how_long_one_may_wait_changes_for_those_that_come_from_then_on() -> None:
+def test_changed_wait_bound_holds_for_later_arrivals() -> None:
     some = cluster()
     come(some, "a", predicted_tokens=400)
     assert come(some, "late", ttft_deadline=3.9) == {}
@@ -104,7 +104,7 @@ def test_how_long_one_may_wait_changes_for_those_that_come_from_then_on() -> Non
     assert some.leader_state.queued == 2
 
 
-def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted() -> None:
+def test_late_first_token_is_refused_if_configured() -> None:
     strict, patient = cluster(refuse_late=True), cluster()
     for some in (strict, patient):
         come(some, "a", predicted_tokens=400)
@@ -118,7 +118,7 @@ def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted()
     assert expired(patient, 1000.0) == {}
 
 
-def test_whose_output_would_end_too_late_is_refused_where_that_is_wanted() -> None:
+def test_late_output_is_refused_if_configured() -> None:
     """Four seconds of wait at the least, 30 ms for its prompt, and a hundred steps of 20 ms."""
     strict, patient = learned(refuse_late=True), learned()
     for some in (strict, patient):
@@ -141,7 +141,7 @@ def test_it_is_told_of_how_long_an_output_the_end_would_be_late() -> None:
     assert told[1].retry_after_s == pytest.approx(0.03, abs=0.01)
 
 
-def test_where_nobody_waits_an_output_is_refused_that_takes_too_long_by_itself() -> None:
+def test_too_long_output_is_refused_without_a_queue() -> None:
     idle = learned(refuse_late=True)
     assert refusal(idle, deadline=1.9, least_tokens=101).retry_after_s == 0.0
     assert come(idle, "b", deadline=2.1, least_tokens=101) == {}

@@ -23,7 +23,7 @@ def drained(
     return drain
 
 
-def test_what_leaves_while_others_wait_is_the_rate_of_so_many_workers() -> None:
+def test_drain_rate_counts_departures_per_worker() -> None:
     drain = drained(10, tokens=40)
     assert drain.is_known
     assert drain.tokens_per_s(2) == pytest.approx(200)
@@ -52,7 +52,7 @@ def test_the_rate_follows_a_change() -> None:
 
 
 @pytest.mark.parametrize("every", [5, 60, 600])
-def test_of_a_slow_queue_the_rate_is_known_also_between_two_departures(every: int) -> None:
+def test_drain_rate_of_a_slow_queue_is_known_between_departures(every: int) -> None:
     drain, rates = DrainRate(), list[float]()
     for second in range(20 * every):
         drain.measure(5, 1, second)
@@ -63,7 +63,7 @@ def test_of_a_slow_queue_the_rate_is_known_also_between_two_departures(every: in
     assert 0.8 / every < min(settled) <= max(settled) < 1.25 / every
 
 
-def test_a_queue_that_stood_still_is_not_taken_to_stand_still_for_ever() -> None:
+def test_drain_rate_recovers_after_a_standstill() -> None:
     """It says no more than that fewer than some leave in so long, and is forgotten soon."""
     drain = drained(30, tokens=40)
     for tick in range(150, 150 + 5 * 600):

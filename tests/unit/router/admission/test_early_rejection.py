@@ -50,7 +50,7 @@ def retry_after(error: EverliftError | None) -> float:
     return error.retry_after_s
 
 
-def test_a_full_queue_refuses_until_about_the_time_in_which_it_drains() -> None:
+def test_full_queue_refuses_with_its_drain_time() -> None:
     door = entrance()
     assert admit(door, queued=9) is None
     errors = [admit(door, f"r{n}", queued=10) for n in range(200)]
@@ -68,7 +68,7 @@ def test_a_full_queue_refuses_until_about_the_time_in_which_it_drains() -> None:
         (QueueEstimate(tokens_per_s=0.1, waits=[ClassWait(work_tokens=1000)]), 60.0),
     ],
 )
-def test_retry_after_is_bounded_and_a_second_where_the_rate_is_unknown(
+def test_retry_after_is_bounded_and_1_s_if_unknown(
     queue_estimate: QueueEstimate, seconds: float
 ) -> None:
     error = admit(entrance(queue_estimate), queued=10)
@@ -83,7 +83,7 @@ def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
 
 
 @pytest.mark.parametrize("field", Wanted._fields)
-def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(field: str) -> None:
+def test_too_long_waits_are_refused_if_configured(field: str) -> None:
     def wanted(seconds: float) -> Wanted:
         return Wanted(**{field: seconds})
 
@@ -137,7 +137,7 @@ def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
     assert "20 tokens at least" in str(too_long)
 
 
-def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:
+def test_early_retries_are_forgiven_twice() -> None:
     door = entrance(retry_rate=0.0)
     told = [admit(door, "r", queued=10, now=0.0) for _ in range(3)]
     assert [type(error) for error in told] == [QueueFull] * 3
@@ -177,7 +177,7 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
     assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
 
 
-def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
+def test_nameless_tenants_displace_no_remembered_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a flood of them would let in requests that come too soon."""

@@ -11,7 +11,7 @@ OUTLOOK = QueueEstimate(
 )
 
 
-def test_a_cluster_that_has_shown_nothing_yet_is_taken_for_a_slow_one() -> None:
+def test_estimate_of_a_new_cluster_assumes_it_is_slow() -> None:
     wait = EstimatedWait()
     assert [wait.estimate(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
     wait.on_estimate(QueueEstimate(waits=OUTLOOK.waits))
@@ -35,7 +35,7 @@ def test_estimate_includes_requests_the_leader_has_not_counted() -> None:
     assert wait.estimate(0, 50) == 4.0
 
 
-def test_a_cluster_that_has_lost_its_workers_will_be_as_fast_as_it_was() -> None:
+def test_estimate_assumes_the_old_speed_after_lost_workers() -> None:
     """Who came meanwhile would give way to later ones for as long as a slow one takes."""
     wait = EstimatedWait()
     wait.on_estimate(QueueEstimate(tokens_per_s=50_000.0))

@@ -129,7 +129,7 @@ def test_those_of_a_higher_class_that_wait_there_take_the_room_first() -> None:
     assert victims(cluster, now=9.9) == ["d", "c"]
 
 
-def test_a_slot_that_only_lower_classes_wait_for_costs_nobody_anything() -> None:
+def test_slot_for_lower_classes_costs_no_eviction() -> None:
     cluster = full(Load(1, num_running=3, num_waiting=3, blocks_used=60))
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == []
@@ -164,7 +164,7 @@ def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
     assert not cluster.leader_state._spared
 
 
-def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None:
+def test_eviction_chooses_the_least_recomputation() -> None:
     cluster = full()
     cluster.add_worker("cheap", FULL)
     cluster.slots["cheap"] = ["x"]
@@ -175,7 +175,7 @@ def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None
     assert [victim.request_id for victim in placed.victims] == ["x"]
 
 
-def test_a_lower_class_whose_turn_it_is_keeps_nobody_above_from_making_room() -> None:
+def test_lower_class_on_its_turn_allows_evictions_above() -> None:
     cluster = full(config=replace(CONFIG, class_floor=0.5))
     cluster.enqueue("before", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
     cluster.enqueue("low", priority=-1)

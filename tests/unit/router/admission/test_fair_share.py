@@ -265,7 +265,7 @@ def test_who_comes_and_goes_takes_no_more_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30), st.booleans()), max_size=400))
-def test_to_forget_who_was_served_no_more_than_others_changes_nothing(
+def test_forgetting_least_served_tenants_changes_nothing(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     forgetful, other = TokenCounters(), TokenCounters()
@@ -298,7 +298,7 @@ def test_tenants_that_are_done_are_forgotten() -> None:
 # from one leader to the next
 
 
-def test_the_next_leader_goes_on_with_the_counters_whoever_is_told_first() -> None:
+def test_next_leader_continues_the_counters_in_any_order() -> None:
     before = fair_share()
     for tenant, tokens in (("a", 50), ("b", 250), ("c", 150), ("d", 25)):
         before.note_queued(waiting(tenant, 1))
@@ -323,7 +323,7 @@ def test_the_next_leader_goes_on_with_the_counters_whoever_is_told_first() -> No
         assert after.counters(0).of("b") == 500
 
 
-def test_of_many_tenants_the_next_leader_is_told_those_that_were_served_most() -> None:
+def test_next_leader_learns_the_most_served_tenants() -> None:
     share = fair_share()
     share.note_queued(waiting("least", 1))
     for number in range(3000):

@@ -54,7 +54,7 @@ def test_news_of_something_old_does_not_set_the_mark_back() -> None:
     assert call.allows(key(4.0), 0.0)
 
 
-def test_a_living_gateway_that_does_not_come_is_waited_for_and_no_longer() -> None:
+def test_missing_gateway_is_waited_for_while_it_lives() -> None:
     call = handover("a", "dead")
     call.connect("a", 0.0)
     call.complete("a")
@@ -71,7 +71,7 @@ def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
     assert call.allows(key(1.0), 0.1)
 
 
-def test_a_gateway_that_falls_silent_while_it_tells_holds_up_nobody_for_long() -> None:
+def test_silent_gateway_delays_a_handover_briefly() -> None:
     call = handover("a")
     call.connect("a", 0.0)
     call.on_waiting("a", key(1.0), 0.5)

@@ -27,7 +27,7 @@ def names(cluster: Cluster) -> list[str]:
     return [placed.waiting.request_id for placed in cluster.place()]
 
 
-def test_a_higher_class_leaves_first_and_within_a_class_who_came_first() -> None:
+def test_order_is_by_class_and_then_by_arrival() -> None:
     cluster = Cluster()
     cluster.connect()
     for name, priority, arrived in (("c", 0, 1.0), ("a", 1, 3.0), ("d", -1, 0.0), ("b", 1, 4.0)):
@@ -60,7 +60,7 @@ def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
     assert cluster.leader_state.running == 0
 
 
-def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> None:
+def test_withdrawn_request_reports_its_wait_and_cause() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.leader_state.note_workers(0.0)
@@ -78,7 +78,7 @@ def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> 
     assert not cluster.leader_state.on_message("g", message, 6.0).withdrawn
 
 
-def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:
+def test_dispatch_runs_for_the_gateway_in_the_ledger() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.enqueue("r")
@@ -107,7 +107,7 @@ def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
     assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 0)
 
 
-def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> None:
+def test_reservation_counts_until_it_is_released() -> None:
     cluster = Cluster()
     cluster.connect()
     cluster.add_worker("w", Load(1))

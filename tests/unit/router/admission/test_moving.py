@@ -102,7 +102,7 @@ def test_what_has_resumed_or_ended_does_not_move() -> None:
         assert not cluster.moves()
 
 
-def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
+def test_queue_goes_first_if_older() -> None:
     cluster = starved(paced())
     cluster.runs("r", "home", preempted=True, arrived=5.0)
     cluster.enqueue("older", arrived=4.0)

@@ -83,7 +83,7 @@ def test_an_idle_worker_takes_more_choices_than_it_has_slots() -> None:
     assert placement.choose(waiting()) is None
 
 
-def test_choices_share_the_blocks_of_their_prompt_and_need_one_each_beyond() -> None:
+def test_choices_share_the_blocks_of_their_prompt() -> None:
     placement = Placement(replace(CONFIG, max_pending_prefill=1000))
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
     placement.report("a", Load(1, num_running=1, blocks_used=96), now=0.0)
@@ -100,7 +100,7 @@ def test_an_unacknowledged_dispatch_is_released_after_a_while() -> None:
     assert placement.choose(waiting()) == "a"
 
 
-def test_pending_prefill_is_bounded_but_a_long_prompt_still_gets_its_turn() -> None:
+def test_pending_prefill_is_bounded_but_long_prompts_get_a_turn() -> None:
     busy = placement_of(a=Load(1, num_running=1, pending_prefill_tokens=60))
     assert busy.choose(waiting(prefill_tokens=41)) is None
     assert busy.choose(waiting(prefill_tokens=40)) == "a"
@@ -129,7 +129,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
     assert placement.choose(waiting()) is None
 
 
-def test_a_worker_that_the_gateway_could_not_reach_is_the_last_choice() -> None:
+def test_unreachable_worker_is_the_last_choice() -> None:
     placement = placement_of(a=Load(1), b=Load(1, num_running=2, num_waiting=2))
     assert placement.choose(waiting(avoid="a")) is None
     placement.remove_worker("b")

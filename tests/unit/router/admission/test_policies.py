@@ -79,7 +79,7 @@ def test_an_order_is_known_by_its_name() -> None:
     assert limited.name == "shortest"
 
 
-def test_policies_with_the_same_name_for_their_places_have_the_same_places() -> None:
+def test_policies_with_the_same_order_name_have_the_same_order() -> None:
     dice = random.Random(3)
     requests = [
         waiting(str(n), dice.random(), dice.randrange(999), deadline=dice.choice([inf, 2.0]))
@@ -307,7 +307,7 @@ def test_a_lower_class_gets_its_part_of_the_work_and_no_more() -> None:
     st.sampled_from([0.0, 0.05, 0.2]),
     st.randoms(use_true_random=False),
 )
-def test_whatever_comes_a_waiting_class_is_not_owed_more_than_a_request(
+def test_waiting_class_is_owed_at_most_a_request(
     arrivals: list[tuple[int, int]], floor: float, dice: random.Random
 ) -> None:
     queue = AdmissionQueue(Fifo(), floor)
@@ -332,7 +332,7 @@ def test_whatever_comes_a_waiting_class_is_not_owed_more_than_a_request(
             assert all(each <= classes * 100 for each in owed.values())
 
 
-def test_while_the_clock_is_behind_all_arrivals_the_first_one_leaves_first() -> None:
+def test_first_arrival_leaves_first_if_the_clock_is_behind() -> None:
     """Nobody has waited yet, however long its output is."""
     queue = queue_of(HighestResponseRatio(), waiting("a", 10.0, 10), waiting("b", 10.1, 1000))
     first = queue.pop(9.9)

@@ -37,7 +37,7 @@ def test_a_state_from_before_the_dispatch_acquits_nobody() -> None:
     assert placement.choose(OTHER) is None
 
 
-def test_a_suspect_that_its_worker_never_got_holds_up_nobody_for_ever() -> None:
+def test_undelivered_suspect_blocks_nobody_forever() -> None:
     placement = placement_of(a=Load(1))
     placement.reserve("a", 7, SUSPECT, now=0.0)
     placement.expire(now=1.5)

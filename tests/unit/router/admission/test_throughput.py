@@ -72,7 +72,7 @@ def test_prefill_is_as_fast_as_the_best_steps() -> None:
     assert worker.pace.prefill_rate == pytest.approx(10_000)
 
 
-def test_a_step_takes_at_most_what_larger_ones_and_as_many_smaller_ones_take() -> None:
+def test_step_time_is_bounded_by_larger_and_smaller_steps() -> None:
     pace = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4).pace
     assert pace.most_step_s(2) == pytest.approx(0.01)
     assert pace.most_step_s(8) == pytest.approx(0.02)
@@ -153,7 +153,7 @@ def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_an_engine_has_done_what_its_requests_take_whatever_it_computed_of_it(
+def test_throughput_counts_requested_not_cached_work(
     num_drafts: int,
 ) -> None:
     """All but the last token of each, which nobody goes on from."""

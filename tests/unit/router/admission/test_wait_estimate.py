@@ -48,14 +48,14 @@ def test_nobody_waits_for_nothing_and_nobody_knows_without_workers() -> None:
     assert forecast.prefill_s(waiting("r")) == 0.0
 
 
-def test_before_any_worker_was_full_it_is_what_a_full_batch_would_compute() -> None:
+def test_estimate_begins_with_a_full_batch() -> None:
     full = StepSize(8, 32, 1600, 6400)
     rate = 32 / ROOFLINE.seconds(full)
     forecast = forecast_of(worker(), worker())
     assert forecast.wait_s(1000) == pytest.approx(1000 / (2 * rate), rel=0.02)
 
 
-def test_then_it_is_what_full_workers_compute_and_then_how_the_queue_empties() -> None:
+def test_estimate_follows_full_workers_and_then_the_queue() -> None:
     one, other = worker(), worker()
     one.pace.full_rate = 50.0
     other.pace.full_rate = 150.0
@@ -108,7 +108,7 @@ def test_token_time_is_a_step_at_least_without_prompts() -> None:
     assert forecast.least_tpot_s == pytest.approx(0.5 * decode, rel=0.1)
 
 
-def test_where_nothing_is_known_of_steps_a_token_takes_no_time_at_the_least() -> None:
+def test_estimate_without_step_times_is_zero() -> None:
     unknown = forecast_of(worker(fit=FittedStepTime()))
     for forecast in (forecast_of(), unknown):
         assert (forecast.tpot_s, forecast.least_tpot_s) == (None, 0.0)

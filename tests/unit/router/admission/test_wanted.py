@@ -38,7 +38,7 @@ def test_who_need_not_wait_is_late_by_its_output_alone() -> None:
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS | st.just(inf), SECONDS | st.just(inf))
-def test_who_comes_again_when_it_is_told_is_late_by_what_is_its_own_alone(
+def test_punctual_retry_is_late_only_by_itself(
     wait_s: float, prefill_s: float, output_s: float, first_token_s: float, end_s: float
 ) -> None:
     """It has waited for so much less then."""

@@ -33,7 +33,7 @@ def test_texts_stay_and_parts_become_one_text() -> None:
     ]
 
 
-def test_what_is_null_and_what_a_client_sends_back_unread_is_not_shown() -> None:
+def test_null_and_echoed_fields_do_not_reach_the_template() -> None:
     answer = {
         "role": "assistant",
         "content": "yes",

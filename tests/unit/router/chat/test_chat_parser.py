@@ -117,7 +117,7 @@ def test_arguments_stream_as_they_come_and_escapes_come_whole() -> None:
     assert parser.feed("}</tool_call>") == parser.finish() == []
 
 
-def test_half_a_character_without_the_other_half_is_told_with_what_follows() -> None:
+def test_incomplete_character_is_sent_with_what_follows() -> None:
     parser = USE.parser(HERMES, "request", 0)
     parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "')
 

@@ -187,7 +187,7 @@ def test_required_calls_allow_an_id_at_the_root_of_parameters(choice: Any) -> No
     assert not allows(use, written % '{"n": "1"}')
 
 
-def test_schemas_too_large_for_a_grammar_are_refused_where_one_is_needed() -> None:
+def test_too_large_schemas_are_refused_if_a_grammar_is_needed() -> None:
     tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
 
     assert ToolUse.of(tools, "auto", True).grammar(HERMES) is None

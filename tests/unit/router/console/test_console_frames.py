@@ -59,7 +59,7 @@ def test_a_request_that_loses_its_worker_is_seen_to_go_on() -> None:
     assert second["happened"] == [{"at": 2.0, "kind": "worker_lost", "workers": ["a"], "count": 1}]
 
 
-def test_a_lane_that_another_worker_got_has_no_arrows_of_the_one_before() -> None:
+def test_reassigned_lane_has_no_old_arrows() -> None:
     cluster = FakeCluster([link(name) for name in "abcdef"])
     cluster.links[0].seat("r")
     page = Page(cluster.snapshot())
@@ -72,7 +72,7 @@ def test_a_lane_that_another_worker_got_has_no_arrows_of_the_one_before() -> Non
     assert later["seats"] == [[1, 0, 1, 2]] and "transfers" not in later
 
 
-def test_whose_requests_run_is_told_to_their_tenant_and_to_administrators() -> None:
+def test_request_tenants_are_shown_to_tenant_and_admins() -> None:
     cluster = FakeCluster([link("a")])
     cluster.links[0].seat("acme/r", "other/s")
     names = [
@@ -164,7 +164,7 @@ def test_who_comes_later_is_told_the_last_five_minutes_once() -> None:
     assert [(point["at"], point["queued"]) for point in later] == [(1.0, 0), (2.0, 3), (3.0, 3)]
 
 
-def test_what_happens_is_told_in_its_order_and_kept_for_those_that_come_later() -> None:
+def test_events_are_ordered_and_kept_for_later_viewers() -> None:
     cluster = FakeCluster([link("a")])
     snapshot = cluster.snapshot()
     page = Page(snapshot)

@@ -44,7 +44,7 @@ def test_percentiles_are_of_the_last_minute() -> None:
     assert len(histogram._marks) <= 62
 
 
-def test_failures_are_counted_for_five_minutes_the_most_frequent_first() -> None:
+def test_failures_are_counted_for_five_minutes() -> None:
     failures = Failures()
     failures.note({"queue_full": 1}, 0.0)
     failures.note({"queue_full": 2, "no_worker": 3}, 100.0)
@@ -77,7 +77,7 @@ def test_more_workers_than_cells_share_them() -> None:
     assert shown[1] == ["lost", 12, 4, 0, 0, 0, 0]
 
 
-def test_what_the_cache_saved_of_prompts_is_summed_over_those_that_are_there() -> None:
+def test_cached_tokens_are_summed_over_present_workers() -> None:
     links = [link(f"w{number}") for number in range(3)]
     links[2].is_up = False
     for number, each in enumerate(links):

@@ -37,5 +37,5 @@ def test_silent_autoscaler_is_late_and_gone_after_an_hour() -> None:
     assert told(3601.0) is None
 
 
-def test_where_none_ever_said_anything_the_number_of_workers_is_fixed() -> None:
+def test_number_of_workers_is_fixed_without_a_report() -> None:
     assert described(None, now=1000.0) is None

@@ -68,7 +68,7 @@ def test_a_draining_worker_is_the_cause_and_else_it_was_moved() -> None:
         assert transfers(news) == [("r", cause, A0, B0, 1.0)]
 
 
-def test_one_that_its_worker_still_names_has_left_when_another_has_it() -> None:
+def test_moved_request_leaves_the_slot_its_worker_still_reports() -> None:
     """Workers tell who has their slots five times a second, each in its own time."""
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
@@ -78,7 +78,7 @@ def test_one_that_its_worker_still_names_has_left_when_another_has_it() -> None:
     assert late == News([Change(A0, 0, Phase.EMPTY)])
 
 
-def test_who_comes_back_to_its_worker_was_preempted_if_that_preempted_anybody() -> None:
+def test_returning_request_was_preempted_if_its_worker_preempted() -> None:
     grid = SlotGrid()
     grid.update({"a": worker("r", preemptions=4)}, 0.0)
     grid.update({"a": worker(preemptions=5)}, 1.0)

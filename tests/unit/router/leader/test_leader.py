@@ -349,7 +349,7 @@ async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
         await until(lambda: leader.is_leading)
 
 
-async def test_a_leader_that_stands_back_leads_again_only_where_nobody_else_does(
+async def test_leader_that_stands_back_leads_again_only_alone(
     ledger: FlakyLedger,
 ) -> None:
     async with running(ledger, "old") as old:
@@ -369,7 +369,7 @@ async def test_a_leader_that_stands_back_leads_again_only_where_nobody_else_does
         assert old._lease.term != term
 
 
-async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
+async def test_unanswered_campaign_is_repeated_under_its_term(
     ledger: FlakyLedger,
 ) -> None:
     """Under another one it would be refused until its own lease is over."""
@@ -382,7 +382,7 @@ async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
         assert len(set(ledger.terms)) == 2
 
 
-async def test_who_slept_through_another_term_begins_anew_though_nobody_leads(
+async def test_leader_that_slept_through_a_term_starts_anew(
     ledger: FlakyLedger,
 ) -> None:
     """It would go on with the queue of before."""
@@ -425,9 +425,7 @@ async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
     await until(lambda: gateways[0].told("dispatched") == ["r"])
 
 
-async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_else(
-    leader: Leader, ledger: FlakyLedger
-) -> None:
+async def test_forgotten_term_is_written_first(leader: Leader, ledger: FlakyLedger) -> None:
     gateway = Gateway(leader, "g", generation="two")
     give_it_a_worker(leader)
     await opened(ledger, "r", "g")
@@ -442,7 +440,7 @@ async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_el
 # order and room
 
 
-async def test_a_gateway_that_the_ledger_knows_is_waited_for_but_not_for_ever(
+async def test_known_gateway_is_waited_for_with_a_limit(
     ledger: FlakyLedger,
 ) -> None:
     await ledger.heartbeat("frozen", "there:2", lease_s=1000.0)
@@ -581,7 +579,7 @@ async def test_a_preempted_request_is_moved_where_there_is_room(leader: Leader) 
 # orphans
 
 
-async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_away(
+async def test_outage_gives_renewals_priority_over_orphans(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway, sweep = Gateway(leader, "g"), leader._sweep
@@ -607,9 +605,7 @@ async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: Fl
     await until(lambda: gateway.told("adopt") == ["r"])
 
 
-async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
-    leader: Leader, ledger: FlakyLedger
-) -> None:
+async def test_frozen_gateway_inherits_nothing(leader: Leader, ledger: FlakyLedger) -> None:
     """Its line is open, but its lease is over: what it has is given to others, not to itself."""
     living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
     await ledger.heartbeat("living", "there:1", lease_s=1000.0)

@@ -69,7 +69,7 @@ async def test_where_nothing_was_set_the_configuration_holds(replica: Replica) -
     assert (replica.runtime_policy.rules, replica.subject.obeyed) == (CONFIGURED, [])
 
 
-async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
+async def test_policy_reaches_all_routers_with_the_next_beat(
     replica: Replica,
 ) -> None:
     other = Replica(replica.ledger)
@@ -80,7 +80,7 @@ async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
     assert replica.subject.obeyed == [SET]
 
 
-async def test_another_configuration_takes_effect_where_operators_set_nothing(
+async def test_config_change_holds_unless_operators_set_a_value(
     replica: Replica,
 ) -> None:
     replica.runtime_policy.configure(replace(CONFIG, order="deadline", max_queued=77))
@@ -92,7 +92,7 @@ async def test_another_configuration_takes_effect_where_operators_set_nothing(
     assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=88, queue_ttl=9.0))
 
 
-async def test_engines_are_told_their_policy_under_the_version_of_all_that_was_set(
+async def test_engines_get_the_policy_version_of_all_settings(
     replica: Replica,
 ) -> None:
     versions = []
@@ -123,7 +123,7 @@ async def test_a_router_that_starts_finds_what_was_set(replica: Replica) -> None
     assert started.runtime_policy.rules == SET
 
 
-async def test_what_is_taken_back_is_as_configured_and_nothing_given_changes_nothing(
+async def test_reset_policy_is_the_configured_one(
     replica: Replica,
 ) -> None:
     await replica.runtime_policy.set(CHANGES)

@@ -51,7 +51,7 @@ def test_no_more_than_so_many_are_looked_at() -> None:
     assert listing.page() == Page((), Position(1.0 - MOST_LISTED, "r"))
 
 
-def test_a_shard_that_has_more_and_says_nothing_is_not_asked_for_ever() -> None:
+def test_listing_stops_at_a_shard_without_progress() -> None:
     with pytest.raises(AssertionError, match="a shard that has more"):
         Listing(5, Position(5, "r")).add([Part([row(5)], False)])
 

@@ -12,7 +12,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.redis.shards import Shards
 
 
-async def test_a_call_ends_in_time_though_its_failure_hides_that_it_was_cancelled() -> None:
+async def test_call_timeout_holds_though_the_cancellation_is_hidden() -> None:
     tries = 0
 
     async def fail_when_cancelled() -> None:

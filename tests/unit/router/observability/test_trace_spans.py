@@ -160,7 +160,7 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
     assert pauses == [(2, 3), (4, 4.5)]
 
 
-def test_a_gateway_that_saw_the_end_late_does_not_stretch_the_attempt() -> None:
+def test_late_end_does_not_stretch_the_attempt() -> None:
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 9, 1, waited_s=9.0)

@@ -70,9 +70,7 @@ def test_mooncakes_format_with_its_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [AZURE, BURSTGPT, "".join(f"{json.dumps(x)}\n" for x in MOONCAKE)])
-def test_empty_lines_and_another_systems_ends_of_lines_change_nothing(
-    tmp_path: Path, text: str
-) -> None:
+def test_empty_lines_and_foreign_line_ends_are_ignored(tmp_path: Path, text: str) -> None:
     expected = read(written(tmp_path, text))
     path = tmp_path / "other"
     path.write_bytes(text.replace("\n", "\r\n\r\n").encode() + b"\r\n")

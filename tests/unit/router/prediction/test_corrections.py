@@ -33,7 +33,7 @@ def test_coverage_error_is_bounded_for_any_outputs(
         assert abs(count / len(outputs) - quantile) <= bound + 1e-9
 
 
-def test_of_what_was_cut_off_is_learned_that_it_is_longer_and_nothing_else() -> None:
+def test_censored_outputs_teach_only_a_lower_bound() -> None:
     """Outputs of 5 at the median, of which nothing is seen beyond 4: without those that were cut
     off there, one would take them for much shorter."""
     dice = random.Random(1)

@@ -85,7 +85,7 @@ def test_histories_forget_the_oldest_of_a_file_first() -> None:
     assert "1" not in known and "2" not in known and "3" in known
 
 
-def test_where_not_all_of_a_file_has_room_what_was_heard_of_last_is_learnt() -> None:
+def test_too_large_file_keeps_the_latest_histories() -> None:
     trained, served = Histories(), Histories()
     for number in range(_MOST):
         trained.note((str(number),), 1.0)

@@ -45,7 +45,7 @@ def test_within_a_quantile_stays_its_part_of_the_outputs() -> None:
 
 
 @given(st.floats(1, 1 << 30), st.floats(0, 50), st.integers(0, 1 << 20), st.integers(1, 1 << 20))
-def test_whatever_is_predicted_at_least_one_token_comes_and_never_too_many(
+def test_prediction_is_at_least_1_and_at_most_max(
     median: float, sigma: float, made: int, max_tokens: int
 ) -> None:
     to_come = LengthDistribution(median, sigma).to_come(made, max_tokens)

@@ -62,7 +62,7 @@ def test_of_all_choices_and_the_prompt() -> None:
     assert prediction.queue_key.predicted_total == 21 + len(three.prompt_ids)
 
 
-def test_what_nothing_but_its_max_tokens_ends_is_certain_and_teaches_nothing() -> None:
+def test_outputs_ended_by_max_tokens_teach_nothing() -> None:
     bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
     endless = request(it, stop_token_ids=(), max_tokens=5000)
     prediction = bare.predict(endless, 0.0)
@@ -127,7 +127,7 @@ def test_a_template_that_no_training_saw_is_known_soon() -> None:
     assert tokens[-1] == pytest.approx(700, rel=0.5)
 
 
-def test_what_is_either_short_or_long_is_not_expected_to_be_longer_than_long() -> None:
+def test_bimodal_lengths_are_not_extrapolated() -> None:
     made, (it,) = predictor(), mixed(9, 1)
     for number in range(400):
         made.note(made.predict(request(it), 0.0), 900 if number % 5 == 0 else 2)
@@ -135,7 +135,7 @@ def test_what_is_either_short_or_long_is_not_expected_to_be_longer_than_long() -
     assert guess is not None and 2 <= guess.tokens <= 1000
 
 
-def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> None:
+def test_worthless_predictions_become_constant_and_recover() -> None:
     made, requests = predictor(), mixed(8, 700)
     by_chance(made, requests)
     assert made.trust is not None and not made.trust.is_trusted
@@ -161,7 +161,7 @@ def left(order: Order, predictor: Predictor, requests: list[Drawn]) -> list[int]
 
 
 @pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
-def test_while_predictions_are_worth_nothing_requests_leave_by_arrival(order: Order) -> None:
+def test_worthless_predictions_keep_arrival_order(order: Order) -> None:
     made, requests = predictor(), mixed(8, 700)
     some, by_arrival = requests[:30], [*range(30)]
     assert left(order, made, some) != by_arrival
@@ -171,7 +171,7 @@ def test_while_predictions_are_worth_nothing_requests_leave_by_arrival(order: Or
     assert left(order, made, some) != by_arrival
 
 
-def test_what_is_certain_leaves_by_arrival_too_then_and_counts_as_what_it_is() -> None:
+def test_certain_lengths_keep_arrival_order() -> None:
     made, requests = predictor(), mixed(8, 700)
     by_chance(made, requests)
     endless = request(requests[0], stop_token_ids=(), max_tokens=5000)
@@ -226,7 +226,7 @@ def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
     assert least(stop_token_ids=(), sampling=SamplingParams(grammar=grammar)) == 1
 
 
-def test_while_a_model_is_not_trusted_nobody_is_refused_for_what_it_says() -> None:
+def test_distrusted_model_refuses_nobody() -> None:
     made, requests = predictor(), mixed(8, 700)
     asked = [request(it, request_id=str(number)) for number, it in enumerate(requests[:50])]
     assert max(made.predict(each, 0.0).least_tokens for each in asked) > 1

@@ -104,7 +104,7 @@ async def test_a_stop_string_ends_its_choice_alone(gateway: Gateway) -> None:
     assert (await gateway.ledger.get("r")).num_tokens == (3, 3)
 
 
-async def test_a_lost_worker_brings_back_what_is_unfinished_and_nothing_else(
+async def test_lost_worker_requeues_only_unfinished_choices(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit(n=3)
@@ -179,7 +179,7 @@ async def test_each_choice_is_read_from_its_own_offset_live_and_ended(gateway: G
         assert sum(bool(piece.finish_reason) for piece in ended) == 2
 
 
-async def test_a_request_that_ends_early_still_shows_the_choices_that_finished(
+async def test_early_end_keeps_the_finished_choices(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit(n=2)
@@ -198,7 +198,7 @@ async def test_a_request_that_ends_early_still_shows_the_choices_that_finished(
     assert not pieces[-1].HasField("usage")
 
 
-async def test_what_came_while_a_piece_was_on_its_way_is_read_before_the_error(
+async def test_reader_gets_pending_pieces_before_the_error(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit(n=2)
@@ -481,9 +481,7 @@ async def test_a_prompt_of_one_token_has_nothing_to_score(gateway: Gateway) -> N
     assert texts(await gateway.read(live)) == "a"
 
 
-async def test_another_gateway_goes_on_with_all_choices_and_what_was_said_of_them(
-    gateway: Gateway, ledger: MemoryLedger
-) -> None:
+async def test_next_gateway_continues_all_choices(gateway: Gateway, ledger: MemoryLedger) -> None:
     sampling = pb.Sampling(logprobs=1, prompt_logprobs=1)
     live = await gateway.submit(n=3, sampling=sampling)
     epoch = await gateway.dispatch()
@@ -518,7 +516,7 @@ async def test_another_gateway_goes_on_with_all_choices_and_what_was_said_of_the
 # what is asked for, and refused
 
 
-async def test_a_worker_that_finds_fault_with_a_request_fails_it_with_that_cause(
+async def test_worker_refusal_fails_the_request_with_its_cause(
     gateway: Gateway,
 ) -> None:
     for number, (stop, slug, expected) in enumerate(

@@ -79,7 +79,7 @@ async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
 
 
 @given(st.floats(0.001, 10.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.floats(0, 1))
-def test_what_the_ledger_keeps_is_right_to_a_millisecond_or_a_hundredth(
+def test_stored_times_are_exact_to_1_ms_or_1_percent(
     worker_s: float, storing_s: float, delivery_s: float, when: float
 ) -> None:
     """``when`` in the time of its storing the ledger had the end."""
@@ -93,7 +93,7 @@ def test_what_the_ledger_keeps_is_right_to_a_millisecond_or_a_hundredth(
     assert sum(span.seconds for span in answer.spans) == pytest.approx(answer.total_s)
 
 
-async def test_all_that_were_noted_are_told_in_one_call_and_each_of_them_once() -> None:
+async def test_noted_deliveries_are_stored_once_in_one_call() -> None:
     ledger = Recording()
     deliveries = Deliveries(ledger)
     slow, quick, going = finished(1.0), finished(1.0), finished(1.0)

@@ -77,7 +77,7 @@ async def begin(gateway: Gateway, text: str) -> tuple[LiveRequest, int]:
     return live, epoch
 
 
-async def test_before_delivery_nothing_is_seen_that_the_ledger_does_not_have(
+async def test_before_delivery_shows_only_stored_tokens(
     ledger: SlowLedger,
 ) -> None:
     async with started_gateway(ledger) as gateway:
@@ -89,7 +89,7 @@ async def test_before_delivery_nothing_is_seen_that_the_ledger_does_not_have(
     assert not any(piece.unledgered for piece in pieces)
 
 
-async def test_behind_tokens_are_seen_at_once_marked_until_the_ledger_has_them(
+async def test_behind_shows_tokens_at_once_and_marks_unstored_ones(
     ledger: SlowLedger, behind: Gateway
 ) -> None:
     live, epoch = await begin(behind, "ab")

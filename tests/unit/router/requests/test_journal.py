@@ -96,7 +96,7 @@ def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
 
 
-def test_of_a_first_token_the_ledger_has_what_came_after_the_gateway_had_it() -> None:
+def test_ledger_has_what_came_after_the_first_token() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 0, waited_s=0.5)
@@ -158,7 +158,7 @@ def test_a_long_prefill_is_prefill_from_the_first_report_on() -> None:
     assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("migration", 2.0)]
 
 
-def test_since_its_account_its_time_went_as_that_of_all_that_decode_there() -> None:
+def test_time_since_a_report_is_split_as_its_neighbours() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     breakdown = session_pb2.TimeBreakdown(prefill_s=1.0, decode_s=1.0, steps=2)
@@ -187,7 +187,7 @@ def test_since_its_account_its_time_went_as_that_of_all_that_decode_there() -> N
 
 
 @pytest.mark.parametrize("residence", ["PREEMPTED", "RESUMED"])
-def test_what_has_no_blocks_or_no_token_has_no_part_in_what_others_decode(residence: str) -> None:
+def test_shares_exclude_requests_without_blocks_or_tokens(residence: str) -> None:
     news = {"residence": session_pb2.Residence.Value(f"RESIDENCE_{residence}")}
     is_preempted = residence == "PREEMPTED"
     journal = accepted()
@@ -200,7 +200,7 @@ def test_what_has_no_blocks_or_no_token_has_no_part_in_what_others_decode(reside
     assert list(kinds(journal).items())[2:] == [("prefill", 1.0), (kind, 2.0)]
 
 
-def test_a_worker_that_was_heard_after_its_last_token_is_missed_from_then_on() -> None:
+def test_silent_worker_is_missed_from_its_last_message() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)
     journal.says(CAME + 7, 1, session_pb2.TimeBreakdown(prefill_s=1.0))
@@ -229,7 +229,7 @@ def test_a_worker_that_has_not_begun_lets_it_wait() -> None:
     assert kinds(journal.until(CAME + 8))["worker_wait"] == 2.0
 
 
-def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> None:
+def test_running_request_is_explained_up_to_now() -> None:
     journal = accepted()
     assert kinds(journal.until(CAME + 8))["queue"] == 2.0
     journal.dispatch(CAME + 9)
@@ -257,7 +257,7 @@ def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
     ]
 
 
-def test_only_where_it_waited_for_room_others_workers_are_of_interest() -> None:
+def test_neighbours_are_named_only_if_it_waited_for_room() -> None:
     for no_worker_s, told in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
         journal = accepted()
         queue_wait = session_pb2.QueueWait(seconds=4.0, no_worker_s=no_worker_s)
@@ -287,7 +287,7 @@ def test_an_heir_begins_with_what_was_told_before_it() -> None:
     assert journal.ttft_s is None
 
 
-def test_of_many_attempts_the_last_ones_are_told_and_the_others_summed() -> None:
+def test_old_attempts_are_summed() -> None:
     journal = accepted()
     now = CAME + 6.0
     for attempt in range(1, 101):

@@ -80,7 +80,7 @@ async def test_who_administers_the_cluster_sees_anybodys_and_everybodys(
     assert names((await ask(inference, ANYONE)).requests) == everybodys
 
 
-async def test_whoever_has_no_tenant_and_no_right_to_it_does_not_see_everybodys(
+async def test_listing_of_all_tenants_needs_a_right(
     inference: Inference,
 ) -> None:
     with pytest.raises(Forbidden):

@@ -130,7 +130,7 @@ async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gat
     assert residences(gateway) == [True, False]
 
 
-async def test_a_worker_is_told_how_long_each_output_is_predicted_to_become(
+async def test_worker_gets_the_predicted_lengths(
     gateway: Gateway,
 ) -> None:
     await gateway.submit(n=3)
@@ -169,7 +169,7 @@ async def test_the_next_worker_has_preempted_nothing_yet(gateway: Gateway) -> No
     assert [running.preempted for running in gateway.requests.running()] == [False]
 
 
-async def test_a_new_leader_is_told_what_runs_and_what_waits_in_the_queues_order(
+async def test_new_leader_learns_running_and_queued_requests(
     gateway: Gateway,
 ) -> None:
     for request_id, priority in (("a", 0), ("b", 1), ("c", 0), ("d", -1), ("e", 1)):
@@ -259,7 +259,7 @@ async def test_the_next_worker_is_told_what_was_computed_before(
     assert gateway.workers.started[-1].num_computed == expected
 
 
-async def test_what_an_engine_could_not_go_on_with_is_tried_on_another_worker(
+async def test_failed_sequence_is_tried_on_another_worker(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit()

@@ -457,7 +457,7 @@ async def test_what_was_forgotten_while_its_gateway_was_frozen_stays_so(
     await other.requests.stop(0.0)
 
 
-async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
+async def test_adopted_request_has_a_grace(
     ledger: MemoryLedger,
 ) -> None:
     gone = Gateway(ledger, "gone")
@@ -501,7 +501,7 @@ def slow_open(ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch) -> asyncio.
 
 
 @pytest.mark.parametrize("what", ["cancel", "forget"])
-async def test_what_is_just_coming_is_cancelled_and_forgotten_like_any_other(
+async def test_arriving_request_can_be_cancelled_and_forgotten(
     gateway: Gateway, ledger: MemoryLedger, slow_open: asyncio.Event, what: str
 ) -> None:
     coming = asyncio.create_task(gateway.submit())
@@ -547,7 +547,7 @@ async def test_who_cannot_come_in_before_a_router_stops_is_sent_elsewhere(
         await coming
 
 
-async def test_who_would_come_in_behind_all_that_a_stopping_router_tells_does_not(
+async def test_stopping_router_takes_no_new_request(
     ledger: MemoryLedger, slow_open: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = Gateway(ledger)
@@ -566,7 +566,7 @@ async def test_who_would_come_in_behind_all_that_a_stopping_router_tells_does_no
 
 
 @pytest.mark.parametrize("before", [1, 2], ids=["as many choices", "fewer choices"])
-async def test_a_late_answer_is_not_taken_for_another_request_of_the_same_id(
+async def test_late_answer_belongs_to_its_own_request(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     may_answer, append = asyncio.Event(), ledger.append
@@ -649,7 +649,7 @@ async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
     assert await gateway.submit() is not live, "its id is free"
 
 
-async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
+async def test_early_retry_is_refused_before_any_check(
     ledger: MemoryLedger,
 ) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, retry_burst=0))
@@ -699,7 +699,7 @@ async def test_a_stopping_router_sends_its_clients_elsewhere(gateway: Gateway) -
     assert (await gateway.stored())[0] is State.QUEUED
 
 
-async def test_a_stopping_router_waits_for_a_ledger_that_lacks_what_clients_have(
+async def test_stopping_router_waits_for_unstored_tokens(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, let = ledger.append, asyncio.Event()
@@ -868,7 +868,7 @@ async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
         await anext(opened.pieces)
 
 
-async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir(
+async def test_cancellation_during_a_takeover_holds(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await Gateway(ledger, "gone").submit()
@@ -885,7 +885,7 @@ async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir
     assert elsewhere.value.address == "there:1"
 
 
-async def test_work_that_is_broken_off_before_its_first_step_leaves_nothing(
+async def test_request_cancelled_before_its_first_step_leaves_nothing(
     gateway: Gateway,
 ) -> None:
     live = await gateway.submit()

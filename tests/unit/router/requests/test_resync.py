@@ -226,7 +226,7 @@ async def test_a_rollback_is_counted_once_a_generation(
     assert gateway.requests.ledger_status().rollbacks == 2
 
 
-async def test_a_rollback_that_is_noticed_before_the_next_beat_is_counted_once(
+async def test_rollback_before_the_next_beat_is_counted_once(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     first = Membership(0.0, "", "", 0, 0, generation="first")
@@ -316,7 +316,7 @@ async def never(appends: object) -> list[Appended]:
     raise LedgerUnavailable("away")
 
 
-async def test_what_ended_here_cannot_be_cancelled_where_the_ledger_forgot_its_end(
+async def test_ended_request_cannot_be_cancelled_after_a_rollback(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
@@ -341,9 +341,7 @@ async def test_what_ended_here_is_not_run_again_for_its_key(
         await gateway.submit(n=3)
 
 
-async def test_an_id_that_another_gateways_request_has_by_now_is_not_forgotten_again(
-    ledger: ForgetfulLedger, gateway: Gateway
-) -> None:
+async def test_reused_id_is_not_erased_again(ledger: ForgetfulLedger, gateway: Gateway) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
     await gateway.requests.forget("r")
@@ -357,7 +355,7 @@ async def test_an_id_that_another_gateways_request_has_by_now_is_not_forgotten_a
     assert not ledger._records
 
 
-async def test_what_waits_with_tokens_that_the_ledger_lacks_keeps_them_until_it_runs(
+async def test_queued_request_keeps_unstored_tokens(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queued request takes no tokens: to offer them would be refused for ever."""
@@ -497,7 +495,7 @@ async def test_a_dispatch_that_is_on_its_way_is_waited_for(
     assert texts(await gateway.read(live)) == "a"
 
 
-async def test_a_dispatch_that_is_heard_of_while_it_is_taken_back_leaves_nothing(
+async def test_dispatch_during_a_takeback_leaves_nothing(
     ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader has asked again for an answer that was late; another one was told stale before."""
@@ -547,7 +545,7 @@ async def test_a_dispatch_that_the_ledger_made_twice_runs_once(
     assert [texts([p for p in pieces if p.choice == c]) for c in range(2)] == ["abc", "x"]
 
 
-async def test_what_is_cancelled_while_the_ledger_has_forgotten_it_is_cancelled(
+async def test_cancellation_holds_after_a_rollback(
     ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     history = History(gateway, ledger)

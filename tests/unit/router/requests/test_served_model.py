@@ -80,7 +80,7 @@ def test_every_worker_there_is_can_hold_what_is_accepted(tmp_path: Path) -> None
     assert served.max_model_len == 5000
 
 
-def test_a_context_that_yarn_lengthens_is_the_same_here_and_at_a_worker(tmp_path: Path) -> None:
+def test_yarn_context_is_the_same_in_router_and_worker(tmp_path: Path) -> None:
     sizes = json.loads((DEMO_MODEL / "config.json").read_text())
     yarn = YARN | {"original_max_position_embeddings": sizes["max_position_embeddings"]}
     directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})

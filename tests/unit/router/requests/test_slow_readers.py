@@ -84,7 +84,7 @@ def test_unread_tokens_exclude_what_is_read_at_once(
     assert reader.live.journal.unread_s == pytest.approx(whole_s + going_on_s)
 
 
-async def test_it_is_told_while_a_request_runs_and_while_its_client_reads_on() -> None:
+async def test_unread_tokens_are_reported_while_the_client_reads() -> None:
     async with started_gateway() as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
         epoch = await gateway.dispatch()
@@ -131,7 +131,7 @@ async def test_whoever_left_before_the_end_is_not_waited_for() -> None:
         assert first.unread_tokens == 3 and first.unread_s <= first.total_s
 
 
-def test_an_heir_goes_on_from_what_was_told_and_takes_its_tokens_for_read() -> None:
+def test_takeover_counts_earlier_tokens_as_read() -> None:
     told = pb.Explanation(total_s=9.0, unread_s=2.5)
     told.spans.add(kind=pb.SPAN_KIND_DECODE, seconds=9.0)
     entry = Entry("r", State.QUEUED, "g", 1e9, (4,), attempts=1, finish_reasons=(None,))

@@ -67,7 +67,7 @@ async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gate
     assert 1.0 > long.predicted_work_rank > short.predicted_work_rank > 0.0
 
 
-async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_order(
+async def test_distrusted_prediction_has_length_but_no_order(
     gateway: Gateway,
 ) -> None:
     gateway.requests.predictor.load(model())
@@ -107,7 +107,7 @@ async def test_whose_output_cannot_end_in_time_is_refused_at_the_door(ledger: Me
     await gateway.requests.stop(0.0)
 
 
-async def test_how_long_tokens_took_is_told_the_leader_where_that_was_predicted(
+async def test_token_times_reach_the_leader_if_predicted(
     gateway: Gateway,
 ) -> None:
     for name, count, predicted_s in (("a", 17, 0.001), ("b", 17, None), ("c", 15, 0.001)):
@@ -132,7 +132,7 @@ async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
     assert gateway.line.arriving[1].estimated_wait_s == second.estimated_wait_s
 
 
-async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is_not(
+async def test_finished_outputs_are_learned_and_cancelled_ones_not(
     gateway: Gateway,
 ) -> None:
     gateway.requests.predictor.load(model())
@@ -147,7 +147,7 @@ async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is
     assert len(trust.coverage) == 2
 
 
-async def test_of_an_output_that_its_deadline_cut_off_its_length_until_then_is_noted(
+async def test_deadline_cutoff_is_learned_as_a_lower_bound(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[int] = []

@@ -55,7 +55,7 @@ def test_however_many_splits_there_are(multiprocessors: int) -> None:
             assert_formula(batch, i, out, form)
 
 
-def test_what_is_launched_does_not_depend_on_lengths_or_on_rows_that_pad() -> None:
+def test_launch_does_not_depend_on_lengths_or_padding() -> None:
     """As a graph has it: the same tensors, whose numbers change."""
     batch = Batch(kernel, [(70, 1), (33, 1)])
     expected = batch.attend([0, 1])

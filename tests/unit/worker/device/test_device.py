@@ -89,7 +89,7 @@ def test_a_named_dtype_is_taken_as_it_is() -> None:
     assert choose_dtype("bfloat16", CPU) is torch.bfloat16
 
 
-def test_threads_are_the_cores_it_may_run_on_unless_a_number_is_given() -> None:
+def test_threads_default_to_the_available_cores() -> None:
     use_threads(None)
     assert torch.get_num_threads() == len(os.sched_getaffinity(0))
     use_threads(1)

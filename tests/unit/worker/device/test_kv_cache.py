@@ -49,7 +49,7 @@ def test_it_asks_for_huge_pages() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory comes as it is written to")
-def test_what_the_first_requests_use_is_taken_ahead_and_keeps_what_was_written(
+def test_pages_of_the_first_requests_are_touched_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.device.kv_cache._TAKEN_AHEAD", 64 << 20)

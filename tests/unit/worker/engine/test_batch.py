@@ -110,7 +110,7 @@ def test_empty_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     assert (line.number, line.id) == (3, "line-3")
 
 
-def test_the_same_line_of_the_same_file_has_the_same_request_id_and_seed(tmp_path: Path) -> None:
+def test_batch_line_determines_request_id_and_seed(tmp_path: Path) -> None:
     given = [{"prompt": "x"}, {"prompt": "x"}]
     first, again, other = (
         [(w.options["request_id"], w.options["seed"]) for w in map(work, lines(tmp_path, *g))]

@@ -81,7 +81,7 @@ def constrained(epoch: int, **fields: object) -> session_pb2.Start:
     return start(epoch, prompt(3), sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
-def test_it_is_acknowledged_and_counted_at_once_and_started_when_compiled() -> None:
+def test_request_is_acknowledged_and_starts_when_compiled() -> None:
     desk = Desk()
     desk.send(constrained(1, stop_token_ids=[5]), start(2, prompt(3)))
     assert [sequence.key.epoch for sequence in desk.engine.started] == [2]
@@ -125,7 +125,7 @@ def test_a_grammar_that_cannot_be_compiled_refuses_its_start() -> None:
 
 
 @pytest.mark.parametrize("error", [QueueFull("too many"), EngineFailed("no fork server")])
-def test_a_grammar_that_this_worker_cannot_compile_now_may_go_better_elsewhere(
+def test_failed_compilation_is_retried_on_another_worker(
     error: EverliftError,
 ) -> None:
     desk = Desk()
@@ -166,7 +166,7 @@ def test_a_router_that_leaves_while_it_compiles_gets_nothing_started() -> None:
     assert not desk.engine.started and desk.sessions.is_idle
 
 
-def test_started_again_after_an_abort_it_waits_for_its_own_compilation() -> None:
+def test_restart_after_an_abort_waits_for_its_own_compilation() -> None:
     desk = Desk()
     desk.send(constrained(1))
     desk.send(aborts=(1,))

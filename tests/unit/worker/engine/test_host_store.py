@@ -81,7 +81,7 @@ def test_host_store_drops_unwanted_then_later_blocks() -> None:
     this.check_integrity([A, b"d", b"e"])
 
 
-def test_what_was_loaded_for_the_last_one_who_wanted_it_is_dropped_first() -> None:
+def test_last_wanted_loaded_block_is_dropped_first() -> None:
     this = kept(2, A, B)
     this.unwant([B])
     this.pin(B)
@@ -103,7 +103,7 @@ def test_two_may_want_the_same() -> None:
     this.check_integrity([A])
 
 
-def test_a_place_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
+def test_host_store_never_saves_to_a_place_being_loaded() -> None:
     this = kept(1, A)
     this.pin(A)
     this.want([B])
@@ -158,7 +158,7 @@ def test_all_is_forgotten_but_who_wants_what() -> None:
     assert A in this and B in this
 
 
-def test_a_step_that_is_planned_when_all_is_forgotten_comes_to_nothing() -> None:
+def test_step_planned_before_a_reset_has_no_effect() -> None:
     this = kept(3, A)
     this.want([B])
     this.evicted(5, B)

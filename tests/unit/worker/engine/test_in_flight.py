@@ -113,7 +113,7 @@ def test_what_follows_a_stop_token_is_thrown_away() -> None:
     assert this.engine.load().blocks_used == 0
 
 
-def test_who_leaves_while_a_step_is_in_flight_leaves_slot_and_blocks_to_others() -> None:
+def test_leaving_sequence_frees_slot_and_blocks_in_flight() -> None:
     this = Ahead(limits(num_blocks=4, max_num_seqs=1, watermark_blocks=0))
     this.add(1, 40, max_tokens=20)
     this.add(2, 70, max_tokens=20)
@@ -229,14 +229,14 @@ class Swapping(Ahead):
         return [p.step for p in self.runner.plans if getattr(p, copies) and p.step in behind]
 
 
-def test_blocks_go_to_the_host_and_come_back_while_a_step_is_in_flight() -> None:
+def test_swap_copies_run_while_a_step_is_in_flight() -> None:
     this = Swapping()
     this.check(run(this.engine))
     assert this.in_flight("saves") and this.in_flight("loads")
 
 
 @pytest.mark.parametrize("copies", ["saves", "loads"])
-def test_who_comes_back_after_a_launch_that_failed_gets_its_own_blocks(copies: str) -> None:
+def test_restart_after_a_failed_launch_has_its_own_blocks(copies: str) -> None:
     this = Swapping()
     this.runner.breaks = lambda what, plan: (
         what == "forward" and bool(getattr(plan, copies)) and this.engine.is_in_flight
@@ -247,7 +247,7 @@ def test_who_comes_back_after_a_launch_that_failed_gets_its_own_blocks(copies: s
     assert set(collected.stops.values()) == {Stop.LENGTH}
 
 
-def test_after_a_launched_step_that_failed_nothing_comes_back_from_before_it() -> None:
+def test_failed_launch_returns_no_earlier_result() -> None:
     this = Swapping()
     this.runner.breaks = lambda what, plan: (
         what == "results" and this.engine.load().counters.blocks_swapped_out > 0

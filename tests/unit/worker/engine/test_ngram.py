@@ -75,7 +75,7 @@ def proposed(this: Drafter, most: int = 100) -> int:
     return len(this.propose([1, 2, 3, 1, 2], most))
 
 
-def test_a_drafter_starts_with_the_limit_and_keeps_to_what_there_is_room_for() -> None:
+def test_drafter_starts_at_the_limit_and_respects_room() -> None:
     assert proposed(learned()) == 8
     assert proposed(learned(), most=3) == 3
 

@@ -29,7 +29,7 @@ def test_decodes_come_by_arrival_whatever_their_slots() -> None:
     assert [row.slot for row in this.plan().rows] == [1, 0]
 
 
-def test_a_token_that_stops_and_one_that_is_the_last_end_their_sequences() -> None:
+def test_stop_token_and_last_token_end_sequences() -> None:
     this = bench()
     this.add(1, 5, stop_token_ids=[9])
     this.add(2, 5, max_tokens=2)

@@ -234,7 +234,7 @@ def test_a_drain_tells_what_came_of_all_whether_they_began_or_not() -> None:
     assert breakdowns == {1: {"prefill": 26.0, "between_steps": 750.0}, 2: {"waiting": 500.0}}
 
 
-def test_who_is_in_the_batch_is_told_of_every_five_seconds_and_not_more_often() -> None:
+def test_batch_members_are_reported_every_5_s() -> None:
     worker = Worker(replace(LIMITS, num_blocks=256))
     these = [worker.sequence(epoch, 5) for epoch in range(1, 6)]
     worker.turn(*these)
@@ -404,7 +404,7 @@ def test_breakdown_of_a_leaving_sequence_has_the_step_in_flight() -> None:
     }
 
 
-def test_a_step_that_lands_at_once_is_paid_for_apart_from_the_one_before_it() -> None:
+def test_back_to_back_steps_are_counted_apart() -> None:
     worker = Worker(ahead=True)
     one = worker.sequence(1, 20)
     worker.turn(one)

@@ -65,7 +65,7 @@ def test_a_block_without_a_hash_is_taken_before_any_with_one() -> None:
     assert A in this
 
 
-def test_a_claim_takes_a_block_from_the_free_ones_and_counts_its_users() -> None:
+def test_claim_takes_a_free_block_and_counts_users() -> None:
     this = pool(2)
     this.allocate(1)
     this.publish(0, A)

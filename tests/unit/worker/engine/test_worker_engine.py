@@ -113,7 +113,7 @@ def test_an_abort_ends_every_choice_and_frees_the_blocks_at_once() -> None:
     assert run(this).stops == {SequenceKey(2, 0): Stop.LENGTH}
 
 
-def test_an_abort_of_one_choice_leaves_the_others_and_what_they_share() -> None:
+def test_abort_of_a_choice_keeps_the_others() -> None:
     this = engine(limits(max_num_batched_tokens=200))
     for choice in range(3):
         this.add(sequence(this.limits, 1, prompt(70), max_tokens=5, choice=choice))

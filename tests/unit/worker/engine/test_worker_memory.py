@@ -38,7 +38,7 @@ def shed(bench: Bench) -> list[Outcome]:
     return outcomes
 
 
-def test_half_of_those_that_decode_give_way_who_has_computed_least_first() -> None:
+def test_least_computed_half_of_decodes_is_preempted() -> None:
     bench, sequences = decoding(5)
     news = News(Residence.PREEMPTED, preemptions=1)
     assert shed(bench) == [
@@ -82,7 +82,7 @@ def test_the_whole_budget_comes_back_in_about_512_steps() -> None:
     assert 450 < steps <= 512
 
 
-def test_who_came_with_the_step_may_have_found_what_was_never_computed() -> None:
+def test_new_sequence_may_hold_uncomputed_blocks() -> None:
     """Two prompts with one beginning: the second was to find the first one's block, of that very
     step."""
     bench = Bench(limits(max_num_batched_tokens=200))
@@ -145,7 +145,7 @@ def test_who_is_left_of_a_step_that_was_too_much_with_others_goes_on() -> None:
     assert bench.step() == [(1, 9, 1)]
 
 
-def test_a_step_of_which_nobody_is_left_makes_the_next_ones_half_as_large() -> None:
+def test_failed_step_halves_the_next_one() -> None:
     bench, sequences = decoding(4, max_num_batched_tokens=40)
     plan = bench.plan()
     for each in sequences:
@@ -208,9 +208,7 @@ def test_all_get_exactly_their_tokens_whatever_step_was_too_much(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("step", range(2, 10))
-def test_who_ended_with_the_step_before_counts_in_the_one_that_was_too_much(
-    step: int, way: str
-) -> None:
+def test_sequence_ended_before_counts_in_the_failed_step(step: int, way: str) -> None:
     model = FakeModel(eos_one_in=8)
     this = short(step, way=way, model=model)
     stops = [model.eos_token_id]
@@ -225,7 +223,7 @@ def test_who_ended_with_the_step_before_counts_in_the_one_that_was_too_much(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_that_never_has_enough_memory_ends_one_after_the_other(way: str) -> None:
+def test_lasting_memory_shortage_ends_sequences_in_turn(way: str) -> None:
     this = short(*range(1, 200), way=way)
     for epoch in (1, 2, 3):
         this.add(sequence(this.limits, epoch, prompt(50, epoch), max_tokens=4))
@@ -243,7 +241,7 @@ def test_what_one_rank_among_several_cannot_have_agreed_on_ends_it() -> None:
         this.step()
 
 
-def test_a_preempted_sequence_has_its_place_in_the_runner_dropped_at_once() -> None:
+def test_preemption_frees_the_runner_slot_at_once() -> None:
     released: list[int] = []
 
     class Noting(FakeRunner):

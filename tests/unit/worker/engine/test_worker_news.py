@@ -29,7 +29,7 @@ def test_who_decodes_has_no_news_but_what_is_computed() -> None:
         assert (outcome.num_computed, outcome.news) == (computed, NO_NEWS)
 
 
-def test_with_its_first_token_it_is_told_how_long_it_waited_and_what_was_found() -> None:
+def test_first_token_reports_wait_and_cache_hits() -> None:
     bench = Bench(limits(max_num_batched_tokens=40, max_num_seqs=1))
     bench.add(1, 70, max_tokens=1)
     this = bench.add(2, 70)
@@ -67,7 +67,7 @@ def test_who_comes_back_says_so_with_what_it_computed_again() -> None:
     assert bench.commit(bench.plan())[0].news == NO_NEWS
 
 
-def test_what_is_computed_again_chunk_by_chunk_is_told_with_the_next_token() -> None:
+def test_recomputation_is_reported_with_the_next_token() -> None:
     bench = Bench(limits(max_num_batched_tokens=30))
     this = bench.add(1, 100, num_computed=80)
     for _ in range(3):

@@ -64,7 +64,7 @@ def test_who_comes_while_a_batch_runs_waits_though_slots_are_free() -> None:
     assert present(bench) == {2}
 
 
-def test_a_static_batch_comes_in_over_several_steps_where_the_budget_is_small() -> None:
+def test_static_batch_enters_over_several_steps() -> None:
     bench = Bench(limits(max_num_batched_tokens=4, scheduling=STATIC))
     for epoch in (1, 2, 3):
         bench.add(epoch, 3, max_tokens=20, first=100 * epoch)
@@ -74,7 +74,7 @@ def test_a_static_batch_comes_in_over_several_steps_where_the_budget_is_small() 
     assert present(bench) == {1, 2, 3}
 
 
-def test_a_member_that_was_preempted_comes_back_before_the_next_batch() -> None:
+def test_preempted_member_precedes_the_next_batch() -> None:
     bench = Bench(limits(scheduling=STATIC))
     first, second = bench.add(1, 40, first=100), bench.add(2, 3)
     bench.step()
@@ -120,14 +120,14 @@ def test_the_shortest_of_a_band_is_not_much_shorter_than_the_longest(waste: floa
         assert begin < (1 - waste) * after, "no more bands than it takes"
 
 
-def test_those_run_together_whose_outputs_are_predicted_to_be_similarly_long() -> None:
+def test_batches_have_similar_predicted_lengths() -> None:
     bench = Bench(limits(num_blocks=16, max_num_seqs=3, scheduling=MAGNUS))
     for epoch, tokens in enumerate((8, 30, 9, 31, 32, 8, 9), 1):
         predicted(bench, epoch, tokens)
     assert batches(bench) == [{1, 3, 6}, {7}, {2, 4, 5}]
 
 
-def test_a_batch_is_no_larger_than_the_cache_that_it_is_predicted_to_fill() -> None:
+def test_magnus_batch_fits_the_predicted_cache() -> None:
     bench = Bench(limits(num_blocks=7, max_num_seqs=4, watermark_blocks=1, scheduling=MAGNUS))
     for epoch in (1, 2, 3, 4):
         predicted(bench, epoch, 50, length=10)
@@ -135,13 +135,13 @@ def test_a_batch_is_no_larger_than_the_cache_that_it_is_predicted_to_fill() -> N
     assert bench.scheduler.load().preemptions == 0
 
 
-def test_nobody_is_left_out_for_being_predicted_to_take_more_than_there_is() -> None:
+def test_oversized_prediction_excludes_nobody() -> None:
     bench = Bench(limits(num_blocks=2, scheduling=MAGNUS))
     bench.add(1, 3, max_tokens=9, predicted_tokens=90)
     assert batches(bench) == [{1}]
 
 
-def test_a_long_batch_runs_once_it_has_waited_longer_for_what_it_takes() -> None:
+def test_long_batch_runs_after_a_proportional_wait() -> None:
     """A step takes a second, and so does a token: the long one takes 40 s."""
     bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 40)
@@ -350,7 +350,7 @@ def _roomy(config: Scheduling) -> Limits:
 
 @settings(max_examples=examples(100))
 @given(configs, steps)
-def test_no_decode_waits_beyond_its_deadline_by_more_than_the_step_in_progress(
+def test_decode_misses_its_deadline_by_one_step_at_most(
     config: Scheduling, steps: list[tuple[list[Coming], float]]
 ) -> None:
     clocked = Clocked(config)
@@ -434,7 +434,7 @@ def test_where_batches_are_closed_no_more_all_that_wait_come_in(before: Scheduli
     assert presence(bench, 1) == [{1, 2, 3}]
 
 
-def test_members_of_a_closed_batch_that_have_not_come_in_wait_as_all_others() -> None:
+def test_unadmitted_members_of_a_closed_batch_wait() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=STATIC))
     for epoch, length in ((1, 5), (2, 30), (3, 10)):
         bench.add(epoch, length, first=100 * epoch)

@@ -204,7 +204,7 @@ def test_nor_is_what_its_sequence_computed_in_the_steps_before() -> None:
     assert bench.step() == [(0, 0, 70)]
 
 
-def test_what_it_found_in_the_cache_is_distrusted_unless_others_use_it() -> None:
+def test_unshared_cache_hits_are_invalidated() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
     neighbour = bench.add(1, 70)
     bench.step()
@@ -226,7 +226,7 @@ def fill(bench: Bench, *lengths: int) -> list[Sequence]:
     return sequences
 
 
-def test_who_has_computed_least_gives_way_and_comes_back_to_a_prefix_hit() -> None:
+def test_least_computed_is_preempted_and_hits_its_prefix() -> None:
     bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=200))
     long, short, middle = fill(bench, 60, 33, 35)
     assert bench.scheduler.load().blocks_used == 6
@@ -239,7 +239,7 @@ def test_who_has_computed_least_gives_way_and_comes_back_to_a_prefix_hit() -> No
     assert bench.step() == [(0, 65, 1), (1, 32, 6)]
 
 
-def test_the_preempted_stand_before_all_that_came_later_in_their_old_order() -> None:
+def test_preempted_precede_later_arrivals_in_order() -> None:
     bench = Bench(limits(num_blocks=6, watermark_blocks=0, max_num_batched_tokens=300))
     long, first, second = fill(bench, 95, 32, 31)
     bench.add(4, 3)
@@ -252,7 +252,7 @@ def test_the_preempted_stand_before_all_that_came_later_in_their_old_order() -> 
     assert waiting.head() is second
 
 
-def test_a_victim_leaves_less_room_than_it_needs_to_come_back_at_once() -> None:
+def test_victim_leaves_less_room_than_it_needs() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
     long, _ = fill(bench, 60, 40)
     bench.add(3, 3)
@@ -262,7 +262,7 @@ def test_a_victim_leaves_less_room_than_it_needs_to_come_back_at_once() -> None:
 
 
 @under_each_policy
-def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token(
+def test_sequence_larger_than_the_pool_fails_with_its_tokens(
     scheduling: Scheduling,
 ) -> None:
     bench = Bench(limits(num_blocks=2, scheduling=scheduling))

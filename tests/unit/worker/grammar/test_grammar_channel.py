@@ -54,7 +54,7 @@ def test_a_grammar_process_that_is_silent_for_too_long_is_ended(process: Grammar
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-def test_what_a_grammar_process_said_before_it_was_gone_is_not_heard_any_more(
+def test_messages_of_a_lost_process_are_ignored(
     process: GrammarProcess, is_waited_for: bool
 ) -> None:
     process.ask(1)
@@ -72,7 +72,7 @@ def test_what_a_grammar_process_said_before_it_was_gone_is_not_heard_any_more(
     assert process.backlog.seconds == pytest.approx(0)
 
 
-def test_one_that_is_behind_with_its_work_costs_those_who_wait_and_goes_on(
+def test_late_process_costs_only_its_waiting_sequences(
     process: GrammarProcess,
 ) -> None:
     process.ask(1)

@@ -53,7 +53,7 @@ def mask_of(matcher: Matcher, *drafts: int) -> int:
     return matcher.mask(drafts, torch.empty(1 + len(drafts), 2, dtype=torch.int32), began=0.0)
 
 
-def test_while_the_grammar_processes_are_busy_who_is_being_drawn_is_not_ready() -> None:
+def test_drawn_sequence_is_not_ready_while_processes_are_busy() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     process.is_busy = True
@@ -78,7 +78,7 @@ def test_what_a_step_can_wait_for_is_ready() -> None:
     assert this.is_ready()
 
 
-def test_the_next_mask_is_something_to_do_as_soon_as_a_token_is_drawn() -> None:
+def test_next_mask_is_work_once_a_token_is_drawn() -> None:
     process = GrammarProcess()
     this = matcher_of(process)
     assert process.num_expected == 1

@@ -122,7 +122,7 @@ def test_a_norm_that_adds_one_rounds_as_gemma_does() -> None:
     assert torch.equal(norm(x), theirs(x))
 
 
-def test_embeddings_are_multiplied_by_what_the_dtype_knows_of_the_factor() -> None:
+def test_embedding_scale_is_rounded_to_the_dtype() -> None:
     half = Placement(Group.single(), torch.bfloat16, CPU)
     decoder = Decoder(no_layers(embedding_multiplier=55.4256), 10, half)
     theirs = Gemma2TextScaledWordEmbedding(10, 16, 0, embed_scale=55.4256).to(torch.bfloat16)

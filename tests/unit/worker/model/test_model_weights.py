@@ -68,9 +68,7 @@ def test_a_rank_of_two_holds_about_half(checkpoint: Path) -> None:
     assert max(halves) < 0.52 * whole
 
 
-def test_several_pieces_may_be_of_one_tensor_and_each_slice_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_slices_are_read_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = torch.arange(24.0).view(6, 4)
     save_file({"qkv.weight": fused}, tmp_path / "model.safetensors")
     lengths, preadv = [], os.preadv

@@ -327,7 +327,7 @@ def test_gemma_2_scales_caps_and_alternates(tmp_path: Path) -> None:
     [(GEMMA_3_1B, 512, 22, None), (GEMMA_3_4B, 1024, 29, LinearScaling(8.0))],
     ids=["1B", "4B"],
 )
-def test_every_sixth_layer_of_gemma_3_sees_everything_by_another_rope(
+def test_gemma3_has_a_global_layer_in_six(
     content: Json, window: int, local: int, scaling: LinearScaling | None, tmp_path: Path
 ) -> None:
     spec = read(content, tmp_path)

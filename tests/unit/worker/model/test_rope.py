@@ -144,7 +144,7 @@ def test_longrope_goes_by_the_longest_sequence_that_is_served(
     ],
     ids=str,
 )
-def test_a_pool_that_makes_the_context_smaller_settles_longropes_factors(
+def test_smaller_pool_decides_the_longrope_factors(
     pool: dict[str, int], served: int, tmp_path: Path
 ) -> None:
     """1 MiB holds 32 blocks of a layer with two heads of 64, in fp32."""

@@ -32,11 +32,11 @@ def test_the_slowest_step_is_forgotten_after_64() -> None:
     assert times.limit_s(1) == TIMEOUT_S
 
 
-def test_a_chunk_that_is_larger_than_any_before_has_time_in_proportion() -> None:
+def test_larger_chunk_has_proportional_time() -> None:
     assert known((100, 1.0)).limit_s(800) == pytest.approx(10 * 8.0)
 
 
-def test_what_a_large_chunk_took_is_remembered_while_small_steps_follow() -> None:
+def test_large_chunk_time_is_remembered() -> None:
     times = known((800, 4.0), *[(1, 0.02)] * 64)
     assert times.limit_s(800) == pytest.approx(40.0)
     assert times.limit_s(8) == TIMEOUT_S
@@ -96,7 +96,7 @@ def test_time_counts_as_far_as_somebody_looked() -> None:
     assert time.update(370.75) == 1.25, "who was stopped for five minutes saw half a second pass"
 
 
-def test_a_step_that_was_stopped_with_its_whole_process_is_not_overdue() -> None:
+def test_stopped_process_is_not_overdue() -> None:
     this, time = watchdog(), WakingTime(most_s=0.5)
     this.begin_step(9, 1, now=0.0)
     assert this.overdue(time.update(0.0)) is None

@@ -232,7 +232,7 @@ def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captu
     assert {each.capture_error_mode for each in captured} == {"thread_local"}
 
 
-def test_what_the_memory_profile_captures_is_captured_where_decoding_will_be(
+def test_memory_profile_captures_where_decoding_will(
     captured: list[Captured],
 ) -> None:
     for capture in (CudaGraphs(), CudaGraphs()):

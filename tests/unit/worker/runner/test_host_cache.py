@@ -118,7 +118,7 @@ def test_a_block_comes_back_bit_for_bit_wherever_it_goes(
 
 
 @pytest.mark.parametrize(("bench", "device"), CONTRACT)
-def test_what_is_computed_before_a_save_is_saved_and_after_a_load_is_read(
+def test_save_follows_and_load_precedes_computation(
     bench: Callable[[KVCache], Bench], device: torch.device
 ) -> None:
     this = bench(small_cache(device))
@@ -165,7 +165,7 @@ def counted_cache() -> KVCache:
 SEEDS = range(60)
 
 
-def test_copies_beside_computation_come_to_the_same_as_copies_at_once() -> None:
+def test_copies_in_parallel_equal_copies_at_once() -> None:
     for seed in SEEDS:
         expected = history(Plain(counted_cache()), seed)
         assert history(Lazy(counted_cache(), seed), seed) == expected, seed
@@ -189,7 +189,7 @@ def test_no_wait_can_be_left_out(pair: tuple[str, str]) -> None:
     )
 
 
-def test_what_a_load_had_begun_when_it_broke_off_is_waited_for_all_the_same() -> None:
+def test_failed_load_waits_for_its_begun_copies() -> None:
     """Its block is another's by the next step."""
     for seed in SEEDS:
         this = Lazy(counted_cache(), seed)

@@ -49,7 +49,7 @@ def test_no_more_is_used_than_allowed_and_no_block_less(
     assert blocks >= 1 << 18 or rest + (blocks + 1) * block > int(total * part)
 
 
-def test_who_has_too_little_hears_how_much_is_lacking_and_what_changes_it() -> None:
+def test_memory_shortage_names_amount_and_remedy() -> None:
     with pytest.raises(ValueError, match="lacks 86 MiB for a KV cache of 32 tokens") as told:
         count_blocks(USE._replace(step=21_500 * MIB), CONFIG, BLOCK, num_beside=0)
     for size in ("24576 MiB", "0.9 allows 22119", "step take 21500", "decoding 200", "tensors 500"):

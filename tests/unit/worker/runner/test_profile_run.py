@@ -179,7 +179,7 @@ def test_blocks_are_those_that_were_asked_for() -> None:
     assert kv(kv_cache_mib=512) // 2 == kv(kv_cache_mib=256) == kv()
 
 
-def test_on_a_gpu_blocks_are_what_was_left_less_what_swap_keeps_there(
+def test_gpu_blocks_are_the_rest_without_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def kv(**settings: Any) -> int:

@@ -175,7 +175,7 @@ def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
     assert result.error is None
 
 
-def test_a_stop_token_is_held_back_beside_one_that_the_model_does_not_have() -> None:
+def test_stop_token_is_masked_beside_an_unknown_one() -> None:
     scores = logits(1)
     this = admission(SamplingParams(min_tokens=3), stops=[5, VOCAB + 7])
     sampler(this).sample(scores, Asks.of([Ask(0, 0)]))
@@ -314,7 +314,7 @@ def test_rows_without_a_feature_pay_nothing_for_it() -> None:
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
 
 
-def test_nobody_waits_for_the_device_before_the_results_are_asked_for(
+def test_device_wait_happens_only_for_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = [(this, ask) for this, ask in mixed_batch() if not ask.drafts]
@@ -446,7 +446,7 @@ def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
     assert Generation(sampling, right).run(16).steps == math.ceil((len(future) - 4) / 4)
 
 
-def test_drafts_that_a_grammar_does_not_count_as_allowed_are_not_taken() -> None:
+def test_drafts_outside_the_grammar_are_rejected() -> None:
     class Cautious(FakeMatcher):
         def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
             return min(1, super().mask(drafts, into, began))
@@ -471,7 +471,7 @@ def test_nothing_is_drawn_behind_a_stop_token() -> None:
     assert result.tokens == (8, 5)
 
 
-def test_a_site_without_numbers_behind_a_right_draft_is_left_to_the_next_step() -> None:
+def test_nonfinite_site_behind_a_draft_waits_for_the_next_step() -> None:
     this = admission(GREEDY)
     drawing = sampler(this)
     scores = torch.zeros(3, VOCAB)

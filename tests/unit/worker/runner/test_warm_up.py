@@ -53,7 +53,7 @@ def test_no_step_has_a_form_of_attention_that_was_not_computed(
     assert forms(counts, group, kv_heads) <= known
 
 
-def test_rows_of_unequal_length_have_numbers_of_tiles_that_equal_ones_have_not() -> None:
+def test_ragged_rows_have_other_tile_counts() -> None:
     assert forms(np.array([1, 3]), group=7, kv_heads=6) <= known_forms(2, 600, 7, 6)
     assert forms(np.array([3] * 30 + [1] * 10), 7, 4) <= known_forms(40, 100, 7, 4)
 

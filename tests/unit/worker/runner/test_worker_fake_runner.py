@@ -57,7 +57,7 @@ def test_a_prompt_at_once_and_in_chunks_draw_the_same() -> None:
     )
 
 
-def test_a_row_reads_what_an_earlier_row_of_the_step_writes_and_no_later_one() -> None:
+def test_row_reads_writes_of_earlier_rows_only() -> None:
     first = row(prompt(32), table=(2,), samples=False)
     second = row(prompt(33)[32:], start=32, table=(2, 0))
     assert draw(runner(), first, second) == expected_tokens(prompt(33), 1)
@@ -110,7 +110,7 @@ def test_greedy_tokens_depend_on_the_prefix_alone() -> None:
     assert drawn(9) == drawn(8, choice=1, sampling=replace(GREEDY, seed=7))
 
 
-def test_an_end_token_comes_about_as_often_as_it_should_and_else_never() -> None:
+def test_end_token_has_its_configured_frequency() -> None:
     without = FakeModel(vocab_size=4, eos_token_id=2)
     assert 2 not in expected_tokens([1], 300, without)
     often = FakeModel(vocab_size=1024, eos_token_id=2, eos_one_in=10)
@@ -155,7 +155,7 @@ def test_drafts_are_accepted_as_far_as_they_are_right(num_right: int) -> None:
     assert list(result.tokens) == right[: num_right + 1]
 
 
-def test_text_without_surprises_is_one_token_and_still_depends_on_everything() -> None:
+def test_plain_text_depends_on_all_tokens() -> None:
     model = FakeModel(surprise_one_in=4, eos_token_id=7)
     tokens = expected_tokens(prompt(40), 400, model)
     assert 200 < tokens.count(8) < 380

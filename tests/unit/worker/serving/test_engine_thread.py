@@ -14,7 +14,7 @@ from worker.serving.inbox import Inbox
 from worker.serving.startup import Startup
 
 
-def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(
+def test_engine_end_has_its_cause_if_the_runner_cannot_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after an illegal access on a GPU, which answers everything with that."""

@@ -29,7 +29,7 @@ def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]
     return made
 
 
-async def test_what_a_worker_has_loaded_is_kept_until_a_router_can_hear_of_it(
+async def test_loaded_models_are_kept_until_a_router_listens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers: list[str | Exception] = [LedgerUnavailable("away"), OSError("no replica"), ""]

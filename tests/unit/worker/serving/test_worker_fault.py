@@ -39,7 +39,7 @@ async def passes(wire: Wire, router_id: str) -> asyncio.Task[None]:
     return task
 
 
-async def test_a_cut_wire_holds_up_the_routers_that_are_meant_until_it_is_mended() -> None:
+async def test_partition_holds_only_its_routers() -> None:
     wire = Wire()
     wire.cut("ab", seconds=3600)
     cut_off, other = await passes(wire, "abc"), await passes(wire, "bcd")

@@ -94,7 +94,7 @@ def work(lead: Lead, before: int = 0) -> None:
 @pytest.mark.parametrize(
     "scheduling", [*POLICIES.values(), Scheduling("slai", tbt_target=0.002)], ids=str
 )
-def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank(
+def test_step_log_reproduces_outcomes_on_another_rank(
     scheduling: Scheduling,
 ) -> None:
     bounds = replace(LIMITS, scheduling=scheduling)
@@ -114,7 +114,7 @@ def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank(
     assert load.preemptions and load.counters.accepted_tokens and load.counters.blocks_swapped_in
 
 
-def test_another_policy_begins_to_hold_at_the_same_step_of_every_rank() -> None:
+def test_policy_changes_at_the_same_step_of_every_rank() -> None:
     with Lead() as lead:
         for epoch, policy in enumerate(("static", "slai", "magnus", "continuous"), 1):
             work(lead, 10 * epoch)
@@ -208,7 +208,7 @@ def kill(rank: int) -> chaos_pb2.Fault:
     return chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, rank=rank)
 
 
-def test_a_fault_goes_to_the_rank_that_it_names_whatever_else_there_is_to_do() -> None:
+def test_fault_reaches_its_rank_beside_other_orders() -> None:
     with Lead() as lead:
         lead.inbox.inject(kill(2))
         lead.inbox.inject(kill(1))

@@ -69,7 +69,7 @@ def test_where_a_sequence_stands_merges_too() -> None:
     ]
 
 
-def test_the_last_account_goes_with_the_next_frame_and_is_no_reason_for_one() -> None:
+def test_last_report_travels_with_the_next_frame() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
     this.breakdown(SequenceBreakdown(A, TimeBreakdown(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))

@@ -386,7 +386,7 @@ class Large:
 
 
 @pytest.mark.parametrize(("num_bytes", "at_once"), [(10, 640), (40 << 10, 80 << 10)])
-async def test_a_stream_leaves_others_their_turn_after_some_events_or_large_ones(
+async def test_stream_yields_to_others_after_many_or_large_events(
     num_bytes: int, at_once: int
 ) -> None:
     large: Any = Large(num_bytes)
