@@ -85,10 +85,10 @@ async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> Non
         expected = await undisturbed(cluster)
         async with AsyncClient(cluster.address) as client:
             stream = client.generate("prompt", temperature=0.0, max_tokens=TOKENS)
-            text = ""
+            text, victim = "", -1
             async for chunk in stream:
                 text += chunk.text
-                if chunk.offset == 50:
+                if victim < 0 and chunk.offset >= 50:
                     victim = await worker_that_runs(cluster, client)
                     await cluster.kill_worker(victim)
         assert text == expected
@@ -108,8 +108,10 @@ async def test_until_a_worker_was_found_dead_or_frozen_is_told(
     async with ProcessCluster(replace(config, num_workers=2)) as cluster:
         async with AsyncClient(cluster.address) as client:
             stream = client.generate("prompt", max_tokens=TOKENS, request_id="r")
+            victim = -1
             async for chunk in stream:
-                if chunk.offset == 50:
+                # A chunk has several tokens if the reader is late.
+                if victim < 0 and chunk.offset >= 50:
                     victim = await worker_that_runs(cluster, client)
                     for pid in cluster.workers[victim].pids:
                         os.kill(pid, number)
@@ -148,10 +150,11 @@ async def test_stream_resumes_after_a_router_restart(
         address = cluster.address
         async with AsyncClient(address) as client:
             before = await client.status()
-            text = ""
+            text, has_restarted = "", False
             async for chunk in client.generate("prompt", temperature=0.0, max_tokens=TOKENS):
                 text += chunk.text
-                if chunk.offset == 50:
+                if not has_restarted and chunk.offset >= 50:
+                    has_restarted = True
                     await cluster.kill_router(0)
                     await cluster.restart_router(0)
             after = await client.status()
