@@ -225,6 +225,7 @@ chart: $(VENV)/.installed ## generate helm/'s schema, its table of values, the d
 
 chart-check: $(VENV)/.installed
 	$(BIN)/python tools/generate_chart.py --check
+	$(BIN)/pytest -q tests/unit/project/test_texts.py
 
 lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \
