@@ -14,7 +14,7 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """Yield the file, for as long as this process says.
+    """Publish the addresses in a file until the context ends.
 
     Of several clusters the last one is found.
     """

@@ -12,7 +12,7 @@ class BatchFailed(Exception):
 
 
 class WorkloadFailed(Exception):
-    """Requests cannot be made up, or read, as it was asked.
+    """Workload that cannot be generated or read as requested.
 
     The message says why, and of a file where.
     """

@@ -15,7 +15,7 @@ log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:
-    """``config`` with the commit that its model's revision is now. Raises ModelUnavailable."""
+    """Return ``config`` with its revision resolved to a commit. Raises ModelUnavailable."""
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:
         return config
@@ -24,7 +24,7 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """``pinned``, with all files of that model on this machine.
+    """Return ``pinned`` after downloading all files of the model.
 
     Raises ModelUnavailable, and ClusterFailed for a model that no worker can serve.
     """

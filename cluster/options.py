@@ -100,7 +100,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` for typer, with OPTIONS in place of its ``**options``."""
+    """Return ``command`` for typer, with OPTIONS in place of its ``**options``."""
     own = inspect.signature(command, eval_str=True)
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [

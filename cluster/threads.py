@@ -36,7 +36,7 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def wait_passively() -> None:
-    """Lets the threads of a rank in this process wait as those of one in its own.
+    """Let the threads of a rank in this process wait as those of a rank in its own do.
 
     Who has set something has decided. OpenMP reads it once, when torch is imported: where that is
     done nothing can be changed any more, only said.

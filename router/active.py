@@ -30,7 +30,7 @@ class Connections(Protocol):
 
 
 class ActiveModel:
-    """Follows whether this router's model is the active one of those that share the key."""
+    """Watcher of whether this router's model is the active one of those that share the key."""
 
     def __init__(
         self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]

@@ -250,7 +250,7 @@ class RouterConfig:
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
-    """Yield a line each. A closed network may be reason enough to leave it so."""
+    """Yield a line for each exposed listener; a closed network may justify it."""
     ways = (("TLS", config.tls is not None), ("API keys", has_keys))
     missing = [name for name, is_there in ways if not is_there]
     hosts = filter(None, (config.host, config.http_host))

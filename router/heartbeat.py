@@ -67,7 +67,7 @@ class Heartbeat:
         self.leader_id = ""
 
     async def run(self) -> None:
-        """Beats until cancelled."""
+        """Send heartbeats until cancelled."""
         try:
             while True:
                 try:
@@ -126,7 +126,7 @@ class Heartbeat:
         self._workers_version = -1
 
     def _assert_again(self, generation: str) -> None:
-        """Beats go on meanwhile.
+        """Store the requests in the ledger again, while heartbeats continue.
 
         What came after the ledger's last change of servers is told after what went before it.
         """

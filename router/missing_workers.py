@@ -1,4 +1,4 @@
-"""Why fewer workers are ready than there are to be. Pure."""
+"""Reasons why fewer workers are ready than wanted. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Outbox(Generic[M]):
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Repeated fields are appended, others replaced.
+        """Add a message: repeated fields are appended, others replaced.
 
         After the close it changes nothing. ``message`` is the outbox's own from then on.
         """

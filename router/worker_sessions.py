@@ -69,7 +69,7 @@ class WorkerLink:
         silence_s: float,
         transport: Transport,
     ) -> None:
-        """``policy`` is that of its engine; None: nobody ever set any."""
+        """Create the session; ``policy`` is that of the engine, None if none was set."""
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
@@ -247,7 +247,7 @@ class Sessions:
 
     @property
     def false_alarms(self) -> int:
-        """Workers that were taken for lost and spoke again, since this router started."""
+        """Workers that were declared lost and answered again, since this router started."""
         return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
 
     @property
@@ -280,7 +280,7 @@ class Sessions:
         return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
-        """Tells a worker to hand everything back; returns how many sequences it has now.
+        """Make a worker return everything; return the number of its sequences.
 
         Raises UnknownWorker.
         """
@@ -305,7 +305,7 @@ class Sessions:
         return link
 
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
-        """Dials who is new in the table, hangs up on who is gone."""
+        """Connect to new workers in the table, and disconnect from lost ones."""
         named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
         for worker_id in self._links.keys() - named.keys():
             await self._hang_up(worker_id)
@@ -320,7 +320,7 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Workers that nobody has heard for so long that they may be forgotten."""
+        """Workers that were silent for so long that they may be forgotten."""
         oldest = now() - self._config.worker_forget
         return [
             worker_id

@@ -206,7 +206,7 @@ class WorkerConfig:
 
     @property
     def cpu_kv_cache_mib(self) -> int:
-        """Memory of the KV cache where it is the machine's, over all ranks."""
+        """Memory of the KV cache on a CPU, over all ranks."""
         return self.kv_cache_mib or _CPU_KV_CACHE_MIB
 
     def batched_tokens(self, kind: DeviceKind) -> int:

@@ -23,7 +23,7 @@ class Decisions:
         self._changes: deque[tuple[float, int, Decision]] = deque(maxlen=_MOST_KEPT)
 
     def note(self, decision: Decision, workers: int, now: float) -> None:
-        """``workers`` there were to be until then."""
+        """Record a decision; ``workers`` is the target number before it."""
         self._last = decision
         if decision.workers != workers:
             self._changes.append((now, workers, decision))
@@ -74,7 +74,7 @@ class MakeGauge(Protocol):
 
 
 class Gauges:
-    """``make`` is ray.util.metrics.Gauge."""
+    """Gauges of the autoscaler's decisions; ``make`` is ray.util.metrics.Gauge."""
 
     def __init__(self, make: MakeGauge) -> None:
         self._gauges: Mapping[str, Gauge] = {

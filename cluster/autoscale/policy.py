@@ -46,7 +46,7 @@ _SLACK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``need`` is in workers, ``wait_s`` what a request that comes now would wait."""
+    """Decision: ``need`` in workers, and ``wait_s``, the wait of a request that arrives now."""
 
     workers: int
     reason: str

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class ClusterBackend:
-    """A request that it sent before, perhaps in another process, is attached to.
+    """Backend over a cluster; attaches to requests that an earlier process sent.
 
-    What is cut off goes on in the cluster, where it is found again.
+    A batch that is interrupted continues in the cluster and is found again.
     """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
-        """``http`` is entered for the first chat; closing the backend leaves it."""
+        """Create the backend; ``http`` is opened for the first chat, and by the caller closed."""
         self._client = client
         self._http_context = http
         self._http: asyncio.Future[HttpApi] | None = None

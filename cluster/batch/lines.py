@@ -100,7 +100,7 @@ def read(
     done: Container[Key] = (),
     attempt: Callable[[Key], int] = lambda key: 1,
 ) -> Iterator[Line]:
-    """Line by line, without those that are ``done``.
+    """Yield the lines that are not ``done``.
 
     The file's ``digest`` makes request id and seed of each that has none of its own: the same line
     of the same file has the same ones, so that a cluster knows it again and its text does not

@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """``output_tokens`` counts those of this run."""
+    """Batch in progress; ``output_tokens`` counts those of this run."""
 
     backend: Backend
     results: Results
@@ -43,7 +43,7 @@ class Batch:
     output_tokens: int = 0
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Return when every line has its result.
+        """Run the batch until every line has its result.
 
         What keeps all of them from one is raised, and the batch can be run again.
         """

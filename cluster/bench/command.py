@@ -228,7 +228,7 @@ def _ramp(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``ramp`` is its first rate and its highest; None: the load comes once, as it is."""
+    """Requested load; ``ramp`` is the first and highest rate, None sends the load once."""
 
     target: Target
     load: Load

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """B by A; None where A is 0."""
+        """Return B divided by A; None if A is 0."""
         return self.b / self.a if self.a else None
 
     @property

@@ -29,7 +29,7 @@ class Refused(Exception):
 
 class Endpoint(Protocol):
     async def ask(self, request: Request, answer: Answer) -> None:
-        """Return when the answer is whole. Raises Refused."""
+        """Send a request and return when its answer is complete. Raises Refused."""
         ...
 
 
@@ -64,7 +64,7 @@ class Answer:
         self._usage = prompt_tokens, output_tokens
 
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
-        """Now is its end."""
+        """Return the outcome of a request that ends now."""
         prompt_tokens, output_tokens = self._usage or (0, 0)
         known = output_tokens or self._told_tokens
         if not error and not self._pieces:
@@ -165,7 +165,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 class OpenAiEndpoint:
-    """``fields`` are of every body, and win over what is usual."""
+    """OpenAI-compatible endpoint; ``fields`` are added to every body and override defaults."""
 
     def __init__(
         self,
@@ -235,7 +235,9 @@ class OpenAiEndpoint:
             answer.usage(*(int(number or 0) for number in told))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
-        """Although no text: special tokens, or a part of a character.
+        """Return whether a chunk has tokens although it has no text.
+
+        Its tokens are special, or part of a character.
 
         A chat's first chunk may have a role alone, and the last one of most answers an end alone.
         """

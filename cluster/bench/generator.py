@@ -26,7 +26,10 @@ TIMEOUT_S = 600.0
 
 
 class Generator:
-    """``clock`` is in seconds. ``advance`` is called for each outcome, with its output tokens."""
+    """Load generator; ``clock`` in seconds.
+
+    ``advance`` is called for each outcome, with its output tokens.
+    """
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class TokenPrompts:
 
 
 class WordPrompts:
-    """Words, one for each token.
+    """Prompts of words, one per token.
 
     With a ``tokenizer`` (of the tokenizers library) the text is cut to as many tokens as are
     wanted, and is counted by it.
@@ -82,7 +82,7 @@ def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
 
 
 def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
-    """Seconds, without end: ``rate`` requests a second on average.
+    """Yield arrival times in seconds without end, ``rate`` a second on average.
 
     Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, less comes in
     bursts, more is more even, infinity is constant. At an infinite rate all are due at once.
@@ -96,7 +96,7 @@ def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``due`` is in seconds since the load begins.
+    """Request, ``due`` in seconds after the start of the load.
 
     ``prompt`` is text, or token ids, of about ``prompt_tokens``; an endpoint may count others.
     ``fields`` are of an OpenAI body, and win over what is usual.

@@ -27,7 +27,7 @@ _KEY_WIDTH, _LETTER_WIDTH = 44, 7
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``style`` counts from 0; lines of one style belong together."""
+    """Line of a chart; lines of the same ``style``, from 0, belong together."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -54,7 +54,7 @@ class _Axis:
 
 
 def svg(chart: Chart) -> str:
-    """Empty where there is nothing to draw."""
+    """Return the drawing; empty if there is nothing to draw."""
     drawn = [(line, _within(line.points, chart.is_log)) for line in chart.lines]
     points = [point for _, found in drawn for point in found]
     if not points:

@@ -75,7 +75,7 @@ _CURVE = range(101)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """``percentiles`` by percent."""
+    """Mean and ``percentiles`` of a measure, by percent."""
 
     mean: float
     median: float
@@ -125,7 +125,7 @@ def e2el(outcome: Outcome, begin: Begin) -> float:
 
 
 def tpot(outcome: Outcome) -> float:
-    """0 where there are not two tokens: such a request misses no target of it."""
+    """Return the time per output token; 0 with fewer than two tokens, which misses no target."""
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.pieces[-1] - outcome.pieces[0]) / (outcome.output_tokens - 1)
@@ -452,7 +452,7 @@ def each_request(outcomes: Sequence[Outcome]) -> Json:
 
 
 def percent_name(percent: float) -> str:
-    """``p99``, ``p99.9``."""
+    """Return a name such as ``p99`` or ``p99.9``."""
     return f"p{percent:g}"
 
 

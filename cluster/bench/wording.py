@@ -28,7 +28,7 @@ LATENCIES = {
 
 
 def shown(value: object) -> str:
-    """Numbers with about four digits; what is not there as a dash."""
+    """Return numbers with about four digits, and a dash for missing ones."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -45,7 +45,7 @@ def statistics(found: Json) -> list[str]:
 
 
 def latency_rows(found: Json, source: Json) -> Iterator[tuple[str, list[str]]]:
-    """Milliseconds, of ``source``: the report, or its figures from when requests were sent."""
+    """Return rows of latencies in ms from ``source``: the report, or its figures since sending."""
     for name, title in LATENCIES.items():
         values = [source.get(f"{word}_{name}_ms") for word in statistics(found)]
         if any(value is not None for value in values):

@@ -89,7 +89,7 @@ def run_many(
     seed: Annotated[int | None, typer.Option(help="Seed of the random faults.")] = None,
     address: Address = None,
 ) -> None:
-    """Random faults, of which at least one worker is spared. Ctrl-C ends them."""
+    """Inject random faults, which spare at least one worker. Ctrl-C ends them."""
     seed = secrets.randbits(32) if seed is None else seed
     console = Console(highlight=False)
     asyncio.run(_run(address, minutes * 60, every, seed, console))

@@ -16,7 +16,7 @@ _FOR_EVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """``fault`` is None for a drain of ``target``."""
+    """Event to inject; ``fault`` is None for a drain of ``target``."""
 
     name: str
     target: str
@@ -44,7 +44,7 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 
 
 class Dice:
-    """The same seed makes the same choices of the same workers.
+    """Random choice of faults; the seed and the workers determine it.
 
     Each fault comes as often as the others, as far as it is possible.
     """
@@ -56,7 +56,7 @@ class Dice:
         self._unwell_until: dict[str, float] = {}
 
     def throw(self, now: float, workers: Sequence[str]) -> Happening | None:
-        """``now`` in seconds; ``workers`` are those that are alive and take requests.
+        """Return a random fault at ``now`` (seconds) for the live, open ``workers``.
 
         None where no fault is possible at this moment.
         """

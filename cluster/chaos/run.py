@@ -70,7 +70,7 @@ async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
 
 
 async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
-    """Workers that are alive.
+    """Return the connected workers.
 
     Those that were drained, by us or by somebody else, and are empty by now are killed: they are
     there for nothing, and what starts killed workers anew starts others in their place. Raises

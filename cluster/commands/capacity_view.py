@@ -57,7 +57,7 @@ def _times(step: pb.StepTimeModel) -> tuple[str, ...]:
 
 
 def as_json(capacity: pb.CapacityResponse) -> dict[str, object]:
-    """Numbers by the fields of the message; what is not known is left out."""
+    """Return the numbers by field of the message; unknown ones are left out."""
     fields = MessageToDict(
         capacity, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

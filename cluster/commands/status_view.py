@@ -17,7 +17,7 @@ from router.ledger.config import PROMISES
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Workers, what their engines make of their work, then the cluster's counters.
+    """Return workers, their engines' figures, and then the cluster's counters.
 
     With ``rates`` the workers' tokens are a second's.
     """

@@ -53,7 +53,10 @@ async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Sum
 
 
 def _config(scratch: Path) -> Config:
-    """Fewer slots than requests, so that some wait; fp32, so that answers are exact."""
+    """Return the demo's configuration.
+
+    It has fewer slots than requests, so that some wait, and fp32, so that answers are exact.
+    """
     return Config(
         model=str(DEMO_MODEL),
         num_workers=2,

@@ -73,7 +73,7 @@ class Transcript:
 
     @property
     def migrated(self) -> bool:
-        """Tokens of it came from more than one attempt."""
+        """Return whether its tokens came from more than one attempt."""
         return len(self.epochs) > 1
 
     @property

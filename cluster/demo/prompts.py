@@ -26,7 +26,7 @@ _MIX = (
 
 
 def mixed(count: int, seed: int) -> list[Example]:
-    """``count`` tasks that the model was not trained on, SHOWN first."""
+    """Return ``count`` tasks that the model was not trained on, SHOWN first."""
     rng = Random(seed)
     picked = [SHOWN]
     while len(picked) < count:

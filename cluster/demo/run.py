@@ -40,7 +40,7 @@ class _Scene:
 
 
 async def run(address: str, picture: Path, console: Console) -> Summary:
-    """Drives the cluster at ``address``; returns what was counted. Writes the picture."""
+    """Run the demo on the cluster at ``address``; write the picture and return the counts."""
     load, scene = Load(address, mixed(REQUESTS, _SEED)), _Scene()
     async with grpc.aio.insecure_channel(address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)

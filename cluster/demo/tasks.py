@@ -100,13 +100,13 @@ def is_held_out(prompt: str) -> bool:
 
 
 def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Example]:
-    """`n` draws of one kind; equal arguments give equal lists. Small kinds repeat themselves."""
+    """Return `n` draws of one kind; equal arguments give equal lists. Small kinds repeat."""
     drawn = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
     return [next(drawn) for _ in range(n)]
 
 
 def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Example]:
-    """Examples of one kind without end, from one side of the split."""
+    """Yield examples of one kind without end, from one side of the split."""
     make = MAKERS[kind]
     while True:
         prompt, answer = make(rng)

@@ -16,7 +16,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``mend`` is what to do about what is not right."""
+    """Result of a check; ``mend`` is how to fix it."""
 
     subject: str
     level: Level

@@ -25,7 +25,7 @@ _NUMBERS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """``clock_s`` is the node's time less the asker's."""
+    """Report of a node; ``clock_s`` is its clock less the caller's, in seconds."""
 
     address: str
     versions: dict[str, str]
@@ -63,7 +63,7 @@ class _joined:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _knock(self) -> None:
-        """Ray itself would try for minutes. Raises ConnectionError."""
+        """Connect to the address, since Ray itself tries for minutes. Raises ConnectionError."""
         host, _, port = self._address.rpartition(":")
         if port.isdecimal():
             try:
@@ -214,7 +214,7 @@ class Reducer:
         return address
 
     def reduce(self, meeting: str, rank: int, size: int, device: str) -> float:
-        """Seconds of the second one; the first one connects.
+        """Return the seconds of the second reduction; the first one connects.
 
         Raises ValueError for a wrong sum, and what torch raises.
         """

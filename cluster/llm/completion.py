@@ -14,7 +14,7 @@ from everlift.sampling import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``logprobs`` are of ``token_ids``, empty where nobody asked.
+    """Choice; ``logprobs`` are of ``token_ids``, empty if not requested.
 
     ``finish_reason`` is None where its prompt failed before its end.
     """
@@ -72,7 +72,7 @@ class Gathering:
         self._chunks: dict[int, list[Chunk]] = defaultdict(list)
 
     def add(self, chunk: Chunk) -> None:
-        """Chunks of one choice come in the order of their offsets."""
+        """Add a chunk; those of a choice arrive in the order of their offsets."""
         self._chunks[chunk.choice].append(chunk)
 
     def completion(self, stream: Stream) -> Completion:

@@ -43,7 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
-        """``model`` as in ``everlift up``; ``overrides`` are settings of the worker by their names.
+        """Load ``model``, as ``everlift up`` does; ``overrides`` are worker settings by name.
 
         Raises SettingsError, UnknownModel, ModelUnavailable, and whatever keeps the engine from
         being built.

@@ -15,7 +15,7 @@ from everlift.client.reception import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):
-    """Iterate it; best inside ``with``, whose end closes it.
+    """Iterator of completions; use it inside ``with``, which closes it.
 
     After the last chunk ``completion`` is set, and its error raised if it has one.
     """
@@ -63,7 +63,7 @@ Begin = Callable[[Task], Future[Completion]]
 
 
 def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
-    """Yield each task's place and completion in the order of their ends.
+    """Yield each task's index and completion in the order of their ends.
 
     At most ``size`` choices are unfinished. What is begun is cancelled when the iteration ends
     before.

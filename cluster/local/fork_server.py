@@ -63,7 +63,7 @@ class ForkServer:
         self._is_closed = False
 
     async def load(self) -> None:
-        """Return when it is ready to make ranks. Raises ClusterFailed."""
+        """Start, and return when it can fork ranks. Raises ClusterFailed."""
         async with self._turn:
             await self._load()
 
@@ -205,7 +205,7 @@ class Forked:
     """A Started that is the fork server's child."""
 
     def __init__(self, pid: int, descriptor: int, status: int) -> None:
-        """``descriptor`` is the process's own, ``status`` brings how it ended."""
+        """Create the object; ``descriptor`` is the pidfd, ``status`` carries the exit status."""
         self.pid = pid
         self.returncode: int | None = None
         self.stdout = asyncio.StreamReader()

@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def _company() -> str:
-    """Why nothing can be forked: of several threads a fork would keep one, and the locks of all."""
+    """Return why this process must not fork, or empty.
+
+    A fork keeps one of several threads, and the locks of all.
+    """
     threads = os.listdir("/proc/self/task")
     return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
 

@@ -126,7 +126,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Return at once; what it makes of its launch it reports. Raises ClusterFailed."""
+        """Start the process and return at once. Raises ClusterFailed."""
         self._process = await self._launcher.start(self._launch, self._log_path)
         log.info("process started", child=self.name, child_pid=self.pid)
 
@@ -159,7 +159,7 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone. May not have been started."""
+        """Kill with SIGKILL, and return when the process is gone. It need not have started."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             await self.wait()

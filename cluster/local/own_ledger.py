@@ -52,7 +52,7 @@ class OwnLedger:
 
     @property
     def pid(self) -> int:
-        """0 while no server of ours runs."""
+        """Process id of the server; 0 while none of this cluster runs."""
         return self._server.pid
 
     async def start(self) -> LedgerConfig:

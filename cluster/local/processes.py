@@ -45,7 +45,9 @@ _RESTART_S = 1.0
 
 
 class ProcessCluster:
-    """``async with ProcessCluster(config) as cluster``: inside, every router knows every worker.
+    """Cluster of processes without Ray.
+
+    Inside ``async with``, every router knows every worker.
 
     Routers and workers are counted from 0. A router keeps its addresses over a restart; a restarted
     worker is another worker.
@@ -83,12 +85,12 @@ class ProcessCluster:
 
     @property
     def http_addresses(self) -> list[str]:
-        """Empty where OpenAI's API is served nowhere."""
+        """Addresses of OpenAI's API; empty if it is not served."""
         return [router.http_address for router in self.routers]
 
     @property
     def metrics_addresses(self) -> list[str]:
-        """Empty where metrics are read nowhere."""
+        """Addresses of the metrics; empty if they are not served."""
         return [router.metrics_address for router in self.routers]
 
     @property
@@ -178,7 +180,7 @@ class ProcessCluster:
         await self.routers[index].kill()
 
     async def restart_router(self, index: int) -> None:
-        """Kills it if it still runs."""
+        """Restart a router; kill it first if it still runs."""
         await self._restart(self.routers[index])
 
     async def kill_worker(self, index: int) -> None:
@@ -186,7 +188,7 @@ class ProcessCluster:
         await self.workers[index].kill()
 
     async def restart_worker(self, index: int) -> None:
-        """Kills it if it still runs."""
+        """Restart a worker; kill it first if it still runs."""
         await self._restart(self.workers[index])
 
     async def _restart(self, replica: Replica) -> None:

@@ -36,7 +36,7 @@ class Replica(ABC):
         return bool(self._children) and all(child.is_running for child in self._children)
 
     async def start(self) -> None:
-        """Return when it serves. Raises ClusterFailed, and then nothing of it is left."""
+        """Start, and return when it serves. Raises ClusterFailed and then leaves nothing."""
         self._children = []
         try:
             await self._start()
@@ -58,7 +58,7 @@ class Replica(ABC):
             await child.stop(self._bound_s + _STOP_MARGIN_S)
 
     async def kill(self) -> None:
-        """SIGKILL for each of its processes; returns when they are gone."""
+        """Kill each process with SIGKILL, and return when they are gone."""
         await asyncio.gather(*(child.kill() for child in self._children))
 
     async def _spawn(self, launch: Launch) -> Child:
@@ -69,7 +69,7 @@ class Replica(ABC):
 
 
 class RouterReplica(Replica):
-    """Takes its ports at the first start and keeps them until it is stopped."""
+    """Router process; it takes its ports at the first start and keeps them until it is stopped."""
 
     def __init__(self, launch: RouterLaunch, launcher: Launcher, log_dir: Path) -> None:
         super().__init__(launch.name, launcher, log_dir)
@@ -103,7 +103,7 @@ class WorkerReplica(Replica):
     def __init__(
         self, launch: RankLaunch, launcher: Launcher, log_dir: Path, gpus: Sequence[str]
     ) -> None:
-        """``gpus`` by rank."""
+        """Create the replica; ``gpus`` are by rank."""
         super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
         self._gpus = gpus

@@ -46,7 +46,7 @@ class KeptPorts:
         return port
 
     def close(self) -> None:
-        """They are anybody's again."""
+        """Release the ports."""
         self._kept.close()
 
 

@@ -26,7 +26,7 @@ _TIMEOUT_S = 1.0
 
 
 class Starting:
-    """Inside it is said, until its ``end``.
+    """Announcement that a worker starts, until its ``end``.
 
     Any router will do: it tells the leader. What they do not hear changes nothing for the worker.
     """
@@ -107,7 +107,7 @@ class Announcer:
             await asyncio.sleep(_RETRY_S)
 
     async def keep(self, is_alone: Callable[[], bool]) -> None:
-        """Announces it again whenever no router has been connected for a while."""
+        """Announce the worker again whenever no router has been connected for a while."""
         while True:
             await _lonely(is_alone)
             log.info("announcing again", worker_id=self._message.worker.worker_id)

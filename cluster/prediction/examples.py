@@ -51,7 +51,7 @@ class Example:
 
     @property
     def prompt_tokens(self) -> float:
-        """Their logarithm: it has the same order."""
+        """Return the logarithm of the prompt's tokens, which has the same order."""
         return self.asked.static[0]
 
     def line(self) -> str:

@@ -52,7 +52,7 @@ class Nodes:
     value: list[float] = field(default_factory=list)
 
     def add(self, node: Mapping[str, Any]) -> int:
-        """Return a node as LightGBM dumps it, and what is below it. Answers its place."""
+        """Add a node as LightGBM dumps it, and those below it; return its index."""
         place = len(self.value)
         self.feature.append(node.get("split_feature", 0))
         self.threshold.append(node.get("threshold", 0.0))
@@ -84,7 +84,7 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Features, a row for each example, and logarithms of lengths.
+    """Return features, a row for each example, and logarithms of lengths.
 
     Each request is asked with what ended before it; after it ``histories`` know of all.
     """

@@ -41,10 +41,13 @@ _POLL_S = 0.1
 
 
 class RayCluster:
-    """``async with RayCluster(config) as cluster``: inside, all of it is ready."""
+    """Cluster under Ray Serve.
+
+    Inside ``async with``, all of it is ready.
+    """
 
     def __init__(self, config: Config, *, stages: Stages | None = None) -> None:
-        """``stages`` show the start."""
+        """Create the cluster; ``stages`` show its start."""
         self.config = config
         self._stages = stages or Stages()
         #: where clients connect: of one replica, for Serve answers for any

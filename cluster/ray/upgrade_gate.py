@@ -62,7 +62,7 @@ class UpgradeGate:
     async def __init__(  # type: ignore[misc]
         self, workers: DeploymentHandle[Any], router: DeploymentHandle[Any], log_dir: Path
     ) -> None:
-        """``workers`` is the application that the gate is added to."""
+        """Add the gate to the application ``workers``."""
         logs.configure("gate", path=log_dir / f"gate-{os.getpid()}.log")
         self._workers = workers
         self._router = router

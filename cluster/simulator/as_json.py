@@ -19,7 +19,7 @@ def write(content: Mapping[str, object], path: Path) -> None:
 
 
 def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:
-    """Summaries by the names of their fields, and the samples of the time series."""
+    """Return summaries by field name, and the samples of the time series."""
     return {
         "slo": plain(asdict(slo)),
         "all": summary_as_json(forecast.summary(slo)),
@@ -38,7 +38,7 @@ def summary_as_json(summary: Summary) -> object:
 
 
 def plain(value: object) -> object:
-    """``value`` with null for what is infinite, since JSON has no such number."""
+    """Return ``value`` with null for infinities, since JSON has no such number."""
     match value:
         case float():
             return value if isfinite(value) else None

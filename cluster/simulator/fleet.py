@@ -25,7 +25,7 @@ class Router(Protocol):
     def worker_up(self, worker: SimulatedWorker) -> None: ...
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
-        """``occupants`` are the ids of the requests that had a slot there."""
+        """Handle a lost worker; ``occupants`` are the ids of the requests that had its slots."""
         ...
 
     def on_message(self, frame: Frame) -> None: ...
@@ -57,12 +57,12 @@ class Fleet:
 
     @property
     def staying(self) -> list[SimulatedWorker]:
-        """The last one that came is the last one."""
+        """Return the worker that stays: the last one that was added."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
     @property
     def max_model_lens(self) -> Iterator[int]:
-        """Tokens of the longest sequence of each that the router takes to be there."""
+        """Longest sequence in tokens of each worker that the router believes connected."""
         return (worker.limits.max_model_len for worker, _ in self._up.values())
 
     @property

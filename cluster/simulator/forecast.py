@@ -13,7 +13,7 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment.
+    """Cluster at one moment.
 
     ``waiting`` are at workers, without a slot there. All of it but ``queued`` is of workers that
     take requests: what a lost one had runs nowhere, though the router does not know it yet.
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``records`` are in the order of the arrivals, ``samples`` in that of time.
+    """Result of a simulation: ``records`` by arrival, ``samples`` by time.
 
     ``num_steps`` were computed by all workers together, ``num_jumped`` of them several at once.
     """

@@ -27,7 +27,7 @@ _TERM = 1
 
 
 class GlobalQueue:
-    """``weights`` of tenants, 1 where there is none; None: they are not told apart."""
+    """Admission queue; tenants have ``weights`` (default 1), None does not tell them apart."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class Life:
         return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
 
     def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
-        """Return a worker is ours: what it starts."""
+        """Dispatch the request to a worker, and return the sequence to start."""
         self.move(Move.DISPATCH, State.RUNNING)
         self.worker_id, self.epoch = worker_id, epoch
         self.accepted, self.is_preempted = True, False

@@ -62,7 +62,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``workers`` is None where not even the most that were allowed are enough."""
+    """Plan; ``workers`` is None if not even the most allowed are enough."""
 
     workers: int | None
     #: by their number of workers

@@ -66,7 +66,7 @@ class WorkerLoss:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrain:
-    """``worker`` hands back what it has, and leaves."""
+    """Drain: ``worker`` returns its requests and leaves."""
 
     at: float
     worker: int
@@ -117,5 +117,5 @@ class Scenario:
 
     @classmethod
     def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:
-        """``num_workers`` of one kind."""
+        """Return a scenario with ``num_workers`` of one kind."""
         return replace(cls((spec,) * num_workers), **others)  # type: ignore[arg-type]

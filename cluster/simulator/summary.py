@@ -13,7 +13,9 @@ from cluster.simulator.workloads.arrivals import Arrival
 
 @dataclass(slots=True)
 class Record:
-    """Moments are seconds from the workload's begin, as the gateway saw them; infinite: never.
+    """Record of a request, in seconds since the start of the workload at the gateway.
+
+    Infinite means never.
 
     ``refused`` is the error's slug where it did not come to its end: ``queue_full``,
     ``deadline_exceeded``, ...
@@ -112,7 +114,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``queued_s`` is the time until the first dispatch.
+    """Summary of requests; ``queued_s`` is the time until the first dispatch.
 
     Rates are a second of ``duration_s``, from the first arrival to the last end. ``goodput`` counts
     the requests that kept the SLO and their own targets. ``refused`` are counted by the cause.

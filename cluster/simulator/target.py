@@ -24,7 +24,7 @@ _STATISTIC = re.compile(r"p(\d\d?(?:\.\d+)?)|mean")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``statistic`` (p50, p99.9, mean) of a ``measure`` is ``most_s`` or less."""
+    """Target: the ``statistic`` (p50, p99.9, mean) of a ``measure`` is at most ``most_s``."""
 
     measure: str
     statistic: str
@@ -35,7 +35,7 @@ class Target:
         return f"{self.measure}_{self.statistic}"
 
     def attained(self, records: Sequence[Record]) -> float:
-        """Seconds. What did not come to its end took for ever."""
+        """Return the attained value in seconds; infinite for requests that did not end."""
         value = MEASURES[self.measure]
         ascending = sorted(value(each) if each.is_finished else inf for each in records)
         if not ascending:

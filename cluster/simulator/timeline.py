@@ -11,7 +11,7 @@ _Event: TypeAlias = tuple[float, int, Callable[..., object], tuple[object, ...]]
 
 
 class Timeline:
-    """``now`` is seconds.
+    """Timeline of events; ``now`` is in seconds.
 
     What is to happen at the same moment happens in the order in which that was said.
     """
@@ -22,13 +22,13 @@ class Timeline:
         self._events: list[_Event] = []
 
     def at(self, moment: float, call: Callable[..., object], *args: object) -> None:
-        """``moment`` is not before now."""
+        """Schedule a call at ``moment``, which is not before now."""
         heappush(self._events, (moment, next(self._numbers), call, args))
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
         heappush(self._events, (self.now + seconds, next(self._numbers), call, args))
 
     def step(self) -> None:
-        """Goes on to what happens next. Raises IndexError where that is nothing."""
+        """Advance to the next event. Raises IndexError without one."""
         self.now, _, call, args = heappop(self._events)
         call(*args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def joined(host: str, port: int) -> str:
-    """``host`` is a name, or an address without brackets, which one of IPv6 has in here."""
+    """Join ``host`` and port; an IPv6 address in ``host`` has no brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

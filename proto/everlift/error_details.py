@@ -34,7 +34,7 @@ def cause(error: EverliftError) -> str:
 
 
 def encode(error: EverliftError, code: int) -> bytes:
-    """``code`` is gRPC's, as a number."""
+    """Encode an error; ``code`` is gRPC's, as a number."""
     status = pb.Status(code=code, message=cause(error))
     status.details.append(_packed(pb.ErrorInfo(reason=error.slug, domain=_DOMAIN)))
     if error.retry_after_s is not None:

@@ -31,7 +31,7 @@ def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
 
 
 def little_endian(tokens: Sequence[int]) -> bytes:
-    """Four bytes each. Raises OverflowError for what is no uint32."""
+    """Return four bytes per number. Raises OverflowError for a number that is no uint32."""
     if len(tokens) == 1:
         return tokens[0].to_bytes(4, "little")
     data = array("I", tokens)
@@ -52,7 +52,7 @@ class TokenDigest:
 
     @property
     def value(self) -> int:
-        """64 bits; the same at either end for the same tokens, however they came."""
+        """Return a 64-bit hash, the same at both ends for the same tokens."""
         return int.from_bytes(self._hash.digest(), "little")
 
 

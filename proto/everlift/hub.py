@@ -28,7 +28,7 @@ _DENIED = (401, 403)
 
 
 def explain(error: BaseException, revision: str) -> str:
-    """Why asking a hub for ``revision`` of a model has come to ``error``."""
+    """Explain why asking a hub for ``revision`` of a model ended in ``error``."""
     from httpx2 import TransportError
     from huggingface_hub import constants, errors
 

@@ -32,7 +32,7 @@ def told(what: str) -> Iterator[Progress]:
 
 
 def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a line every few seconds; none of what is done before that."""
+    """Yield a function that logs a line every few seconds."""
     due = clock() + _LOG_EVERY_S
 
     def progress(done: int, total: int) -> None:

@@ -40,7 +40,7 @@ class Reloaded(Generic[T]):
         self._versions, self._value = self._made()
 
     def current(self) -> T:
-        """Return the same object as long as the files are the same.
+        """Return the object, which is the same while the files are.
 
         It looks at them, and blocks for that; it does not fail.
         """

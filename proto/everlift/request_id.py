@@ -19,7 +19,7 @@ _UNNAMED = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
-    """Return ``request_id`` if a client may use it; raises InvalidRequest."""
+    """Return ``request_id`` if a client may use it. Raises InvalidRequest."""
     if not is_request_id(request_id):
         raise InvalidRequest(
             "request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field="request_id"
@@ -28,7 +28,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def is_request_id(request_id: str) -> bool:
-    """Return a client may use it."""
+    """Return whether a client may use the id."""
     return _BARE.fullmatch(request_id) is not None
 
 
@@ -43,7 +43,7 @@ def is_named(request_id: str) -> bool:
 
 
 def check_tenant(tenant: str) -> str:
-    """Return ``tenant`` if it can be one's name; raises InvalidRequest."""
+    """Return ``tenant`` if it is a valid name. Raises InvalidRequest."""
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequest(
             "a tenant's name must be 1 to 63 characters of a-z 0-9 . _ -, a letter or digit first"
@@ -52,7 +52,7 @@ def check_tenant(tenant: str) -> str:
 
 
 def check_qualified(request_id: str) -> str:
-    """Return ``request_id`` if it can be a name inside the cluster; raises InvalidRequest."""
+    """Return ``request_id`` if it is a valid name inside the cluster. Raises InvalidRequest."""
     tenant, between, name = request_id.rpartition(_BETWEEN)
     if between:
         check_tenant(tenant)

@@ -108,7 +108,7 @@ class FittedStepTime:
         return min(1.0, usual / size) if size else 1.0
 
     def refit(self) -> None:
-        """Learns from what was observed. Costs some tenths of a millisecond."""
+        """Refit to the observations. Takes some tenths of a millisecond."""
         if self._num_samples == self._num_fitted:
             return
         self._num_fitted = self._num_samples

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 
 class Tokenizer(Protocol):
-    """Everything that detokenising needs of a tokenizer."""
+    """Part of a tokenizer that detokenization needs."""
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
         """Return the bytes that a token adds to a text.
@@ -238,7 +238,7 @@ class StopAutomaton:
         self.match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Breadth first, so that a state's fallback, which is shorter, is complete before it."""
+        """Link the states breadth first: a state's shorter fallback is complete before it."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

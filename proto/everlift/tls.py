@@ -66,7 +66,7 @@ class InternalTls:
 
 
 def check_pair(cert: str, key: str, prefix: str = "") -> None:
-    """``prefix`` is that of their settings. Raises ValueError."""
+    """Check a certificate and key; ``prefix`` is that of their settings. Raises ValueError."""
     if bool(cert) != bool(key):
         raise ValueError(f"{prefix}cert must be set together with {prefix}key")
 

@@ -22,7 +22,7 @@ class Demand:
 
 
 class Demands:
-    """``now`` is the router's clock in seconds.
+    """Demands of requests; ``now`` is the router's clock in seconds.
 
     Several clusters, which Ray's session names tell apart, share a ledger during an upgrade.
     """
@@ -50,7 +50,7 @@ class Demands:
         return any(not demand.HasField("workers") for demand in self._told.values())
 
     def total(self, now: float) -> Demand:
-        """O(gateways)."""
+        """Return the sum of all demands. O(gateways)."""
         # The routers of a cluster say the same, except for a moment after it has changed.
         newest = {demand.ray_cluster: demand for demand in self._told.values()}
         known = [

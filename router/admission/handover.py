@@ -27,7 +27,7 @@ class _Handover:
 
 
 class QueueHandover:
-    """``timeout_s`` is how long a gateway may keep all others waiting. Times are in seconds."""
+    """Handover of the queue; ``timeout_s`` limits the wait for a gateway. Times are in seconds."""
 
     def __init__(self, now: float, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -139,7 +139,7 @@ _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
 class HandoverSender:
-    """``waiting`` and ``running`` are read as they are told, part by part.
+    """Sender of a handover; ``waiting`` and ``running`` are read part by part.
 
     ``waiting`` is in the order of ``policy``.
     """

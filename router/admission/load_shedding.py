@@ -36,7 +36,7 @@ from router.config import RouterConfig
 
 
 class Late(NamedTuple):
-    """Something comes later than it is wanted.
+    """Missed deadline of a request, and by how much.
 
     ``is_by_output``: its first token would come in time, and its end would not. By ``shorter_s``
     the queue has to be shorter, if that helps.
@@ -84,7 +84,7 @@ _FEW = 64
 
 
 class RetryLimiter:
-    """``rate`` tokens a second for each tenant, of which ``burst`` may be saved.
+    """Token bucket per tenant: ``rate`` a second, at most ``burst`` saved.
 
     ``now`` is in seconds.
     """
@@ -171,7 +171,7 @@ class EarlyRejection:
         self._dice = dice
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
-        """``queued`` wait. Raises RetriedTooSoon, QueueFull."""
+        """Admit a request beside ``queued`` others. Raises RetriedTooSoon, QueueFull."""
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
@@ -257,7 +257,7 @@ _ON_THE_WAY_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``slug`` is an error's.
+    """Rejection with the ``slug`` of its error.
 
     It may come again when the queue has room, and not before ``retry_after_s``. ``least_tokens``:
     its first token would come in time, and the end of so long an output would not; 0: it is not
@@ -328,7 +328,7 @@ class Bounds:
         )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Take out those that have waited for too long, and refuses them."""
+        """Remove and refuse requests that have waited for too long."""
         expired = []
         while (waiting := self._queue.expire(ledger_now)) is not None:
             expired.append(Refusal(waiting, QueueTimeout.slug))

@@ -23,11 +23,11 @@ class Policy(Protocol):
 
     @property
     def place_name(self) -> str:
-        """Two policies of the same one have the same places."""
+        """Name of the order: policies with the same name sort alike."""
         ...
 
     def place(self, waiting: Ordered) -> Place:
-        """Among those of its class."""
+        """Return the order of a request within its class."""
         ...
 
     def lane(self) -> Lane:
@@ -36,7 +36,7 @@ class Policy(Protocol):
 
 
 def key_of(policy: Policy, waiting: Ordered) -> Key:
-    """Return a higher class goes first, and in a class it is as the policy says."""
+    """Return the sort key: higher classes first, then the policy's order."""
     return (-waiting.priority, *policy.place(waiting))
 
 

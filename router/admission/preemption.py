@@ -34,7 +34,7 @@ class Eviction:
 
 
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Seconds until it must run to meet its deadlines; infinite where it has none to meet.
+    """Return the seconds until the latest start that meets its deadlines, or infinity.
 
     One that is missed already is in no hurry any more.
     """
@@ -53,7 +53,7 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
-    """Seconds that go by at this worker before it is its turn to be computed."""
+    """Return the seconds before the worker computes the request."""
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
 
@@ -68,7 +68,7 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 
 
 class Evictions:
-    """``occupants`` answers the ids of the requests that have a slot of a worker.
+    """Eviction policy; ``occupants`` returns the ids of the requests in a worker's slots.
 
     Before one that comes this way no more than ``max_pending_prefill`` tokens may be pending with
     its own, as with a credit; but only those of its class and higher ones count, which go before
@@ -196,7 +196,7 @@ class _Promise:
 
 
 class Growth:
-    """``running`` says who is where. ``now`` is in seconds."""
+    """Growth of running requests, as ``running`` reports them. ``now`` is in seconds."""
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
@@ -256,7 +256,7 @@ class Move:
 
 
 class Moving:
-    """``reserve`` is the part of a worker's blocks that must stay free there."""
+    """Policy of moves; ``reserve`` is the share of a worker's blocks that must stay free."""
 
     def __init__(self, reserve: float) -> None:
         self._reserve = reserve

@@ -208,7 +208,7 @@ _FORGET_EVERY = 1 << 15
 
 
 class AdmissionQueue:
-    """``class_floor`` is the part of higher classes' work that a waiting class gets as well.
+    """Admission queue; a waiting class gets ``class_floor`` of the work of higher classes.
 
     ``fair_share`` counts what tenants are served; with ``is_fair``, they share each class by it.
     Moments are ledger time and ``now`` is the leader's clock, both in seconds.

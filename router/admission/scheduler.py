@@ -28,7 +28,7 @@ from router.config import RouterConfig
 
 
 class StartingWorkers:
-    """``now`` is the router's clock in seconds."""
+    """Workers that are starting; ``now`` is the router's clock in seconds."""
 
     def __init__(self) -> None:
         #: by the start's name, until when it holds and since when; the one heard last is last
@@ -94,7 +94,7 @@ class Placed:
 
 
 class LeaderState:
-    """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
+    """State of the leader; ``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
 
     ``occupants`` answers the ids of the requests that have a slot of a worker. ``fair_share``: None
     where tenants are not told apart.
@@ -386,7 +386,7 @@ class LeaderState:
         self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
 
     def moves(self, now: float, ledger_now: float) -> list[Move]:
-        """Preempted requests that go on sooner elsewhere, where room is kept for them.
+        """Return moves of preempted requests that resume sooner elsewhere, where room is reserved.
 
         O(preempted x workers).
         """
@@ -444,7 +444,10 @@ def cluster_load(
     now: float,
     ledger_now: float,
 ) -> session_pb2.ClusterLoad:
-    """``now`` and ``ledger_now`` as of a LeaderState. O(workers + tenants)."""
+    """Return the cluster's load; ``now`` and ``ledger_now`` as in LeaderState.
+
+    O(workers + tenants).
+    """
     staying = [worker for worker in workers if worker.is_open]
     rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
     return session_pb2.ClusterLoad(

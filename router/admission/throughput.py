@@ -118,7 +118,7 @@ class ThroughputEstimator:
 
     @property
     def size_class(self) -> int:
-        """Size class of such a step."""
+        """Return the size class of such a step."""
         return _size_class(self._last.tokens) if self._last else 0
 
     @property
@@ -145,7 +145,7 @@ class ThroughputEstimator:
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
-        """``now`` in seconds.
+        """Measure the work up to ``now`` (seconds).
 
         ``is_full``: more sequences there would compute no more tokens. Answers the steps of about
         the last fifth of a second, if there were any.

@@ -27,7 +27,7 @@ _SHORTEST_S = 0.1
 
 
 class WaitEstimator:
-    """``workers`` are those of the leader.
+    """Estimator of waits over the leader's ``workers``.
 
     Between two times that it looks at them a prediction costs O(1).
     """
@@ -127,7 +127,7 @@ class EstimatedWait:
         self._came.clear()
 
     def estimate(self, priority: int, work_tokens: int) -> float:
-        """Seconds until what goes before a request of this class has left the queue.
+        """Return the seconds until the work before a request of this class has left the queue.
 
         From now on it is one of those that came.
         """

@@ -83,7 +83,7 @@ _CLASSES = _NUMBER + 1
 
 
 class WaitStatistics:
-    """``now`` is seconds and never goes back."""
+    """Statistics of waits; ``now`` is in seconds and never goes back."""
 
     def __init__(self) -> None:
         self._has_worker = True

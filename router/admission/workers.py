@@ -62,7 +62,7 @@ class Connected(NamedTuple):
 def capacity(
     load: session_pb2.ClusterLoad | None, workers: Iterable[Connected]
 ) -> admin_pb2.CapacityResponse:
-    """Demand of a cluster.
+    """Return the demand that the cluster can take.
 
     ``load`` is the leader's report, None if outdated; ``workers`` are all connected ones.
     """
@@ -234,7 +234,7 @@ class Reservations(Generic[K]):
         return claim
 
     def expire(self, before: float) -> list[K]:
-        """Drop those from before that moment; returns their keys."""
+        """Remove the entries before that moment, and return their keys."""
         late = [key for key, claim in self._claims.items() if claim.since < before]
         for key in late:
             self.drop(key)
@@ -293,7 +293,7 @@ class WorkerView:
         return self.step_time.seconds(self._decoding)
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Seconds until it has computed so many tokens of prompts; None: not known.
+        """Return the seconds to compute so many prompt tokens; None if unknown.
 
         Before anything is known of its kind, by the best steps of its own.
         """

@@ -1,1 +1,1 @@
-"""Everything that clients can reach: the protocols, and the service behind them."""
+"""Protocols that clients can reach, and the service behind them."""

@@ -79,7 +79,7 @@ _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 def apply(
     message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
 ) -> None:
-    """Names of ``headers`` are in small letters.
+    """Apply the defaults of ``headers``, whose names are in lower case.
 
     ``place`` is of the request among several of one call, each of which is named after the call's
     name then. Raises InvalidRequest, OutOfRange with the header's name.

@@ -117,7 +117,7 @@ class Access:
         return self.limits_of(tenant).weight
 
     async def run(self) -> None:
-        """Follows the store until cancelled."""
+        """Follow the store until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             await self.reload()

@@ -32,7 +32,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """``tenant`` is empty where tenants are not told apart."""
+    """Caller; ``tenant`` is empty if tenants are not told apart."""
 
     tenant: str = ""
     scopes: frozenset[Scope] = frozenset(Scope)

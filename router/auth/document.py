@@ -32,7 +32,7 @@ Own = Mapping[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``keys`` are by their ids, ``tenants`` have what differs from EVERYBODY's limits."""
+    """Document with ``keys`` by id, and ``tenants`` whose limits differ from EVERYBODY's."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     tenants: Mapping[str, Own] = field(default_factory=dict)

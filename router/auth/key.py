@@ -65,7 +65,7 @@ class Key:
         return hmac.compare_digest(hash_of(secret), self.sha256)
 
     def has_expired(self, now: float) -> bool:
-        """``now`` is seconds since 1970."""
+        """Return whether the key has expired at ``now``, in seconds since 1970."""
         return self.expires is not None and _seconds(self.expires) <= now
 
 
@@ -88,7 +88,7 @@ def moment(seconds: float) -> str:
 
 
 def duration(text: str) -> float:
-    """Seconds of 30m, 12h or 90d. Raises ValueError."""
+    """Return the seconds of 30m, 12h or 90d. Raises ValueError."""
     if (found := _DURATION.fullmatch(text)) is None:
         raise ValueError(f"must be minutes, hours or days, such as 30m, 12h or 90d, not {text!r}")
     return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
@@ -112,7 +112,7 @@ def whole(key_id: str, secret: str) -> str:
 
 
 def parts(shown: str) -> tuple[str, str] | None:
-    """Id and secret of what somebody shows; None for what is no key."""
+    """Return id and secret of a presented key; None if it is malformed."""
     found = _KEY.fullmatch(shown)
     return (found[1], found[2]) if found else None
 

@@ -80,7 +80,7 @@ class Quotas:
         return self._limits_of(tenant_of(request_id)).is_metered
 
     async def run(self) -> None:
-        """Tells the ledger until cancelled."""
+        """Settle and renew charges in the ledger until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time() + _HOLD_S
         while True:

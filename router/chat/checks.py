@@ -46,7 +46,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def check_function_name(at: str, name: object) -> str:
-    """Return it; raises InvalidRequest. ``at`` is where it stands."""
+    """Return a valid function name. Raises InvalidRequest, which names its place ``at``."""
     if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
         raise InvalidRequest(f"{at} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
     return name

@@ -17,7 +17,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """``index`` counts an output's calls."""
+    """Start of a tool call; ``index`` counts an output's calls."""
 
     index: int
     id: str

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``tool_use`` is the template for chats with tools.
+    """Start parameters; ``tool_use`` is the template for chats with tools.
 
     ``cpu_s`` for one chat, ``max_characters`` of what it becomes, ``memory_mib`` beyond what the
     process has at its start.

@@ -36,7 +36,7 @@ class _Ended(Exception):
 
 
 class RendererProcess:
-    """Starts with a chat where it does not run. One chat at a time."""
+    """Renderer process, started by the first chat. One chat runs at a time."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -44,7 +44,7 @@ class RendererProcess:
         self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Unless it runs. Raises EverliftError where no process can be had."""
+        """Start the process unless it runs. Raises EverliftError if that fails."""
         if self._process is None or self._process.poll() is not None:
             await self._start()
 

@@ -58,7 +58,7 @@ class Choice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """``parameters`` is the schema that its arguments are kept to."""
+    """Function; ``parameters`` is the schema of its arguments."""
 
     name: str
     shown: Json
@@ -67,7 +67,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``named`` is the function of Choice.NAMED."""
+    """Use of tools in a request; ``named`` is the function of Choice.NAMED."""
 
     functions: tuple[Function, ...]
     choice: Choice

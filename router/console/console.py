@@ -66,7 +66,7 @@ class Audience:
 
 
 class Feed:
-    """An ASGI response.
+    """ASGI response of the console's event stream.
 
     ``frame`` makes the next one; what it raises is told as the last event. Who reads slowly gets
     fewer of them.
@@ -222,7 +222,7 @@ class Console:
         return Feed(self._audience, frame)
 
     def paths(self) -> list[Path]:
-        """Scopes are those that the same asks for over gRPC."""
+        """Return the paths, with the scopes of the same calls over gRPC."""
         page, actions = self._page, self._actions
         return [
             ("GET", "/console", page.without_slash),

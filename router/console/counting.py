@@ -79,7 +79,10 @@ class _Router:
 
 
 class Aggregates:
-    """``bounds`` of the buckets, by histogram. The router ``router_id`` is heard from its start."""
+    """Aggregates of the counters, from the start of ``router_id``.
+
+    ``bounds`` are those of the buckets, by histogram.
+    """
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:
         self._bounds = bounds
@@ -95,7 +98,7 @@ class Aggregates:
         router.note(counts, now)
 
     def drop_routers(self, now: float) -> None:
-        """Routers that are gone, with what they counted."""
+        """Remove routers that are gone, with their counts."""
         self._routers = {
             name: it for name, it in self._routers.items() if now - it.heard < _FORGOTTEN_S
         }

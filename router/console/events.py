@@ -22,7 +22,7 @@ _PREEMPTIONS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ConsoleEvent:
-    """``kind`` is one of a few words; ``at`` in seconds."""
+    """Event of the console; ``kind`` is one of a few words, ``at`` is in seconds."""
 
     number: int
     at: float

@@ -25,7 +25,7 @@ class Failed:
 
 
 class Failures:
-    """Told of counters by slug that only grow, at every look.
+    """Counts of failures by slug, from counters that only grow.
 
     Nobody knows when those of ``before`` were.
     """
@@ -75,5 +75,5 @@ class History:
 
     @property
     def points(self) -> list[Json]:
-        """The oldest first."""
+        """Points of the chart, oldest first."""
         return list(self._points)

@@ -20,7 +20,7 @@ class Rates:
         self._rates: dict[str, float] = {}
 
     def of(self, worker_id: str, tokens: int, now: float) -> float:
-        """``now`` in seconds. 0 until there are two looks."""
+        """Return the rate at ``now`` (seconds); 0 before the second sample."""
         then, before = self._marks.setdefault(worker_id, (now, tokens))
         if now - then >= _INTERVAL_S:
             self._marks[worker_id] = now, tokens
@@ -28,7 +28,7 @@ class Rates:
         return self._rates.get(worker_id, 0.0)
 
     def keep(self, worker_ids: Iterable[str]) -> None:
-        """Forgets all other workers: they are gone."""
+        """Keep these workers' rates, and drop those of lost ones."""
         kept = set(worker_ids)
         if kept == self._marks.keys():
             return
@@ -51,7 +51,7 @@ class Percentiles:
 
 
 class RecentHistogram:
-    """``bounds`` are the buckets' upper bounds, the infinite one last."""
+    """Histogram of recent values; ``bounds`` are the buckets' upper bounds, the last infinite."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -66,12 +66,12 @@ class RecentHistogram:
 
     @property
     def size(self) -> int:
-        """Buckets."""
+        """Number of buckets."""
         return len(self._bounds)
 
     @property
     def recent(self) -> list[int]:
-        """Cumulative, by bucket."""
+        """Return the cumulative counts by bucket."""
         if len(self._marks) < 2:
             return [0] * self.size
         first, last = self._marks[0][1], self._marks[-1][1]

@@ -28,7 +28,7 @@ class Phase(IntEnum):
 
 
 class Cause(Enum):
-    """Why a request went on in another slot."""
+    """Cause of a request's move to another slot."""
 
     WORKER_LOST = "worker_lost"
     WORKER_DRAINED = "worker_drained"
@@ -71,7 +71,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """``left_at`` in seconds is when it was seen to leave the ``source``."""
+    """Move of a request; ``left_at`` is when it left the ``source``, in seconds."""
 
     key: int
     request_id: str
@@ -91,7 +91,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """``requests`` are the names of those that took a seat, by their keys."""
+    """Changes since the last frame; ``requests`` are names by key."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)

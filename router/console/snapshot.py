@@ -46,7 +46,7 @@ _SPAN_LABELS = {kind_name(kind): label for kind, label in LABELS.items()}
 
 
 class Snapshot:
-    """``load`` and ``scaling`` are set from outside, as often as they are read."""
+    """Snapshot of the cluster; ``load`` and ``scaling`` are set when they are read."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from router.console.snapshot import Snapshot
 
 
 class Viewer:
-    """``caller`` may have another one's rights by the next frame.
+    """Viewer; the rights of ``caller`` may change between frames.
 
     ``lanes`` are the workers whose slots it is shown.
     """

@@ -1,4 +1,4 @@
-"""The workers of a cluster as a page shows them: in few numbers each, however many there are.
+"""Workers of a cluster as the page shows them, in few numbers each. Pure.
 
 Pure.
 """
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
-    """``view`` is the leader's, None where another replica leads."""
+    """Return a worker's row; ``view`` is the leader's, None if another router leads."""
     info, state = link.info, link.state
     # A lost one has nothing, whatever it said last.
     alive = int(link.is_up)

@@ -42,7 +42,7 @@ _PEERS = {
 
 
 def check_fault(fault: pb.Fault, target: Part, peer: Part | None, num_ranks: int = 1) -> None:
-    """``num_ranks`` are those of a worker that is the target. Raises InvalidRequest, OutOfRange."""
+    """Check a fault for a target of ``num_ranks`` ranks. Raises InvalidRequest, OutOfRange."""
     if fault.kind not in pb.FaultKind.values() or not fault.kind:
         raise InvalidRequest("a fault must be one of kill, pause, partition and slow")
     if fault.kind != pb.FAULT_KIND_KILL:

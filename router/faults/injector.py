@@ -97,7 +97,7 @@ class Chaos:
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def inject(self, fault: pb.Fault) -> str:
-        """Make the fault happen; returns whom it strikes, by its full name.
+        """Inject the fault, and return the full name of its target.
 
         Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker, Unreachable, and
         LedgerUnavailable where the ledger's process cannot be asked for.

@@ -91,7 +91,7 @@ class Reservation:
 
 
 class Leader:
-    """``weight_of`` returns the weight of a tenant; None treats all tenants as one."""
+    """Leader; ``weight_of`` returns a tenant's weight, None treats all tenants as one."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ log = logs.get_logger(__name__)
 
 
 class Lease:
-    """``began`` and ``ended`` are called when this replica begins and ceases to lead."""
+    """Lease of the leader; ``began`` and ``ended`` are called when this router's lead changes."""
 
     def __init__(
         self,

@@ -122,7 +122,7 @@ class RuntimePolicy:
         self._put_in_force(self._policy)
 
     async def keep_up(self, version: int) -> None:
-        """Goes over to the policy that the ledger has under this version.
+        """Apply the policy that the ledger has under this version.
 
         One that its server forgot is put back. Raises LedgerUnavailable.
         """

@@ -40,7 +40,7 @@ MOST_LISTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """``created`` is False when the id was known with the same body."""
+    """Opened request; ``created`` is False if the id was known with the same body."""
 
     entry: Entry
     created: bool
@@ -134,28 +134,28 @@ class NotQueued(Exception):
 
 
 def check_nonce(value: int) -> int:
-    """Return an epoch or term that can be one; raises ValueError. 0 means none."""
+    """Return a valid epoch or term; 0 means none. Raises ValueError."""
     if not 0 < value < 1 << 64:
         raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
     return value
 
 
 def check_end(state: State) -> State:
-    """Return a state that ``end`` can end in; raises ValueError."""
+    """Return a state in which a request can end. Raises ValueError."""
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
     return state
 
 
 def check_listed(limit: int) -> int:
-    """Return how many requests a page of a listing can have; raises ValueError."""
+    """Return a valid page size of a listing. Raises ValueError."""
     if not 0 < limit <= MOST_LISTED:
         raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
     return limit
 
 
 def check_told(stored: Stored) -> Stored:
-    """Return what ``reassert`` can be told; raises ValueError."""
+    """Return a valid report for ``reassert``. Raises ValueError."""
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
         raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
@@ -224,7 +224,7 @@ class Ledger(Protocol):
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
-        """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off.
+        """Move QUEUED or RUNNING to QUEUED, owned by ``gateway``; a running attempt is fenced off.
 
         A request that is final, or no longer ``owner``'s, is answered as it is: the caller has it
         if the entry's gateway is ``gateway``. Raises UnknownRequest.
@@ -232,7 +232,7 @@ class Ledger(Protocol):
         ...
 
     async def discard(self, request_id: str, owner: str) -> Entry | None:
-        """QUEUED -> gone: the id may be opened again.
+        """Move QUEUED to gone: the id may be opened again.
 
         Answers None, also where there is no request, or the entry of one that stays: it is not
         QUEUED, or not ``owner``'s.
@@ -248,7 +248,7 @@ class Ledger(Protocol):
         owner: str | None = None,
         explanation: bytes = b"",
     ) -> Entry:
-        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED).
+        """Move QUEUED or RUNNING to ``state`` (FAILED, CANCELLED or EXPIRED).
 
         A request that is final, or not ``owner``'s where one is given, is answered as it is; else
         ``explanation`` is stored unless it is empty. Raises UnknownRequest.
@@ -317,7 +317,7 @@ class Ledger(Protocol):
     # gateways
 
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
-        """Renews the gateway's lease and tells who is there."""
+        """Renew the gateway's lease, and return who is connected."""
         ...
 
     async def end_lease(self, gateway: str) -> None:

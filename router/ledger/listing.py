@@ -123,7 +123,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A tenant's listing names this request.
+    """Listing of a request under its tenant.
 
     ``is_kept_up``: as the listing of all does, so that it leaves both when it is gone.
     """
@@ -138,7 +138,7 @@ Item: TypeAlias = Audited | Stray | Claim | Listed
 
 class Audit(Protocol):
     def items(self) -> AsyncIterator[Item]:
-        """Everything. Raises LedgerUnavailable."""
+        """Return all entries. Raises LedgerUnavailable."""
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:

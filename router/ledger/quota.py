@@ -47,7 +47,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """A request's end: it has made so many tokens in all its choices.
+    """Settlement of a request that ended, with the tokens of all its choices.
 
     None: it never began, and takes nothing.
     """

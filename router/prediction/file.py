@@ -19,7 +19,7 @@ _Identity = tuple[int, ...]
 
 
 class PredictorFile:
-    """``load`` is called with each model that comes, and refuses one by ValueError.
+    """Predictor file; ``load`` gets each new model, and raises ValueError to refuse it.
 
     Then, as where the file cannot be read, what is in use stays.
     """
@@ -32,13 +32,13 @@ class PredictorFile:
         self._cause = ""
 
     async def run(self) -> None:
-        """Follows it from now on until cancelled."""
+        """Follow the file until cancelled."""
         while True:
             await self.reload()
             await asyncio.sleep(_LOOK_S)
 
     async def reload(self) -> None:
-        """Take it if it is another one."""
+        """Load the file if it has changed."""
         try:
             model = await asyncio.to_thread(self._news)
             if model is not None:

@@ -46,7 +46,7 @@ class Forest:
         value: Sequence[float],
         num_features: int,
     ) -> None:
-        """``roots`` are by sum, the others by node. Raises ValueError of what is no such forest."""
+        """Create the forest; ``roots`` are by sum, the others by node. Raises ValueError."""
         counts = [len(each) for each in roots]
         if not counts or not all(counts) or sum(counts) > _MOST_TREES:
             raise ValueError(f"a sum has no tree, or all have more than {_MOST_TREES}")

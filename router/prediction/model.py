@@ -78,7 +78,7 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``forest`` has a sum for the natural logarithm of each of QUANTILES.
+    """Model; ``forest`` has a sum for the natural logarithm of each of QUANTILES.
 
     ``served`` is the name of the model whose outputs they are. ``report`` is what training found,
     for people, with Kendall's ``tau``.
@@ -130,7 +130,7 @@ def text(
     histories: Mapping[str, History],
     report: Mapping[str, Any],
 ) -> str:
-    """Return the file. ``forest`` is what Forest is made of, by its arguments' names."""
+    """Return the file's text; ``forest`` holds Forest's arguments by name."""
     plain = {
         "kind": KIND,
         "version": VERSION,

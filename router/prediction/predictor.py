@@ -330,7 +330,7 @@ class Guess:
 
 class Learned:
     def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
-        """``histories`` are what ended until now."""
+        """Create the predictor from the ``histories`` of ended requests."""
         self._forest = model.forest
         self._histories = histories
         self._corrections = Corrections((*QUANTILES, LEAST))
@@ -477,7 +477,7 @@ class Predictor:
         return Prediction(length, guess=guess, learned=self._learned)
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
-        """Return an output ended, by itself or by its ``max_tokens``.
+        """Record an output that ended by itself or by its ``max_tokens``.
 
         Whether others are trusted from now on, or are not any more.
         """

@@ -57,7 +57,7 @@ class Trust:
     """
 
     def __init__(self, limit: float, tau: float) -> None:
-        """``tau`` is by what the model's training found; it holds until enough outputs ended."""
+        """Create the trust; ``tau``, from training, holds until enough outputs have ended."""
         self._limit = limit
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._within: deque[tuple[bool, ...]] = deque(maxlen=_WINDOW)

@@ -77,7 +77,7 @@ class Workers(Protocol):
 
 
 class AttemptRunner:
-    """``adopt`` takes over a request that the ledger gives to this router and that is not here."""
+    """Runner of attempts; ``adopt`` takes over a request that the ledger gives to this router."""
 
     def __init__(
         self,

@@ -300,7 +300,7 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Return a request of a higher class needs the place.
+        """Handle an eviction: a request of a higher class needs the slot.
 
         That is not one of the request's moves.
         """
@@ -439,14 +439,14 @@ class Attempts:
         return live.entry.losses + 1 if live.losses.are_too_many(self._config) else None
 
     def on_released(self, live: LiveRequest, entry: Entry, now: float) -> list[Effect]:
-        """Return the ledger queued the request again, or says that it is over for this router."""
+        """Handle a release: the request is queued again, or no longer this router's."""
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
             live.wait_again(entry, now)
             return [Enqueue(live)]
         return [Finalize(live, entry)]
 
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
-        """Return the request is about to end in the ledger, before its last token."""
+        """Handle the imminent end of a request in the ledger, before its last token."""
         effects = self.on_dropped(live, now, end)
         if not live.is_over:
             live.phase = Phase.ENDING

@@ -18,7 +18,7 @@ _MOST = 1000
 
 
 class Deliveries:
-    """``tell`` is called from time to time: one call for all that were noted since."""
+    """Reports of deliveries; ``tell`` is called from time to time with all new ones."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -29,7 +29,7 @@ class LedgerHealth:
     """Updated with each heartbeat of this router."""
 
     def __init__(self, memory_limit: float) -> None:
-        """``memory_limit``: share of the ledger's memory above which requests are rejected."""
+        """Create the client; requests are rejected above ``memory_limit`` of the memory."""
         self._memory_limit = memory_limit
         self._generation = ""
         #: this generation lacks acknowledged state; and that was found since the last heartbeat
@@ -89,7 +89,7 @@ _NEVER = 1 << 30
 
 
 class LedgerClient:
-    """``ledger`` itself is for single operations whose failure the caller reports."""
+    """Client of the ledger; ``ledger`` is for single calls whose failure the caller reports."""
 
     def __init__(self, ledger: Ledger, registry: RequestRegistry, health: LedgerHealth) -> None:
         self.ledger = ledger

@@ -79,7 +79,10 @@ class Requests:
         tracer: Tracer = NO_TRACES,
         limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
-        """``memory_limit`` as in LedgerConfig; ``limits_of`` returns the limits of a tenant."""
+        """Create the manager; ``memory_limit`` as in LedgerConfig.
+
+        ``limits_of`` returns the limits of a tenant.
+        """
         self._config = config
         self._ledger = ledger
         self._model = model

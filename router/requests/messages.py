@@ -13,7 +13,7 @@ from router.requests.request import Choice, LiveRequest
 
 
 def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
-    """Lets a worker begin a choice, or go on exactly where it ends."""
+    """Return the message by which a worker begins a choice, or continues it."""
     request = live.request
     return session_pb2.Start(
         epoch=live.epoch,

@@ -9,7 +9,7 @@ from everlift.messages import FinishReason
 
 
 class ClassObserver(Protocol):
-    """Hears of the requests of one class.
+    """Observer of the requests of one class.
 
     Durations are seconds. Called from the event loop, for every piece of output: must be quick.
     """

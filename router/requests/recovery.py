@@ -135,7 +135,7 @@ async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
 
 
 class Takeover:
-    """Takes over requests whose router is gone, and restores ended ones."""
+    """Takeover of requests whose router is gone, and restoration of ended ones."""
 
     def __init__(
         self,

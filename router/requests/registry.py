@@ -172,7 +172,7 @@ class RequestRegistry:
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Own a request from now on. Without a ``prediction`` one is made."""
+        """Own a request from now on, with a new ``prediction`` if none is given."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.discard(live.request_id)
@@ -180,7 +180,7 @@ class RequestRegistry:
         self._live[live.request_id] = live
 
     def release(self, live: LiveRequest) -> None:
-        """Own the request no longer."""
+        """Stop owning the request."""
         if self.has(live):
             del self._live[live.request_id]
             self.quotas.let_go(live.request_id)

@@ -105,7 +105,7 @@ class Choice:
     def __init__(
         self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
     ) -> None:
-        """``output`` and its end are what the ledger has."""
+        """Create the choice; ``output`` and its end are those in the ledger."""
         self.request_id = bare(request_id)
         self.index = index
         self.output = output
@@ -126,7 +126,7 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """The ledger has all that came so far."""
+        """Whether the ledger has all output that has arrived."""
         has_end = self.is_complete or not self.finish_reason
         return has_end and self.stored >= len(self.output)
 
@@ -138,7 +138,7 @@ class Choice:
         self._epochs.append((len(self.output), epoch))
 
     def mark_stored(self, count: int) -> bool:
-        """Return the first ``count`` tokens are in the ledger. Answers whether more can be read."""
+        """Note that ``count`` tokens are in the ledger; return whether more is readable."""
         self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
@@ -239,7 +239,7 @@ class Phase(Enum):
 
 
 class LiveRequest:
-    """``entry`` is the ledger's, as of the last move that is known here.
+    """Request that runs here; ``entry`` is the ledger's, as of the last known transition.
 
     ``now`` is the router's clock in seconds. ``outputs`` are by choice; ``journal`` has what came
     before.
@@ -377,12 +377,12 @@ class LiveRequest:
 
     @property
     def unfinished(self) -> list[Choice]:
-        """The choices that go on."""
+        """Choices that have not ended."""
         return [choice for choice in self.choices if not choice.finish_reason]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """They are asked for and not all there yet."""
+        """Return whether requested log probabilities of the prompt are incomplete."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
 
@@ -402,7 +402,7 @@ class LiveRequest:
 
     @property
     def is_ahead(self) -> bool:
-        """Clients may have seen tokens that the ledger does not have."""
+        """Whether clients may have seen tokens that the ledger does not have."""
         return any(choice.readable > choice.stored for choice in self.choices)
 
     @property

@@ -166,7 +166,7 @@ def is_relayed(headers: Mapping[str, str]) -> bool:
 
 
 class Relay:
-    """``address`` is the other gateway's internal one. Its errors become ours."""
+    """Relay of another gateway at its internal ``address``. Its errors are raised here."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

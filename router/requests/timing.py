@@ -59,7 +59,7 @@ class UnreadTime:
             self._counted, self._since = now, inf
 
     def until(self, now: float) -> float:
-        """Seconds in which there was something."""
+        """Return the seconds with unread tokens up to ``now``."""
         return self._seconds + max(0.0, now - self._since)
 
 
@@ -121,7 +121,7 @@ SILENT = Silent()
 
 @dataclass(slots=True)
 class Pause:
-    """``choice`` has no KV blocks; ``until`` is None while it lasts."""
+    """Pause of a ``choice`` without KV blocks; ``until`` is None while it lasts."""
 
     choice: int
     since: float
@@ -130,7 +130,7 @@ class Pause:
 
 @dataclass(slots=True)
 class Attempt:
-    """``number`` counts from 1.
+    """Attempt; ``number`` counts from 1.
 
     None stands for what was not seen, or did not come to pass. What grows with each token or frame
     is as of the last look.
@@ -295,7 +295,7 @@ class Span(NamedTuple):
 
 
 class Journal:
-    """``came`` is when its call did."""
+    """Journal of a request, whose call arrived at ``came``."""
 
     def __init__(self, came: float) -> None:
         self.came = came
@@ -352,7 +352,7 @@ class Journal:
 
     @property
     def is_delivered(self) -> bool:
-        """A client has read all of it."""
+        """Whether a client has read everything."""
         return self._is_delivered
 
     @property
@@ -379,12 +379,12 @@ class Journal:
 
     @property
     def kept_attempts(self) -> list[Attempt]:
-        """Attempts of which every span is told."""
+        """Attempts whose spans are all kept."""
         return list(self._attempts)[-MAX_TOLD:]
 
     @property
     def num_dropped(self) -> int:
-        """Attempts before these."""
+        """Number of earlier attempts that were summed."""
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
     def until(self, now: float, *, is_read: bool = False) -> Journal:
@@ -437,7 +437,7 @@ class Journal:
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
-        """``occupants`` count where it waited for room."""
+        """Record a dispatch; ``occupants`` count if the request waited for room."""
         queue_wait = message.queue_wait if message.HasField("queue_wait") else None
         shares = {} if queue_wait is None else dict(in_queue(queue_wait))
         self._number = self._last_attempt = message.attempt
@@ -639,7 +639,7 @@ class RequestTimes:
             self.observer.dispatched(self.queued_s)
 
     def more_to_read(self, choice: int, now: float) -> None:
-        """Clients may read more of a choice than before."""
+        """Note that clients may read more of a choice than before."""
         if self._first_token is None:
             self._first_token = now
             if not self._has_begun_elsewhere:

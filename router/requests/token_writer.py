@@ -1,4 +1,4 @@
-"""Writes the output of requests to the ledger, and lets clients read what is written."""
+"""Writer of output to the ledger, from which clients then read it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ _GATHER_S = 0.02
 
 
 class TokenWriter:
-    """Writes output of owned requests to the ledger, and marks it as stored and readable.
+    """Writer of owned requests' output to the ledger, which marks it as stored and readable.
 
     ``on_difference`` receives a request of which the ledger has another state, ``on_failure`` one
     that cannot continue, with the error.

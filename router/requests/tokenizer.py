@@ -452,7 +452,7 @@ def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
 
 
 def _context(facts: Mapping[str, Any]) -> int:
-    """YaRN lengthens it by a section of the configuration alone: the other number stays as it was.
+    """Return the context length, which YaRN's section alone may extend.
 
     Gemma has such a section for each kind of layer.
     """

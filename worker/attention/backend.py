@@ -49,7 +49,7 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
-        """Names of everything that attends."""
+        """Names of the attention kernels in use."""
         ...
 
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:

@@ -16,7 +16,7 @@ _LARGEST_HEAD = 256
 
 
 def choose_attention(cache: KVCache) -> AttentionBackend:
-    """Compiles the kernel, in a few seconds, where this machine has not done so before."""
+    """Choose the attention backend; compiles its kernel, in some seconds, once per machine."""
     device, head_dim = cache.tensor.device, cache.tensor.shape[-1]
     if device.type == "cuda":
         if head_dim > _LARGEST_HEAD or not kernels_work(device):

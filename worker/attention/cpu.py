@@ -164,7 +164,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
-    """``sinks`` are the form's in fp32, and have to live as long."""
+    """Return the native form; ``sinks`` are its fp32 sinks and must live as long."""
     return NativeForm(
         form.scale,
         form.softcap or 0.0,
@@ -174,6 +174,6 @@ def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
 
 
 def _with_whole_tokens(heads: Tensor) -> Tensor:
-    """``heads`` [tokens, heads, head_dim], each token's in one run of memory."""
+    """Return ``heads`` [tokens, heads, head_dim] with each token contiguous."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()

@@ -206,5 +206,5 @@ def power_of_two(number: int) -> int:
 
 
 def _with_whole_heads(heads: Tensor) -> Tensor:
-    """``heads`` [tokens, heads, head_dim], each head's in one run of memory."""
+    """Return ``heads`` [tokens, heads, head_dim] with each head contiguous."""
     return heads if heads.stride(2) == 1 else heads.contiguous()

@@ -57,7 +57,7 @@ class PromptsThere:
 
 
 def bounds_of(counts: Ints) -> NDArray[np.int32]:
-    """[n + 1], from 0, between runs of ``counts`` [n]."""
+    """Return the bounds [n + 1], from 0, between runs of ``counts`` [n]."""
     return np.concatenate(([0], counts.cumsum())).astype(np.int32)
 
 
@@ -89,7 +89,7 @@ class Feature(NamedTuple):
 
 
 class PromptKernels:
-    """``backend``, which was right for forms with ``features``; it is used until it fails."""
+    """Kernels for prompts: ``backend``, verified for ``features`` and used until it fails."""
 
     def __init__(self, backend: PromptBackend, features: Set[Feature]) -> None:
         self._backend = backend

@@ -99,7 +99,7 @@ class ReferenceStep:
 
 
 def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) -> Tensor:
-    """``query`` [n * new, heads, head_dim] over the runs ``gathered`` for a bundle."""
+    """Attend with ``query`` [n * new, heads, head_dim] over the gathered runs of a bundle."""
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
     key, value = gathered.view(2, rows, -1, context, head_dim)
@@ -198,7 +198,7 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """[n, blocks] of each row of ``group`` which of its blocks it attends to.
+        """Return bool [n, blocks]: the blocks that each row of ``group`` attends to.
 
         What fills it up to its shape is masked out, but read, so it is its own: the others' may
         hold NaN.

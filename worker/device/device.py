@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(wanted: str) -> torch.device:
-    """``auto`` is a GPU where there is one. Raises ValueError where ``wanted`` is not there."""
+    """Return the device; ``auto`` is a GPU if there is one. Raises ValueError if it is missing."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch finds no CUDA device here")
     if wanted == "auto":
@@ -26,7 +26,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """``auto`` is bfloat16 where the device computes in it natively, else float32.
+    """Return the dtype; ``auto`` is bfloat16 where the device has it natively, else float32.
 
     With quantised weights a CPU computes in float32.
     """
@@ -39,7 +39,10 @@ def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") 
 
 
 def _gpu_has_bfloat16() -> bool:
-    """Older ones than Ampere convert it, which torch counts as well if it is not told otherwise."""
+    """Return whether the GPU computes in bfloat16: Ampere or newer.
+
+    Older GPUs convert it, which torch counts too unless it is told otherwise.
+    """
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 

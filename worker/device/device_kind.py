@@ -28,6 +28,6 @@ _MEMORY, _CAPABILITY = 70 * _GIB, (9, 0)
 
 
 def kind_of_gpu(memory_bytes: float, capability: tuple[int, int]) -> DeviceKind:
-    """``capability`` is CUDA's: (9, 0) of an H100."""
+    """Return the kind of a GPU; ``capability`` is CUDA's, (9, 0) for an H100."""
     is_large = memory_bytes >= _MEMORY and capability >= _CAPABILITY
     return DeviceKind.LARGE_GPU if is_large else DeviceKind.GPU

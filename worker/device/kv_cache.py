@@ -29,7 +29,7 @@ _TAKEN_AHEAD = 256 << 20
 
 
 class KVCache:
-    """``num_blocks`` blocks with no meaning yet; ``kv_heads`` are this rank's own."""
+    """KV cache of ``num_blocks`` uninitialized blocks; ``kv_heads`` are this rank's."""
 
     def __init__(
         self,

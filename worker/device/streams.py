@@ -62,7 +62,7 @@ def cuda_streams(device: torch.device) -> CopyStreams:
 
 
 class Arriving:
-    """``tensor``, which is copied to the host as soon as it is computed."""
+    """Copy of ``tensor`` to the host, which begins once it is computed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor

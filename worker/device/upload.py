@@ -19,7 +19,7 @@ def upload(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """``values`` as a tensor of ``dtype`` on ``device``."""
+    """Return ``values`` as a tensor of ``dtype`` on ``device``."""
     return _copied(torch.as_tensor(values, dtype=dtype), device)
 
 
@@ -62,7 +62,7 @@ class Parcel:
         return together.view(np.int32)
 
     def arrive(self, packed: Tensor) -> None:
-        """``packed`` int32, on the device and aligned so, is what ``packed`` returned."""
+        """Take ``packed``, int32 and aligned on the device, as ``packed`` returned it."""
         self._there, first = [], 0
         for array in self._arrays:
             part = packed[first : first + array.nbytes // packed.itemsize]
@@ -87,7 +87,7 @@ def _dtype(array: NDArray[Any]) -> torch.dtype:
 
 
 def upload_into(values: NDArray[np.int32], target: Tensor) -> None:
-    """``values`` [n] to the first n places of ``target``, in one copy that takes its turn."""
+    """Copy ``values`` [n] to the first n places of ``target``, in stream order."""
     tensor = torch.from_numpy(values)
     if target.is_cuda:
         tensor = tensor.pin_memory()

@@ -41,7 +41,7 @@ class BlockStore(Protocol):
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids from 0. Every operation is O(1) per block."""
+    """Pool of ``num_blocks`` blocks with ids from 0. Every operation is O(1) per block."""
 
     def __init__(self, num_blocks: int, store: BlockStore) -> None:
         self._store = store

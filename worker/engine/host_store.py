@@ -18,7 +18,7 @@ from worker.engine.plan import BlockCopy
 
 
 class HostStore:
-    """``num_places`` places with ids from 0; with none nothing is kept.
+    """Store of blocks in ``num_places`` places of host memory, with ids from 0.
 
     Every operation is O(1) a block, but for ``forget_all``.
 

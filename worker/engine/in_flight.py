@@ -22,7 +22,7 @@ from worker.engine.sequence import Sequence
 
 
 class InFlightStep:
-    """``plan`` was just made from ``batch``, and has no drafts."""
+    """Step in flight: ``plan`` was made from ``batch``, and has no drafts."""
 
     def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan = plan

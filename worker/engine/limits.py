@@ -36,7 +36,7 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_model_len`` counts prompt and output.
+    """Limits of an engine; ``max_model_len`` counts prompt and output.
 
     ``watermark_blocks`` stay free when a sequence is admitted beside others. ``num_host_blocks`` is
     the capacity of the host's memory for blocks.

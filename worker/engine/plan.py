@@ -79,7 +79,7 @@ class Row:
 
     @property
     def known_end(self) -> int:
-        """The position after its known tokens."""
+        """Position after the known tokens."""
         return self.start + len(self.tokens) - self.num_drafts
 
 
@@ -176,24 +176,24 @@ class Rows:
 
     @cached_property
     def firsts(self) -> Ints:
-        """[n] of each row, the index of its first token among the step's."""
+        """Return [n]: for each row, the index of its first token among the step's."""
         return self.counts.cumsum() - self.counts
 
     @cached_property
     def positions(self) -> Ints:
-        """[T] where each token stands in its sequence."""
+        """Return [T]: each token's position in its sequence."""
         if len(self) == self.num_tokens:
             return self.starts
         return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
 
     @cached_property
     def blocks(self) -> NDArray[np.int32]:
-        """[T] to which block each token's KV goes."""
+        """Return [T]: the block of each token's KV."""
         return self.tables[self.spread(self.slots), self.positions // BLOCK_SIZE]
 
     @cached_property
     def known_ends(self) -> Ints:
-        """[n] the position after each row's known tokens."""
+        """Return [n]: the position after each row's known tokens."""
         return self.starts + self.counts - self.num_drafts
 
     def drafts(self, index: int) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ class Rows:
         return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
 
     def spread(self, column: Ints) -> Ints:
-        """[T] what ``column`` [n] has for the row of each token."""
+        """Return [T]: the value of ``column`` [n] for the row of each token."""
         return column if len(self) == self.num_tokens else np.repeat(column, self.counts)
 
     def __len__(self) -> int:
@@ -292,7 +292,7 @@ class Launched(Protocol):
     """A step that the device is computing."""
 
     def sample(self) -> None:
-        """Lets it draw, now that what was drawn in the step before is known.
+        """Make the row draw a token, once the previous step's are known.
 
         Raises as Runner.execute; its copies to and from the host are made all the same.
         """

@@ -38,7 +38,7 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``tokens`` holds prompt and output; ``max_tokens`` limits the whole output.
+    """Sequence: ``tokens`` holds prompt and output, ``max_tokens`` limits the output.
 
     ``order`` is its place by arrival, which it keeps over preemptions. Sequences of a smaller
     ``priority`` are preempted first.

@@ -64,7 +64,7 @@ class NgramIndex:
 
 
 def continued(tokens: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """``count`` tokens from ``index`` on; at the end of ``tokens`` they repeat themselves."""
+    """Return ``count`` tokens from ``index`` on, repeated past the end of ``tokens``."""
     period = len(tokens) - index
     return tuple(tokens[index + at % period] for at in range(count))
 

@@ -74,7 +74,7 @@ class Costs(NamedTuple):
 
 
 class StepCosts:
-    """``observe`` follows each step."""
+    """Costs of steps; ``observe`` is called after each step."""
 
     def __init__(self) -> None:
         self._fit = FittedStepTime()

@@ -26,7 +26,7 @@ class Part(IntEnum):
 
 
 class TimeBreakdown(NamedTuple):
-    """The fields are those of the message TimeBreakdown, where they are explained.
+    """Time breakdown, with the fields of the message TimeBreakdown.
 
     Its seconds sum up to the time from the sequence's start to ``until``.
     """

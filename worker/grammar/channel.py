@@ -50,7 +50,7 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """The grammar process is gone. May be asked in another thread than the rest."""
+        """Whether the grammar process is gone. Thread-safe."""
         poll = select.poll()
         # No event is asked for: that the other end is closed is told unasked.
         poll.register(self._sock, 0)
@@ -116,7 +116,7 @@ class Channel:
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
-        """Take what comes meanwhile, or both ends would wait for each other."""
+        """Send a request; meanwhile read, since otherwise both ends could wait for each other."""
         deadline = time.monotonic() + self._timeout_s
         unsent = memoryview(data)
         while unsent:

@@ -40,19 +40,22 @@ class GrammarProcesses(Protocol):
     """Source of grammar processes."""
 
     async def start_process(self) -> socket.socket:
-        """Return the socket, non-blocking, to a process that keeps nothing yet."""
+        """Return the non-blocking socket of a new grammar process."""
         ...
 
     def close(self) -> None: ...
 
 
 class GrammarCompiler:
-    """``compile`` and ``close`` are called in the event loop's thread, and ``done`` is."""
+    """Compiler of grammars.
+
+    ``compile``, ``close`` and ``done`` run in the event loop's thread.
+    """
 
     def __init__(
         self, settings: Grammars, processes: GrammarProcesses, step_timeout: float
     ) -> None:
-        """``step_timeout`` is after how many seconds a step may count as stuck."""
+        """Create the compiler; after ``step_timeout`` seconds a step counts as stuck."""
         self._settings = settings
         masks_s = _MASK_PATIENCE * settings.step_budget
         self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)

@@ -55,7 +55,7 @@ class GrammarForkServer:
                 await asyncio.to_thread(self._start)
 
     async def start_process(self) -> socket.socket:
-        """Return the socket to a grammar process that is about to be born, non-blocking."""
+        """Return the non-blocking socket of a grammar process that is being forked."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:

@@ -94,7 +94,7 @@ class Place:
 
 
 class GrammarProcess:
-    """Serves ``sock`` until its other end is closed."""
+    """Server of ``sock`` until its other end is closed."""
 
     def __init__(self, sock: socket.socket, model: Model, budget: Budget) -> None:
         self._sock = sock
@@ -179,7 +179,7 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """Return a stop token is no draft worth checking: the masks behind it would be empty."""
+        """Return the drafts before a stop token, behind which the masks would be empty."""
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
         with self._masks(place, len(request["tokens"])):

@@ -102,7 +102,7 @@ class Matcher:
         return num_allowed
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by ``tokens``, which were drawn. Where it cannot, the next ``mask`` says so."""
+        """Advance by the drawn ``tokens``. A failure shows in the next ``mask``."""
         with suppress(EverliftError):
             self._mask_of_next(time.monotonic())
             self._expect_token()

@@ -37,7 +37,7 @@ def draw_rows(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``tokens`` int64 [rows] of ``logits`` fp32 [rows, VOCAB].
+    """Draw ``tokens`` int64 [rows] from ``logits`` fp32 [rows, VOCAB].
 
     By row, ``filters`` fp64 [rows, 4] are temperature, top_k, top_p and min_p, inf where top_k or
     top_p keep all; ``keys`` int64 [rows, 2] have the bits of seed and choice, ``positions`` int64
@@ -68,7 +68,7 @@ def draw_rows(
 
 @triton.jit
 def uniform(seed, choice, position):
-    """worker.runner.uniform's number."""
+    """Return the number of worker.runner.uniform."""
     mixed = _mix(_mix(_mix(seed.to(tl.uint64)) ^ choice.to(tl.uint64)) ^ position.to(tl.uint64))
     return (mixed >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
 

@@ -108,7 +108,7 @@ class CompiledPointwise(TorchPointwise):
 
 
 def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
-    """Compiled, where it can be."""
+    """Return the compiled functions, or torch's if they cannot be compiled."""
     if device.type == "cuda" and kernels_work(device):
         # Triton need not be there but for a GPU.
         from worker.model.kernel_pointwise import KernelPointwise

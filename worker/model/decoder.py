@@ -48,7 +48,7 @@ class HeadNorms:
         self.key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
 
     def __call__(self, heads: Tensor, num_query: int) -> Tensor:
-        """``heads`` [T, heads, head_dim], of which the first ``num_query`` are queries."""
+        """Attend with ``heads`` [T, heads, head_dim]; the first ``num_query`` are queries."""
         query, key = heads.tensor_split([num_query], dim=1)
         return torch.cat((self.query(query), self.key(key)), dim=1)
 
@@ -276,7 +276,7 @@ class Decoder:
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
+        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
 
         They hold until the next call.
         """
@@ -305,7 +305,7 @@ class Decoder:
             parts.embedding.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        """Everything of the checkpoint that this rank holds."""
+        """Yield the pieces of the checkpoint that this rank holds."""
         parts = self.layer_by_layer
         yield from parts.embedding.pieces()
         for layer in parts.layers:

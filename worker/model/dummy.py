@@ -29,7 +29,7 @@ _SMALL = 0.02
 
 
 def fill(decoder: Decoder, progress: Progress = untold) -> int:
-    """Fill every parameter of ``decoder``; returns their bytes."""
+    """Fill every parameter of ``decoder``, and return their bytes."""
     pieces = list(decoder.pieces())
     filler = Filler(pieces, progress)
     for piece in pieces:
@@ -40,7 +40,7 @@ def fill(decoder: Decoder, progress: Progress = untold) -> int:
 
 
 def _stream(piece: Piece) -> Tensor:
-    """PERIOD values of uniform distribution.
+    """Return PERIOD values of uniform distribution.
 
     A product with a matrix keeps the size of its input: its variance is one over its inputs.
     """

@@ -42,7 +42,7 @@ class Filler:
         self._buffer = _Buffer()
 
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
-        """``piece.into``, from a tensor whose elements ``read`` gives in ``dtype``."""
+        """Fill ``piece.into`` from a tensor whose elements ``read`` returns in ``dtype``."""
         bounds = bounds_of(piece.slices, piece.shape)
         inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)
         wanted = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]

@@ -56,7 +56,7 @@ def read_rope(config: HfConfig, head_dim: int) -> Rope:
 
 
 def rope_parameters(config: HfConfig) -> HfConfig:
-    """Whichever of the two sections there is."""
+    """Return the section of rope parameters that the config has."""
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
@@ -106,7 +106,7 @@ def _yarn(rope: _Written) -> YarnScaling:
 
 
 def _yarn_attention(rope: _Written) -> float:
-    """Scores over a longer context are sharpened: arXiv 2309.00071, section 3.4."""
+    """Return the factor that sharpens scores over a longer context (arXiv 2309.00071, 3.4)."""
     written = rope.parameters
     if written.get("mscale") and written.get("mscale_all_dim"):
         every = _mscale(rope.factor, written.number("mscale_all_dim"))

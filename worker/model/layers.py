@@ -153,7 +153,10 @@ class VocabTable:
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of ``ids`` [T], [T, width]. A token of another rank's is zero until the sum."""
+        """Return the rows of ``ids`` [T], [T, width].
+
+        A token of another rank's is zero until the sum.
+        """
         if self.group.size == 1:
             return self.weight.rows(ids).to(self._dtype)
         absent = (ids < self._share.start) | (ids >= self._share.stop)
@@ -168,7 +171,7 @@ class VocabTable:
         return self.gathered(self.weight.multiply(hidden), self._dtype)
 
     def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """``logits`` [n, share] of each rank as fp32 [n, vocab_size] on rank 0, None elsewhere.
+        """Gather ``logits`` [n, share] of each rank as fp32 [n, vocab_size] on rank 0, else None.
 
         Between ranks they are of ``dtype``.
         """

@@ -13,7 +13,7 @@ class Form(Protocol):
     """Memory layout of a weight [outputs, inputs]."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
+        """Return ``x`` [T, inputs] @ weight.T + ``bias`` [outputs], of shape [T, outputs]."""
         ...
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Matrix:
 
     @property
     def plain(self) -> Tensor:
-        """[outputs, inputs]. Not there once the weight is packed: raises RuntimeError."""
+        """Return the weight [outputs, inputs]. Raises RuntimeError once it is packed."""
         if not isinstance(self.form, Plain):
             raise RuntimeError("a packed weight cannot be filled")
         return self.form.weight
@@ -76,7 +76,7 @@ class Matrix:
         self.form = packing.pack(self.plain) or self.form
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
+        """Return ``x`` [T, inputs] @ weight.T + ``bias`` [outputs], of shape [T, outputs]."""
         return self.form.multiply(x, bias)
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Panels:
         inputs: int,
         scales: Tensor | None = None,
     ) -> None:
-        """``dtype`` is that of inputs and outputs."""
+        """Create the panels; ``dtype`` is that of inputs and outputs."""
         self._library = library
         self._panels = panels
         self._dtype = dtype

@@ -34,7 +34,7 @@ class Pointwise(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up [T, n], of ``gate_up`` [T, 2 * n]."""
+        """Return activation(gate) * up [T, n], of ``gate_up`` [T, 2 * n]."""
         ...
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:

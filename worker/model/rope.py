@@ -58,7 +58,7 @@ def rotate(heads: Tensor, angle: Angle) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, length: int) -> Tensor:
-    """Radians a position for each of the ``dim / 2`` pairs, fp32; ``length`` as in RotaryTable."""
+    """Return radians per position for the ``dim / 2`` pairs, fp32; ``length`` as in RotaryTable."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents
     match rope.scaling:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """``length`` elements one after the other, from element ``start`` of the tensor on."""
+    """Run of ``length`` elements from element ``start`` of the tensor on."""
 
     start: int
     length: int
@@ -71,13 +71,13 @@ class HeadShare:
 
 
 def tail_padded(size: int, parts: int, part: int) -> Share:
-    """Part ``part`` of ``size`` things: as wide as the others, and the last ones have fewer."""
+    """Return part ``part`` of ``size`` things: as wide as the others, the last ones filled less."""
     width = -(-size // parts)
     return Share(min(part * width, size), min((part + 1) * width, size), width)
 
 
 def share_heads(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> HeadShare:
-    """Rank ``rank``'s heads.
+    """Return rank ``rank``'s heads.
 
     With fewer KV heads than ranks, neighbours hold the same one and part its query heads between
     them.

@@ -109,7 +109,7 @@ class CompiledStack:
     """A Stack (decoder.py) that computes what ``plain`` does, whose parameters it uses."""
 
     def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
-        """``kernel`` lays out a block as the library does."""
+        """Create the stack; ``kernel`` lays out a block as the library does."""
         self._kernel = kernel
         self._hidden = library.hidden_states
         self._hidden.argtypes = (
@@ -210,7 +210,7 @@ class CompiledStack:
         return self._plain.head.gathered(logits, self._dtype)
 
     def _memory_for_logits(self, number: int) -> Tensor:
-        """Float32 [number, vocab].
+        """Return memory for logits, float32 [number, vocab].
 
         It is kept too: large memory that is new each time is a page fault for every 4 KiB of it.
         """
@@ -233,7 +233,7 @@ class CompiledStack:
 
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
-    """``plain`` where some of it is not as stack.cpp computes it, or that cannot be compiled."""
+    """Return the compiled stack, or ``plain`` if stack.cpp lacks a part or cannot be compiled."""
     if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype

@@ -54,7 +54,7 @@ _attend: ContextVar[Attend] = ContextVar("attend")
 
 @contextmanager
 def answered_by(attend: Attend) -> Iterator[None]:
-    """Within it, the layers of models under SURVEY or PAGED call ``attend``."""
+    """Route the attention of models under SURVEY or PAGED to ``attend`` within the context."""
     token = _attend.set(attend)
     try:
         yield
@@ -64,7 +64,7 @@ def answered_by(attend: Attend) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """``index`` is the layer's place in the KV cache."""
+    """Layer over paged attention; ``index`` is its place in the KV cache."""
 
     index: int
     form: AttentionForm

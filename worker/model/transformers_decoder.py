@@ -22,7 +22,7 @@ from worker.model.transformers_survey import Survey
 
 
 class Output(NamedTuple):
-    """``hidden`` [T, hidden], and fp32 ``logits`` [T, vocab]."""
+    """Output: ``hidden`` [T, hidden] and fp32 ``logits`` [T, vocab]."""
 
     hidden: Tensor
     logits: Tensor
@@ -63,7 +63,7 @@ class TransformersDecoder:
         return hidden if sites is None else hidden[sites]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden]."""
+        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden]."""
         return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
 
     def by_own_attention(self, tokens: Tensor) -> Output:

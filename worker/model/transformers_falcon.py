@@ -12,7 +12,7 @@ from worker.model.transformers_attention import PAGED, SURVEY, hand_over
 
 
 class InterfacedFalcon(FalconForCausalLM):
-    """The same parameters and, under any other attention than ours, the same code."""
+    """Falcon with the same parameters, and the same code under any other attention."""
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config)
@@ -29,7 +29,7 @@ class _InterfacedAttention(FalconAttention):
     num_kv_heads: int
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
-        """``hidden_states`` [1, T, hidden], and by name what FalconAttention takes."""
+        """Return the output for ``hidden_states`` [1, T, hidden], as FalconAttention does."""
         if self.config._attn_implementation not in (SURVEY, PAGED):
             return super().forward(hidden_states, **given)
         split = self._split_heads(self.query_key_value(hidden_states))

@@ -160,7 +160,7 @@ def _load(directory: Path, config: PreTrainedConfig, place: Placement) -> PreTra
 
 
 def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
-    """Return the same weights whenever it is called."""
+    """Return random weights, the same at every call."""
     with torch.random.fork_rng(), torch.device(place.device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = _class_for(config)._from_config(

@@ -52,7 +52,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Unservable(ValueError):
-    """Why a model of transformers cannot be served, in words that go on from its name."""
+    """Cause why a model of transformers cannot be served, to follow its name."""
 
 
 @dataclass(frozen=True, slots=True)

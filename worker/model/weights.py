@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 def load(
     decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
 ) -> int:
-    """Fill every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
+    """Fill every parameter of ``decoder`` from ``num_readers`` threads, and return their bytes.
 
     Raises BadCheckpoint.
     """

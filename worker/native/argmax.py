@@ -64,7 +64,7 @@ class CompiledArgmax:
 
 
 def choose_argmax(device: torch.device) -> Argmax:
-    """Compiled, where it can be."""
+    """Return the compiled argmax, or torch's if it cannot be compiled."""
     return (_compiled() if device.type == "cpu" else None) or argmax_by_torch
 
 

@@ -18,7 +18,7 @@ FAILED = -2
 
 
 def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
-    """``width`` is at least 1 and the most tokens of a result."""
+    """Encode results; ``width``, at least 1, is the most tokens of a result."""
     lines = [[FAILED] if result.error is not None else [*result.tokens] for result in results]
     return [line + [NO_TOKEN] * (width - len(line)) for line in lines]
 

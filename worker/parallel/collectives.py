@@ -53,7 +53,7 @@ class Collectives:
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """``file`` is this object's from here on. Raises OSError."""
+        """Take over ``file``, which this object then owns. Raises OSError."""
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
         self._memory = library.collectives_open(file, rank, size, _SLOT_BYTES, timeout_ns)
@@ -76,7 +76,7 @@ class Collectives:
         self._call(self._library.collectives_gather, address, num_bytes, width, out)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class Group:
         return Group()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """``tensor``, replaced by the sum over all ranks."""
+        """Replace ``tensor`` by its sum over all ranks, and return it."""
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
@@ -72,7 +72,7 @@ class Group:
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """``tensor``, replaced by rank 0's."""
+        """Replace ``tensor`` by rank 0's, and return it."""
         return tensor
 
     def attend_gather(self, shard: Tensor, room: Tensor) -> None:
@@ -86,10 +86,10 @@ class Group:
         return well
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
 
     def close(self) -> None:
-        """Releases what the group holds. May be called again."""
+        """Release what the group holds. May be called again."""
 
 
 class _SharedMemoryGroup(Group):
@@ -282,7 +282,7 @@ def join_store(address: str) -> TCPStore:
 def init_group(
     store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
 ) -> Group:
-    """Join rank ``rank`` of ``size``; returns when all of them have.
+    """Join as rank ``rank`` of ``size``, and return when all ranks have.
 
     ``host`` is this rank's own address, found from its way to the store when None.
     """

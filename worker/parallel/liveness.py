@@ -26,7 +26,7 @@ _PARTING_S = 0.4
 
 
 class LivenessMonitor:
-    """``end`` is called with the cause when the rank can go on no more; that may be twice."""
+    """Monitor of the ranks; ``end`` is called with the cause of a loss, perhaps twice."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class MeetingPoint:
 
 
 def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
-    """Brings ``rank``, above 0, to the meeting point at ``address``. Raises ChannelBroken."""
+    """Connect ``rank``, above 0, to the meeting point at ``address``. Raises ChannelBroken."""
     if config.is_fake:
         return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))
     from worker.device import device

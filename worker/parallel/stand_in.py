@@ -33,7 +33,7 @@ class Exchanged:
 
 class Collective(Protocol):
     def attend(self, group: Group, room: Tensor) -> None:
-        """``room`` is bytes, of any content."""
+        """Take part with ``room``, bytes of any content."""
         ...
 
 

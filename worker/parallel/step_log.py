@@ -152,7 +152,7 @@ class StepLogReader:
 
     @classmethod
     def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
-        """``address`` as the listener gave it. Raises ChannelBroken."""
+        """Connect to the listener's ``address``. Raises ChannelBroken."""
         place, _, token = address.rpartition("/")
         host, _, port = place.rpartition(":")
         hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
@@ -178,7 +178,7 @@ class StepLogReader:
             yield entry
 
     def beat(self) -> None:
-        """Tells rank 0 that this process runs.
+        """Tell rank 0 that this process runs.
 
         Called in another thread than the rest; never waits, and a line that is broken is noticed
         where it is read.
@@ -187,7 +187,7 @@ class StepLogReader:
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Rank 0 is gone, and no stop was read so far: of what it wrote, some may be unread.
+        """Return whether rank 0 is gone without a stop; some of its steps may be unread.
 
         Called in another thread than the rest; never waits.
         """

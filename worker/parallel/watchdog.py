@@ -35,7 +35,7 @@ class WakingTime:
         self._now = 0.0
 
     def update(self, now: float) -> float:
-        """Seconds that count so far."""
+        """Return the seconds that count so far."""
         if self._looked is not None:
             self._now += min(now - self._looked, self._most_s)
         self._looked = now

@@ -34,7 +34,7 @@ _LARGEST = 256
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
+    """Return 1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
     most = min(max_num_seqs, _LARGEST)
     sizes = [1, 2, 4, 8, *range(_STEP, most, _STEP)]
     return (*(size for size in sizes if size < most), most)

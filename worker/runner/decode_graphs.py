@@ -70,7 +70,7 @@ class DecodingBackend(Protocol):
     def decoding(
         self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor
     ) -> StepAttention:
-        """Attention of a step whose rows have one token each, or none (``counts`` int32 [n]).
+        """Return the attention of a step whose rows have at most one token (``counts`` int32 [n]).
 
         At ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
         launches depends on n alone: the tensors are read as they are when it runs.
@@ -79,7 +79,7 @@ class DecodingBackend(Protocol):
 
 
 class DecodeGraphs:
-    """Captures the largest bucket first, whose memory the others find.
+    """Graphs of decode steps, captured largest bucket first, whose memory the others share.
 
     All ranks do so in the same order. ``max_blocks`` is the most that a sequence has.
     """
@@ -110,7 +110,7 @@ class DecodeGraphs:
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:
-        """Hidden states [n, hidden] of ``rows``, which have a bucket.
+        """Return hidden states [n, hidden] of ``rows``, which have a bucket.
 
         They hold until the next run, as does what ``parcel`` brings to the device: it goes with
         what is told of the rows.

@@ -142,5 +142,5 @@ def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[T
 
 
 def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
-    """``values`` [n] of every row as float64 [n, 1]."""
+    """Return ``values`` [n] of the rows as float64 [n, 1]."""
     return upload(values, like.device, torch.float64).unsqueeze(1)

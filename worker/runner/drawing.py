@@ -20,7 +20,7 @@ class LastTokens:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def write(self, slots: Tensor, tokens: Tensor) -> None:
-        """``tokens`` int64 [n] were drawn in ``slots`` int64 [n].
+        """Write the drawn ``tokens`` int64 [n] of ``slots`` int64 [n].
 
         A mark, of a row from which none could be drawn, becomes some token: what follows it is
         thrown away.
@@ -28,7 +28,7 @@ class LastTokens:
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """``tokens`` int64 [T] of ``slots`` int64 [T], where UNKNOWN the one drawn last."""
+        """Replace UNKNOWN in ``tokens`` int64 [T] by the last draw of ``slots`` int64 [T]."""
         return torch.where(tokens < 0, self._tokens[slots], tokens)
 
 

@@ -28,7 +28,7 @@ class Draws(NamedTuple):
         return Draws(self.filters[index], self.keys[index], self.positions[index])
 
     def uniform(self) -> NDArray[np.float64]:
-        """[n] each one's number."""
+        """Return a uniform number for each draw [n]."""
         seeds, choices = self.keys.T
         return uniform(seeds, choices, self.positions.astype(np.uint64))
 

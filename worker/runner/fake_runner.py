@@ -211,7 +211,7 @@ class _Slot:
         )
 
     def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
-        """Token after token, as long as the drafts are right."""
+        """Draw one token after another, as long as the drafts are right."""
         end = row.start + len(row.tokens)
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []

@@ -32,7 +32,7 @@ from worker.engine.plan import Admission
 
 
 class PenalisedRow(NamedTuple):
-    """``slot``'s logits at row ``first`` and, after each of ``drafts``, at the rows behind it."""
+    """Row with penalties: logits of ``slot`` at row ``first``, and one row after each draft."""
 
     slot: int
     first: int
@@ -198,6 +198,6 @@ def _flat(logits: Tensor) -> Tensor:
 def _penalised(
     logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """``logits`` [n] of tokens that were ``times`` [n] in the output, by the penalties [n]."""
+    """Return ``logits`` [n] with penalties, for tokens that occurred ``times`` [n]."""
     repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
     return repeated - frequency * times - presence * (times > 0)

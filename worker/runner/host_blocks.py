@@ -41,7 +41,7 @@ class HostBlocks:
 
 
 def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-    """Blocks of each piece: as many as a power of two holds, but one at least."""
+    """Return the blocks of each piece: the most in a power of two of bytes, at least one."""
     sizes = []
     while num_blocks:
         room = _power_of_two_within(min(num_blocks * block_bytes, _LARGEST_PIECE))

@@ -28,11 +28,11 @@ class HostCache(Protocol):
     def num_blocks(self) -> int: ...
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
-        """Blocks to their places."""
+        """Copy blocks to their places."""
         ...
 
     def load(self, copies: Sequence[BlockCopy]) -> None:
-        """Places to their blocks."""
+        """Copy places to their blocks."""
         ...
 
 

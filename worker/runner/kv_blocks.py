@@ -142,7 +142,7 @@ class MemoryUse(NamedTuple):
 
 
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
-    """Blocks of the KV cache, where ``num_beside`` more of their size are kept beside it.
+    """Return the blocks of the KV cache, with ``num_beside`` of their size kept beside it.
 
     Raises ValueError where there is no room for a block, or for a sequence of ``max_model_len``, if
     that is set.
@@ -180,7 +180,10 @@ log = logs.get_logger(__name__)
 
 
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
-    """Return the same on each rank. Raises ValueError where there is no room. A collective."""
+    """Return the number of blocks, equal on all ranks. A collective.
+
+    Raises ValueError without room.
+    """
     told = told_blocks(config, loaded.kv_shape, place)
     if told is not None:
         return told

@@ -21,7 +21,7 @@ from worker.device.upload import upload
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """float64 [n, 2 + 2 * num_top] for ``tokens`` int64 [n] under ``logits`` fp32 [n, vocab].
+    """Return float64 [n, 2 + 2 * num_top] for ``tokens`` int64 [n], ``logits`` fp32 [n, vocab].
 
     Fewer alternatives where the vocabulary is smaller. Where a row's logits are not finite numbers,
     its log probability is NaN; that of a token which the model rules out is -inf.
@@ -65,7 +65,7 @@ class KeptLogits:
     """Rows of a step's logits, kept unchanged until their tokens are drawn."""
 
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
-        """``num_top`` has rows of ``logits`` [n, vocab], and how many alternatives each tells."""
+        """Keep ``logits`` [n, vocab]; ``num_top`` is the number of alternatives by row."""
         self._num_top = num_top
         self._index = upload(list(num_top), logits.device)
         self._logits = logits[self._index]

@@ -73,7 +73,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
+        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
 
         The caller may change them; they hold until the next call. A collective.
         """
@@ -200,7 +200,7 @@ class TorchRunner:
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
-        """Lets the device draw; None where drafts or scores are heard of later.
+        """Sample on the device; return None if drafts or scores arrive later.
 
         ``hidden`` are of the rows' sites.
         """
@@ -290,7 +290,7 @@ class TorchRunner:
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
     def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
-        """int64 [count], in the memory of this rank's device.
+        """Return int64 [count] in the memory of this rank's device.
 
         No host waits for it where the group is on the device.
         """

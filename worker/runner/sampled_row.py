@@ -54,7 +54,7 @@ class SampledRow:
 
     @property
     def sites(self) -> range:
-        """The rows of its logits."""
+        """Rows of its logits."""
         return range(self.first, self.first + 1 + len(self.drafts))
 
     @property
@@ -72,7 +72,7 @@ class SampledRow:
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, began: float) -> None:
-        """Into ``into`` int32 [sites, words] what its grammar allows.
+        """Write the tokens that the grammar allows into ``into`` int32 [sites, words].
 
         ``began`` as for a TokenMask.
         """
@@ -83,7 +83,7 @@ class SampledRow:
             self.error = error
 
     def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
-        """``drawn`` has a token for each site of the step, ``logprobs`` those that are told.
+        """Return the result; ``drawn`` has a token per site, ``logprobs`` those to report.
 
         The grammar goes on by the tokens that the row keeps.
         """

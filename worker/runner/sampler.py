@@ -67,7 +67,7 @@ class Asks:
 
     @property
     def num_sites(self) -> Ints:
-        """[n] at how many sites each is drawn."""
+        """Return [n]: the number of sites of each row."""
         counts = np.ones(len(self.slots), np.int64)
         for i, drafts in self.drafts.items():
             counts[i] += len(drafts)

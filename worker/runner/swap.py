@@ -44,7 +44,7 @@ class SwapCost:
 def build_host_cache(
     config: WorkerConfig, cache: KVCache, group: Group, runner: Runner
 ) -> HostCache | None:
-    """Room for the blocks of the preempted: ``config.swap_mib``, shared out evenly over the ranks.
+    """Build the host cache of ``config.swap_mib``, split evenly over the ranks.
 
     None where it is not wanted, holds no block, or would not pay. Rank 0 finds that out for all,
     with a ``runner`` over ``cache`` on every rank; what the cache holds is spoilt.
@@ -90,7 +90,7 @@ def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
 def measure(
     cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
 ) -> SwapCost:
-    """``forward`` computes ``num_tokens`` tokens."""
+    """Measure the copy and ``forward``, which computes ``num_tokens`` tokens."""
     count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
     copies = [BlockCopy(block, block) for block in range(count)]
 

@@ -34,7 +34,7 @@ class TokenMask(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by ``tokens``, which were drawn.
+        """Advance by the drawn ``tokens``.
 
         Where it cannot, the next mask says so: of what was drawn the other ranks have heard.
         """

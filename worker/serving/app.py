@@ -40,7 +40,7 @@ class Refused(RuntimeError):
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
-    """``router`` is the handle of the router's deployment.
+    """Deployment of a worker; ``router`` is the handle of the router's deployment.
 
     Settings that change without a restart are the deployment's user_config, which Serve hands to
     ``reconfigure`` (cluster/ray/deployments.py).

@@ -29,7 +29,7 @@ log = logs.get_logger(__name__)
 
 
 class EngineThread:
-    """``meet`` brings this rank together with the others.
+    """Thread of the engine; ``meet`` connects this rank with the others.
 
     ``report`` and ``announce`` are called from the thread. ``startup`` is told how long the parts
     of its start take.

@@ -19,7 +19,7 @@ _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 
 def strike(fault: chaos_pb2.Fault) -> None:
-    """Kills or pauses this process; returns when it goes on."""
+    """Kill or pause this process, and return when it continues."""
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == chaos_pb2.FAULT_KIND_PAUSE:
@@ -63,7 +63,7 @@ class Wire:
         asyncio.get_running_loop().call_later(seconds, self._mend, cut)
 
     def mend(self) -> None:
-        """Everything comes through again."""
+        """End the partition."""
         while self._cuts:
             self._mend(self._cuts[0])
 

@@ -20,7 +20,7 @@ _MAX_ACCEPTED = 65_536
 
 
 class Outbox:
-    """``notify`` is called whenever something is worth a frame of its own."""
+    """Outbox of a router; ``notify`` is called when a message needs a frame of its own."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.notify = notify

@@ -1,4 +1,4 @@
-"""Starts that are not counted in the engine's load yet. Pure."""
+"""Sequences that the engine's load does not count yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from worker.engine.outcome import SequenceKey
 
 
 class Pending:
-    """``num_tokens`` known tokens of ``len`` sequences.
+    """Pending sequences, with ``num_tokens`` known tokens in all.
 
     A sum that is kept: a frame tells it, and a burst of starts, or the room that one leaves in a
     dict, would be walked through for each.

@@ -46,7 +46,7 @@ _OPTIONS = (
 
 
 class SessionServer(session_pb2_grpc.WorkerSessionServicer):
-    """Serves ``sessions`` at ``config.host``. Bound at birth, serving after ``start``."""
+    """Server of ``sessions`` at ``config.host``: bound when created, serving after ``start``."""
 
     def __init__(
         self, config: WorkerConfig, sessions: Sessions, transport: Transport | None = None
@@ -76,7 +76,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         return not self._open
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
-        """``info`` is what every router is greeted with."""
+        """Start serving; every router gets ``info`` first."""
         self._info = info
         await self._server.start()
 
@@ -93,7 +93,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """Hands everything back; returns when the routers have it, or when its time is up."""
+        """Return all requests to the routers, or until the time is over."""
         self._sessions.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout):

@@ -52,7 +52,7 @@ class Compiled(Protocol):
 
 class Grammars(Protocol):
     def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
-        """``done`` is called once, now or later, in this thread."""
+        """Compile a grammar; ``done`` is called once, now or later, in this thread."""
         ...
 
 
@@ -116,7 +116,7 @@ class Sessions:
     # routers come and go
 
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
-        """Return a router has one stream: an older one of the same router ends.
+        """Add a router's stream, and end an older one of the same router.
 
         What others have started is acknowledged to the new one too, for it may lead.
         """
@@ -147,7 +147,7 @@ class Sessions:
     # frames in
 
     def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
-        """``now`` is the engine's clock."""
+        """Handle a frame; ``now`` is the engine's clock."""
         if frame.HasField("engine_policy"):
             self._set_policy(frame.engine_policy)
         for start in frame.starts:

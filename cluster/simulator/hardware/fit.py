@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``mean_error`` and ``largest_error`` are relative ones, of the steps that were fitted."""
+    """Fitted step times; the errors are relative, over the fitted steps."""
 
     roofline: Roofline
     mean_error: float

@@ -59,7 +59,7 @@ _USED_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``worker`` are settings by their keys, which anybody may set otherwise."""
+    """Kind of worker; ``worker`` holds default settings by key."""
 
     name: str
     step_time: Roofline

@@ -59,7 +59,7 @@ class Traffic:
     drift_s: float = 120.0
 
     def times(self, rng: Random) -> Iterator[float]:
-        """Seconds, without end."""
+        """Yield arrival times in seconds, without end."""
         shape = 1 / self.cv**2
         scale = 1 / (shape * self.rate)
         factors = self._factors(Random(rng.random()))
@@ -98,7 +98,7 @@ class Conversations:
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:
-        """``names`` are of new parts."""
+        """Create the parts; ``names`` are those of new ones."""
         self._share = share
         self._names = names
         self._rng = rng
@@ -106,7 +106,7 @@ class Conversations:
         self._open: list[tuple[int, int, tuple[int, ...]]] = []
 
     def prompt(self, parts: int) -> tuple[int, ...]:
-        """Names of a prompt of so many whole parts."""
+        """Return the names of a prompt of ``parts`` whole parts."""
         begun = self._taken(parts) if self._rng.random() < self._share else ()
         prompt = (*begun, *(next(self._names) for _ in range(parts - len(begun))))
         if prompt:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 class Lengths(Protocol):
     def draw(self, rng: Random) -> int:
-        """Tokens, at least 1."""
+        """Return a length in tokens, at least 1."""
         ...
 
 
@@ -27,7 +27,7 @@ class Exactly:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """``sigma`` is of the logarithm; what lies above ``most`` is ``most``."""
+    """Log-normal length, at most ``most``; ``sigma`` is that of the logarithm."""
 
     median: float
     sigma: float
@@ -49,7 +49,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """``first`` with probability ``share``, else ``second``."""
+    """Mixture: ``first`` with probability ``share``, else ``second``."""
 
     share: float
     first: Lengths

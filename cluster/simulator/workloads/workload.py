@@ -26,7 +26,7 @@ CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``traffic`` has the rate of the trace.
+    """Workload; ``traffic`` has the rate of the trace.
 
     ``continued`` is the share of prompts that begin as an earlier one did. ``tenants`` and
     ``classes`` (priorities) are drawn by their weights.
@@ -89,7 +89,7 @@ class Workload:
 
 
 def merged(workloads: Sequence[Workload], seed: int) -> Iterator[Arrival]:
-    """Several at once, in the order of their times."""
+    """Yield several sequences merged by time."""
     return heapq.merge(*(each.arrivals(seed) for each in workloads), key=attrgetter("at"))
 
 

@@ -184,7 +184,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().Cancel, message, timeout_s)
 
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Erases a request, its prompt and its outputs.
+        """Erase a request, its prompt and its outputs.
 
         One that goes on is cancelled first. Raises UnknownRequest.
 
@@ -258,7 +258,7 @@ class AsyncClient:
     async def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
     ) -> pb.TokenizeResponse:
-        """Token ids of a text, as a prompt is read. Raises UnknownModel.
+        """Return the token ids of a text, as in a prompt. Raises UnknownModel.
 
         >>> list((await client.tokenize("ab")).token_ids)
         [97, 98]
@@ -289,7 +289,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().ListModels, message, timeout_s)
 
     async def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
-        """Workers, queue and requests of the cluster.
+        """Return workers, queue and requests of the cluster.
 
         >>> (await client.status()).running
         0
@@ -300,7 +300,7 @@ class AsyncClient:
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:
-        """Lets a worker hand its requests back, with their tokens, and take no more.
+        """Make a worker return its requests, with their tokens, and take no more.
 
         The id's beginning will do, if only one worker has it. Raises UnknownWorker, Forbidden.
 
@@ -370,7 +370,7 @@ class AsyncClient:
     async def inject(
         self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
     ) -> chaos_pb2.InjectResponse:
-        """Lets a fault strike a cluster that was started for it.
+        """Inject a fault into a cluster that was started for it.
 
         Each router is asked once, since a fault whose answer was lost may have struck. Raises
         ChaosForbidden, OutOfRange, UnknownWorker.

@@ -40,7 +40,7 @@ class Reading:
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """``metadata`` goes with the submission."""
+        """Create the reader; ``metadata`` goes with the submission."""
         self.is_over = False
         self._routers = routers
         self._reception = reception

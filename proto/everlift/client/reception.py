@@ -32,7 +32,7 @@ class Chunk:
 
 
 class Reception:
-    """Takes the pieces of a request from any number of calls, and each offset of a choice once."""
+    """Receiver of a request's pieces from any number of calls: each offset of a choice once."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Reception:
 
     @property
     def has_begun(self) -> bool:
-        """A token has come, or a choice's end."""
+        """Whether a token or a choice's end has arrived."""
         return any(self._next.values()) or bool(self.finish_reasons)
 
     def offsets(self) -> list[int]:
@@ -70,7 +70,7 @@ class Reception:
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def attach_request(self) -> pb.AttachRequest:
-        """Goes on behind what came.
+        """Return the message that attaches after the received pieces.
 
         The digests let the router see that what it has is the same, or will be the same when it has
         made again what it lost.

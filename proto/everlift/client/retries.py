@@ -32,11 +32,11 @@ class Backoff:
     _since: float = field(default=0.0, init=False)
 
     def reset(self) -> None:
-        """Something went well."""
+        """Reset after a success."""
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Seconds to wait after a failure at ``now``; None when it was the last that counts.
+        """Return the seconds to wait after a failure at ``now``; None after the last try.
 
         Where many are told to wait ``at_least`` so long, jitter keeps them from coming back at
         once.
@@ -53,7 +53,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class Deadline:
-    """``timeout_s`` after the first call, whenever that is; None is never.
+    """Deadline ``timeout_s`` after the first call; None is never.
 
     ``now`` is of any one clock.
     """
@@ -62,7 +62,7 @@ class Deadline:
     _at: float | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Seconds from ``now`` on, 0 where it has passed.
+        """Return the seconds from ``now`` to the deadline, at least 0.
 
         The first time that somebody asks is the first call.
         """

@@ -68,13 +68,13 @@ class Routers:
         return stub
 
     def failed(self, target: str) -> None:
-        """``target`` did not answer; of the many calls that may say so only the first counts."""
+        """Note that ``target`` did not answer; of many reports of it the first counts."""
         if target == self.current:
             self._current = (self._current + 1) % len(self._targets)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Yield a call is between two tries."""
+        """Count a call as waiting for its next try."""
         self.num_waiting += 1
         try:
             yield

@@ -17,7 +17,9 @@ from everlift.v1 import inference_pb2 as pb
 
 
 class Stream(AsyncIterator[Chunk]):
-    """Iterate it, or ``await stream.text()``; best inside ``async with``, whose end closes it.
+    """Stream of a request: iterate it, or ``await stream.text()``.
+
+    Use it inside ``async with``, which closes it.
 
     Chunks of several choices come as they are made, each choice's in the order of its offsets.
     Raises EverliftError subclasses: the request's own end, Unreachable when no router answered for

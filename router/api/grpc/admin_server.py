@@ -33,7 +33,7 @@ class AdminServer:
         ledger: Ledger,
         view: Callable[[str], WorkerView | None],
     ) -> None:
-        """``view`` answers what is known of a worker by its id."""
+        """Create the server; ``view`` returns the view of a worker by its id."""
         self._sessions = sessions
         self._runtime_policy = runtime_policy
         self._ledger = ledger

@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 
 class HealthServer:
     def __init__(self, requests: Requests, services: Collection[str]) -> None:
-        """``services`` are the names of those beside this one."""
+        """Create the server; ``services`` are the names of the others."""
         self._requests = requests
         self._readiness = frozenset({_WHOLE, _NAME, *services})
         # One looks for all who watch.
@@ -100,7 +100,7 @@ _VERSIONS = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 class ReflectionServer:
     def __init__(self, services: Collection[str]) -> None:
-        """``services`` are the names of those to tell of; their modules have been imported."""
+        """Create the server; ``services`` are the names to list, whose modules are imported."""
         self._servicer = aio.ReflectionServicer(services)
 
     async def converse(

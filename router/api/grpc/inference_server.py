@@ -64,7 +64,7 @@ _TO_ANSWER_S = 0.05
 
 
 class InferenceServer:
-    """``everlift.v1.Inference`` over one gateway's requests."""
+    """Server of ``everlift.v1.Inference`` over one gateway's requests."""
 
     def __init__(self, inference: Inference, status: Status) -> None:
         self._inference = inference

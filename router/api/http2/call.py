@@ -113,7 +113,7 @@ class Call:
     # its messages
 
     def feed(self, data: bytes, flow_bytes: int) -> None:
-        """Bytes of the caller's messages, which took so many of the windows."""
+        """Feed bytes of the caller's messages, which used ``size`` of the windows."""
         self._unacknowledged += flow_bytes
         if self._failure is None:
             self._unparsed += data

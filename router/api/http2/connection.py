@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
             self._free_since = self._loop.time()
 
     def leave(self) -> None:
-        """Take no new calls; closes when the last one is over."""
+        """Take no new calls, and close after the last one."""
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             last = self._http2.highest_inbound_stream_id

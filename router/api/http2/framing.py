@@ -20,14 +20,14 @@ _WORTHWHILE_BYTES = 256
 
 
 def check_encoding(name: str) -> str:
-    """Return an encoding that is spoken here; raises Unimplemented."""
+    """Return a supported encoding. Raises Unimplemented."""
     if name not in ENCODINGS:
         raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
     return name
 
 
 def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
-    """Return the message with what goes before it, compressed where that is worth while."""
+    """Return the message with its gRPC prefix, compressed if that pays."""
     if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
         return _HEAD.pack(0, len(message)) + message
     compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
@@ -36,7 +36,7 @@ def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
 
 
 class MessageReader:
-    """Takes bytes as they come, answers messages as they are whole."""
+    """Reader that takes bytes and returns complete messages."""
 
     def __init__(self, max_bytes: int, encoding: str = IDENTITY) -> None:
         self._max_bytes = max_bytes

@@ -74,7 +74,7 @@ class KnownBlocks(Decoder):
 
 
 def _changes_nothing(block: bytes) -> bool:
-    """Indexed header fields alone (RFC 7541, section 6.1), each of a single byte."""
+    """Return whether the block only has indexed fields of one byte each (RFC 7541, section 6.1)."""
     return all(0x80 < byte < 0xFF for byte in block)
 
 

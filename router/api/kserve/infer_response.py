@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """``values`` are None where it is not known yet."""
+    """Output tensor; ``values`` are None while they are unknown."""
 
     name: str
     datatype: str

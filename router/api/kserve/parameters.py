@@ -57,7 +57,7 @@ Setter = Callable[[Wanted, str, Values], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """``set`` puts what came under the name into what is wanted; raises InvalidRequest.
+    """Parameter; ``set`` puts its value into the request and raises InvalidRequest.
 
     ``datatype`` is that of its tensor; at ``most`` so many values may come under the name.
     """

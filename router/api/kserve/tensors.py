@@ -48,7 +48,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``values`` are in row-major order, as many as ``shape`` says. Those of BYTES are bytes."""
+    """Tensor; ``values`` in row-major order, bytes for BYTES."""
 
     name: str
     datatype: str

@@ -57,7 +57,7 @@ class Api:
         self._more = tuple(more)
 
     def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
-        """Pages from ``cors_origins`` may ask too."""
+        """Create the ASGI application; pages from ``cors_origins`` may call it."""
         app: ASGIApp = Router(
             [
                 self._route("POST", "/v1/completions", self._answering.completions, INFER),

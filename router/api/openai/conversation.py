@@ -18,7 +18,7 @@ from router.requests.tokenizer import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``grammar`` is what the output must obey, if it must."""
+    """Conversation; ``grammar`` constrains the output, if present."""
 
     prompt: tuple[int, ...]
     grammar: Grammar | None
@@ -31,7 +31,7 @@ class Conversation:
 
 
 class Conversations:
-    """``template`` None: the model has none, and no chat is understood."""
+    """Conversations; without a ``template`` chats are refused."""
 
     def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
         self._model = model

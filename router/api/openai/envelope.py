@@ -15,7 +15,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class UsageBody(TypedDict):
-    """``prompt_tokens_details`` is missing while the request goes on."""
+    """Usage; ``prompt_tokens_details`` is missing while the request runs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,7 +25,7 @@ class UsageBody(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """``created`` is in seconds since 1970."""
+    """Common fields of an answer; ``created`` is in seconds since 1970."""
 
     id: str
     created: int

@@ -192,7 +192,7 @@ class EventStream:
 
 
 class _Carrier:
-    """Writes events to a client as they come, without a task that wakes up for each of them.
+    """Writer of events to a client, without a task that wakes up for each of them.
 
     After ``comment_s`` seconds without an event it writes a comment line; 0 disables that.
     """

@@ -123,7 +123,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """The last pieces of all were taken."""
+        """Whether the last pieces of all requests were taken."""
         return not self._num_left
 
     def poll(self) -> Numbered | None:

@@ -18,7 +18,7 @@ _HANDSHAKE_S = 10.0
 
 
 class HttpServer:
-    """``address`` is empty as long as nobody can ask."""
+    """HTTP server; ``address`` is empty while it does not listen."""
 
     def __init__(self) -> None:
         self._state = ServerState()
@@ -67,7 +67,7 @@ class HttpServer:
             connection.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Listen no more; lets answers end for ``grace_s``, then hangs up."""
+        """Stop listening, let answers end for ``grace_s``, and close the rest."""
         if self._server is None:
             return
         self._server.close()

@@ -52,7 +52,7 @@ class Transcript:
     def __init__(
         self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
     ) -> None:
-        """``name`` as in EventId."""
+        """Create the transcript; ``name`` as in EventId."""
         self.usage = Usage()
         #: where the time of a request went, of several that of the last one, where it is asked for
         self.spans: Sequence[pb.Span] = ()

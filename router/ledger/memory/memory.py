@@ -530,7 +530,7 @@ class MemoryLedger:
 
 
 class MemoryAudit:
-    """``owned`` are unfinished requests by gateway."""
+    """Audit of the memory ledger; ``owned`` are unfinished requests by gateway."""
 
     def __init__(self, records: Mapping[str, Record], owned: Mapping[str, Collection[str]]) -> None:
         self._records = records

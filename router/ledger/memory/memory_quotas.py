@@ -26,7 +26,7 @@ class _Account:
 
 
 class MemoryQuotas:
-    """``clock`` answers seconds."""
+    """Quotas in memory; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -116,7 +116,7 @@ class Record:
         )
 
     def move(self, now: float, name: str, detail: str, **changes: Any) -> None:
-        """``now`` is ledger time in seconds, ``name`` the move's in Event."""
+        """Apply the transition ``name`` of Event at ``now``, ledger time in seconds."""
         self.update(moves=self.entry.moves + 1, **changes)
         self.events.append(Event(now, name, detail))
 

@@ -28,7 +28,7 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 
 
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
-    """Server certificates are verified, and that they are of the host that we connect to.
+    """Return a TLS context that verifies the servers' certificates and host names.
 
     Raises LedgerSetupError for files that are of no use.
     """
@@ -60,7 +60,7 @@ _LATE_S = 0.1
 
 
 class Channel:
-    """``make`` makes a connection that is not connected yet.
+    """Channel to a server; ``make`` returns an unconnected connection.
 
     One that owes an answer and says nothing for ``timeout_s`` seconds is given up, and the next
     call connects anew.
@@ -73,7 +73,7 @@ class Channel:
         self._connecting: asyncio.Task[_Wire] | None = None
 
     async def send(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Their answers, refusals among them as exceptions.
+        """Return the answers, with refusals as exceptions.
 
         Raises RedisError when the server cannot be reached; what became of the commands is then
         unknown.

@@ -30,7 +30,7 @@ _NUM_TEXTS = 12
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Four bytes each, little endian. Raises OverflowError for what is no uint32."""
+    """Return four bytes per token, little endian. Raises OverflowError for no uint32."""
     return little_endian(tokens)
 
 
@@ -56,7 +56,7 @@ def _record(num_top: int) -> struct.Struct:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return a record each.
+    """Return one record for each token.
 
     All have as many alternatives as the first one; raises struct.error for one that has not.
     """

@@ -48,7 +48,7 @@ _SENTINEL_PART = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``key`` says which server it is for; it is no argument by itself."""
+    """Command; ``key`` chooses the server and is no argument."""
 
     key: str
     arguments: Sequence[Argument]
@@ -56,7 +56,7 @@ class Command:
 
 class Connections(Protocol):
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Their answers, refusals among them as exceptions.
+        """Return the answers, with refusals as exceptions.
 
         Those for one server go to it in one piece, over one connection, in their order. Raises
         RedisError or RedisClusterException when a server cannot be reached; what became of the
@@ -173,7 +173,7 @@ def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> l
 
 
 class _Cluster:
-    """Redirections are not followed but looked up and tried again.
+    """Connections to a cluster; a redirected call looks up the servers and is sent again.
 
     Least of all ASK: while a slot moves, a part of a shard's keys is on either node, and a script
     that ran on one of them would not see the others.

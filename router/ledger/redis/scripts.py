@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``sha`` is the name under which a server that has loaded ``source`` runs it."""
+    """Script; ``sha`` is the name by which a server that loaded ``source`` runs it."""
 
     name: str
     source: str

@@ -53,7 +53,7 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 
 
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
-    """``appendfsync`` is None where we may not ask; then it is taken for what is demanded.
+    """Check the durability; ``appendfsync`` is None if unknown, which is accepted.
 
     Raises LedgerSetupError.
     """

@@ -70,7 +70,7 @@ class NotReplicated(RedisError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``settles``: a promise begins with it.
+    """Call of a script; ``settles`` if a durability promise begins with it.
 
     Under durability class replicated it is done when a replica has it too.
     """

@@ -48,7 +48,7 @@ _OTHERS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 10_000.0, 100_000.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``name`` is that of its samples, but for the suffixes of a histogram.
+    """Metric; ``name`` is that of its samples, without a histogram's suffixes.
 
     ``buckets`` are upper bounds in its unit, without the infinite one.
     """

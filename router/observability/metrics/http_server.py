@@ -30,7 +30,7 @@ MAX_HEAD_BYTES = 8192
 
 
 class MetricsServer:
-    """``address`` is empty as long as nobody can ask.
+    """Server of metrics; ``address`` is empty while it does not listen.
 
     ``readiness`` says whether this router takes new requests; without it, it does not.
     """

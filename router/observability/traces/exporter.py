@@ -23,7 +23,7 @@ CLOSE_S = 2.0
 
 class Exporter(Protocol):
     def export(self, spans: Iterable[Span]) -> None:
-        """Must not wait."""
+        """Export a span without waiting."""
         ...
 
     def close(self) -> None:
@@ -32,7 +32,7 @@ class Exporter(Protocol):
 
 
 class OtlpExporter:
-    """Sends spans in batches, from a thread of its own.
+    """Exporter of spans in batches, from a thread of its own.
 
     What does not fit into its queue while the collector is away is dropped.
     """

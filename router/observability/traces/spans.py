@@ -32,7 +32,7 @@ _PROVIDER = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Times are seconds since 1970.
+    """Span; times are in seconds since 1970.
 
     ``error`` is a slug, empty where there is none; ``events`` are times and names.
     """

@@ -76,5 +76,5 @@ class Policy(ABC):
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        """``sequences``, which come by arrival, in the order in which they are served."""
+        """Return ``sequences``, which are by arrival, in the order of service."""
         return sequences

@@ -32,11 +32,11 @@ class ServingTime:
         self._batches: deque[tuple[BatchSize, float]] = deque(maxlen=_BATCHES)
 
     def learn(self, size: BatchSize, seconds: float) -> None:
-        """``seconds`` above 0."""
+        """Learn a step of ``seconds``, above 0."""
         self._batches.append((size, seconds / size.output))
 
     def estimate(self, size: BatchSize) -> float:
-        """Seconds; while nothing was learned, as if each token took one."""
+        """Return the seconds; before the first step, one per token."""
         nearest = nsmallest(_NEAREST, self._batches, key=lambda batch: _distance(size, batch[0]))
         if not nearest:
             return float(size.output)
@@ -65,7 +65,7 @@ class LongestStep:
 
     @property
     def seconds(self) -> float:
-        """0 while no step was seen."""
+        """Return the seconds; 0 before the first step."""
         return max(self._steps, default=0.0)
 
     def begin_step(self, now: float, is_busy: bool) -> None:

@@ -115,7 +115,7 @@ def burstgpt(row: Row) -> Arrival | None:
 
 
 def mooncake(row: Row) -> Arrival:
-    """Return the last of its blocks, which is not full, is nobody else's."""
+    """Return the names of the blocks; the last one, if not full, is unique."""
     prompt_tokens = row.count("input_length", least=1)
     output_tokens = row.count("output_length", least=1)
     whole_parts = prompt_tokens // _MOONCAKE_PART_TOKENS
