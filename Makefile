@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo image test test-image test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -191,7 +191,7 @@ bench-gpu: $(VENV)/.installed ## the engine on one GPU against what the GPU can 
 bench-gpu-product: $(VENV)/.installed ## the whole product on one GPU without Ray, disturbed: the same texts (build/bench/gpu_product.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu_product.py
 
-check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
+check: lint types imports proto-check chart-check texts ## style, types, import rules, wire contract, chart, texts
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --no-cache
@@ -225,6 +225,8 @@ chart: $(VENV)/.installed ## generate helm/'s schema, its table of values, the d
 
 chart-check: $(VENV)/.installed
 	$(BIN)/python tools/generate_chart.py --check
+
+texts: $(VENV)/.installed
 	$(BIN)/pytest -q tests/unit/project/test_texts.py
 
 lock: $(VENV)/.installed ## write what .venv holds into constraints.txt

@@ -67,7 +67,7 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
         panel.axvline(killed_at, color="crimson", linestyle="--", linewidth=1)
     panels[0, 0].set_title(
         f"Batch slots over time. Worker {killed[:8]} was killed at the dashed line; the "
-        f"{len(moved)} coloured requests went on elsewhere.",
+        f"{len(moved)} coloured requests moved to another worker.",
         fontsize=10,
     )
     panels[-1, 0].set_xlim(left=0.0)

@@ -95,7 +95,7 @@ def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
     scene.killed, scene.killed_at = victim.worker_id, now
     scene.note = (
         f"worker {scene.killed[:8]} (process {victim.pid}, {victim.num_running} running) was "
-        f"killed after {now:.1f} s: its streams go on elsewhere"
+        f"killed after {now:.1f} s: its requests continue on the other worker"
     )
 
 

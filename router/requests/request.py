@@ -126,7 +126,7 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the ledger has all output that has arrived."""
+        """Return whether the ledger has all output that has arrived."""
         has_end = self.is_complete or not self.finish_reason
         return has_end and self.stored >= len(self.output)
 
@@ -402,7 +402,7 @@ class LiveRequest:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether clients may have seen tokens that the ledger does not have."""
+        """Return whether clients may have seen tokens that the ledger does not have."""
         return any(choice.readable > choice.stored for choice in self.choices)
 
     @property

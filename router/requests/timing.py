@@ -352,7 +352,7 @@ class Journal:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a client has read everything."""
+        """Return whether a client has read everything."""
         return self._is_delivered
 
     @property

@@ -50,7 +50,7 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the grammar process is gone. Thread-safe."""
+        """Return whether the grammar process is gone. Thread-safe."""
         poll = select.poll()
         # No event is asked for: that the other end is closed is told unasked.
         poll.register(self._sock, 0)

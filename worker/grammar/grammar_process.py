@@ -130,7 +130,7 @@ class GrammarProcess:
         except (Refused, NotEnforceable) as error:
             reply = Reply(True, matcher, str(error).encode())
         except LimitExceeded:
-            reply = Reply(True, matcher, b"that takes too long")
+            reply = Reply(True, matcher, b"the grammar takes too long")
         except Exception as error:
             reply = Reply(True, matcher, _unforeseen(error))
         self._answer(reply._replace(cpu_s=time.process_time() - began))

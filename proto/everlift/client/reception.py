@@ -62,7 +62,7 @@ class Reception:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token or a choice's end has arrived."""
+        """Return whether a token or a choice's end has arrived."""
         return any(self._next.values()) or bool(self.finish_reasons)
 
     def offsets(self) -> list[int]:

@@ -123,7 +123,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last pieces of all requests were taken."""
+        """Return whether the last pieces of all requests were taken."""
         return not self._num_left
 
     def poll(self) -> Numbered | None:

@@ -171,7 +171,7 @@ export class Lanes {
       $("lanes-text"),
       lanes.length
         ? `${lanes.length} workers shown: ${seated.length - prefilling} slots decode, ${prefilling} prefill; ` +
-            `${transfers.length} requests went on in another slot in the last minute.`
+            `${transfers.length} requests moved to another slot in the last minute.`
         : "No worker selected.",
     );
     if ($("seats-details").open) this.list(seated.slice(0, MOST_ROWS));

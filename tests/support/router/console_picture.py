@@ -44,7 +44,6 @@ _THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
 def config(state_dir: Path, keyring: Keyring) -> Config:
     return Config(
         model="fake",
-        num_workers=2,
         state_dir=state_dir,
         router=RouterConfig(
             port=free_port(),
