@@ -49,6 +49,7 @@ $(VENV)/.installed: $(call unless_current,$(VENV),$(MADE_OF))
 	    --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
 	  echo "no CPU build of torch $(TORCH) found: taking the package index's own"
 	$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
+	@$(BIN)/everlift download smollm2 >/dev/null || echo "make demo needs this model: run it again where it can be had"
 	@cat $(MADE_OF) | cksum > $@
 
 $(PROTO_VENV)/.installed: $(call unless_current,$(PROTO_VENV),$(PROTO_MADE_OF))

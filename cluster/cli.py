@@ -26,6 +26,7 @@ from cluster.chaos import command as chaos
 from cluster.commands import (
     capacity_view,
     chat,
+    download,
     generate,
     measure,
     plan,
@@ -126,6 +127,8 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="Request id.")]
 **Examples**
 
 - `everlift up` serves the demo model
+- `everlift up --model smollm2` serves a small assistant
+- `everlift up --model ~/models/qwen3-4b-q8_0.gguf`
 - `everlift up --model ~/models/llama --workers 2 --tensor-parallel 2`
 - `everlift up --model Qwen/Qwen3-0.6B` downloads what it serves
 - `everlift up --no-ray --set router.port=0 --set ledger.url=redis://10.0.0.5`
@@ -137,7 +140,8 @@ def up(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help='Hugging Face directory, hub id (org/name), or "fake". Default: the demo\'s.',
+            help='Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake". '
+            "Default: the small model that counts.",
         ),
     ] = None,
     model_revision: Annotated[
@@ -236,6 +240,7 @@ def ledger(
     asyncio.run(ledger.serve(loaded, where, Console(highlight=False, markup=False)))
 
 
+app.command(epilog=download.EXAMPLES, rich_help_panel=_SERVE)(download.download)
 app.command(epilog=generate.EXAMPLES, rich_help_panel=_ASK)(generate.generate)
 app.command(epilog=chat.EXAMPLES, rich_help_panel=_ASK)(chat.chat)
 app.command(epilog=batching.EXAMPLES, rich_help_panel=_ASK)(batching.batch)

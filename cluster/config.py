@@ -15,6 +15,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
 from everlift.errors import SettingsError
 from everlift.hub import is_hub_id
+from everlift.packaged_models import PACKAGED_MODELS
 from everlift.settings import CHECKED, Count
 from everlift.tls import InternalTls
 from router.config import RouterConfig
@@ -61,7 +62,7 @@ def _default_state_dir() -> Path:
 class Config:
     """Relative paths are taken from the working directory, once."""
 
-    #: Hugging Face directory of the served model, its hub id (org/name), or "fake"
+    #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
     model: str = str(DEMO_MODEL)
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
@@ -131,7 +132,7 @@ class Config:
     def _find_directory(self) -> None:
         if self.model_revision:
             raise ValueError(f"model_revision is for a hub id (org/name), not for {self.model!r}")
-        if self.model != FAKE:
+        if self.model != FAKE and self.model not in PACKAGED_MODELS:
             self._set("model", str(Path(self.model).expanduser().absolute()))
 
     def at_commit(self, commit: str) -> Config:

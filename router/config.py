@@ -50,8 +50,7 @@ def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Liste
 class RouterConfig:
     """Durations are seconds. Port 0 takes a free one."""
 
-    #: Hugging Face directory or hub id (org/name) of the model, for its tokenizer; "fake" for the
-    #: fake runner's bytes
+    #: the model, for its tokenizer: what the setting of the cluster takes
     model: str = ""
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""

@@ -112,7 +112,7 @@ _CPU_KV_CACHE_MIB = 256
 class WorkerConfig:
     """Settings of a worker, the same for all its ranks. Durations are in seconds."""
 
-    #: Hugging Face directory of the model, hub id (org/name), or "fake"; required
+    #: the model (required): what the setting of the cluster takes
     model: str = ""
     #: commit of a hub id, so that all ranks read the same files
     model_revision: str = ""

@@ -48,7 +48,7 @@ def measure(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Hugging Face directory or hub id. Default: the demo's."
+            metavar="MODEL", help="Any value of `everlift up --model`. Default: the demo's."
         ),
     ] = None,
     config: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import resource
 import shutil
@@ -20,7 +21,10 @@ from cluster.doctor.finding import Finding, broken, doubtful, fine
 from cluster.threads import threads_per_rank
 from everlift import model_files
 from everlift.errors import EverliftError
+from everlift.gguf_directory import is_gguf
+from everlift.gguf_header import read_gguf_header
 from everlift.hub import is_hub_id
+from everlift.model_files import ModelUnavailable
 from worker.config import FAKE
 
 _OLDEST_PYTHON = (3, 11)
@@ -137,8 +141,8 @@ def _cpu_kernels(config: Config) -> Finding:
         mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
         return broken("kernels", str(error), mend)
     # Another finding says what is wrong with the model.
-    with suppress(ValueError):
-        held = weights_dtype(worker, Path(config.model), dtype, cpu)
+    with suppress(ValueError, ModelUnavailable):
+        held = weights_dtype(worker, _directory(config), dtype, cpu)
     says = describe_kernels(dtype, quantised or held, threads_per_rank(config, _cores()))
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")
@@ -203,12 +207,26 @@ def _available_mib() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB
 
 
+def _directory(config: Config) -> Path:
+    """Return the directory of a model that is on this machine. Raises ModelUnavailable."""
+    return model_files.locate(config.model, config.model_revision, weights=False)
+
+
 def _weights_mib(config: Config) -> int:
-    directory = Path(config.model)
-    if config.model == FAKE or not config.worker.reads_weights or not directory.is_dir():
+    if config.model == FAKE or not config.worker.reads_weights:
         return 0
-    files = model_files.weight_files(directory)
-    return sum(file.stat().st_size for file in files if file.is_file()) // _MIB
+    try:
+        files = model_files.weight_files(_directory(config))
+    except (ModelUnavailable, ValueError):
+        return 0
+    return sum(_loaded_bytes(file) for file in files if file.is_file()) // _MIB
+
+
+def _loaded_bytes(file: Path) -> int:
+    if not is_gguf(file.name):
+        return file.stat().st_size
+    # Dequantised to float32.
+    return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(file).tensors)
 
 
 def _model(config: Config) -> Finding:
@@ -231,7 +249,7 @@ def _model(config: Config) -> Finding:
         return broken(
             "model", f"{config.model}: {error}", "see worker/model/README.md for what runs"
         )
-    except (EverliftError, ValueError) as error:
+    except (EverliftError, ModelUnavailable, ValueError) as error:
         return broken("model", str(error), mend)
     says = f"{model.name}: {model.context} tokens of context"
     if not is_tried:
@@ -242,18 +260,18 @@ def _model(config: Config) -> Finding:
 def _try_architecture(config: Config) -> bool:
     from worker.runner.build import spec_of, try_modules
 
-    if config.model == FAKE or spec_of(config.worker, Path(config.model)) is not None:
+    if config.model == FAKE or spec_of(config.worker, _directory(config)) is not None:
         return True
     if _weights_mib(config) > _TRIED_MIB:
         return False
-    try_modules(config.worker, Path(config.model))
+    try_modules(config.worker, _directory(config))
     return True
 
 
 def _missing_weights(config: Config) -> list[str]:
     if config.model == FAKE or not config.worker.reads_weights:
         return []
-    files = model_files.weight_files(Path(config.model))
+    files = model_files.weight_files(_directory(config))
     return [file.name for file in files if not file.is_file()]
 
 

@@ -30,7 +30,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help='With --local: Hugging Face directory, hub id, or "fake". Default: the demo\'s.',
+        help="With --local: any value of `everlift up --model`. Default: the demo's.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _HUB_ID = re.compile(r"[a-z0-9_][a-z0-9_.-]*/[a-z0-9_][a-z0-9_.-]*", re.ASCII | re.IGNORECASE)
+_GGUF = ".gguf"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(model: str, revision: str = "") -> bool:
-    return bool(_HUB_ID.fullmatch(model)) and (bool(revision) or not Path(model).is_dir())
+    if not _HUB_ID.fullmatch(model) or model.endswith(_GGUF):
+        return False
+    return bool(revision) or not Path(model).is_dir()
 
 
 def is_commit(revision: str) -> bool:
@@ -21,7 +24,7 @@ def is_commit(revision: str) -> bool:
 
 
 def name_for_clients(model: str, revision: str = "") -> str:
-    return model if is_hub_id(model, revision) else Path(model).resolve().name
+    return model if is_hub_id(model, revision) else Path(model).resolve().name.removesuffix(_GGUF)
 
 
 _DENIED = (401, 403)

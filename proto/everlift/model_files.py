@@ -1,10 +1,11 @@
-"""Location of a model's files: a directory, or this machine's copy of a hub repository.
-
-in a directory, or in this machine's copy of a hub's repository.
+"""Location of a model's files: a directory, a GGUF file, or this machine's copy of a hub's model.
 
     pin        the commit that a revision is at this moment       asks the hub
     fetch      downloads what this machine lacks of it            asks the hub, if it lacks anything
     locate     the directory that holds it                        asks nobody
+
+A GGUF file is named by its path, or by the name of a packaged model (``packaged_models``). Its
+directory is made at the first use (``gguf_directory``).
 
 The copies lie in huggingface_hub's cache, and what is known of that library holds here too:
 HF_HOME and HF_HUB_CACHE say where, HF_ENDPOINT which hub, HF_TOKEN who asks, and HF_HUB_OFFLINE=1
@@ -23,7 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from everlift.gguf_directory import LINK, GgufUnusable, directory_of, is_gguf
 from everlift.hub import explain, is_commit, is_hub_id
+from everlift.packaged_models import PACKAGED_MODELS
 from everlift.progress import Progress, untold
 
 _CONFIG = "config.json"
@@ -43,7 +46,7 @@ class ModelUnavailable(OSError):
 
 
 async def pin(model: str, revision: str = "") -> str:
-    """Return the commit of ``revision`` (default: main branch) of a hub id; "" for a directory.
+    """Return the commit of ``revision`` (default: main branch) of a hub id; "" for other models.
 
     If the hub cannot be asked, the last known commit. Raises ModelUnavailable.
     """
@@ -57,12 +60,14 @@ async def fetch(
 ) -> None:
     """Download missing files of a hub id: configuration, tokenizer, and safetensors if ``weights``.
 
-    Never pickles. A directory is left as it is.
+    Never pickles. A directory is left as it is, and that of a GGUF file is made.
 
     ``progress`` counts the texts first, then the weights; several threads call it, one at a time.
     Raises ModelUnavailable. When cancelled, the download ends with the piece that is under way.
     """
     if not is_hub_id(model, revision):
+        if is_gguf_model(model):
+            await _in_thread(partial(locate, model, revision, weights=weights))
         return
     stop = threading.Event()
     relay = _Relay(progress, stop)
@@ -76,20 +81,46 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
     """Return the directory with all that ``fetch`` would have fetched. Raises ModelUnavailable."""
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        raise ModelUnavailable(
-            f"no model at {model!r}: no such directory, and not a hub id (org/name)"
-        )
-    return directory
+    path = Path(model).expanduser()
+    if is_gguf_model(model):
+        return _of_gguf(model, path)
+    if path.is_dir():
+        return path
+    raise ModelUnavailable(
+        f"no model at {model!r}: no such directory, not a GGUF file, and not a hub id (org/name)"
+    )
+
+
+def is_gguf_model(model: str) -> bool:
+    """Return whether ``model`` names a GGUF file, by its path or as a packaged model."""
+    return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).is_dir())
+
+
+def _of_gguf(model: str, path: Path) -> Path:
+    if model in PACKAGED_MODELS:
+        path = PACKAGED_MODELS[model].path
+        if not path.exists():
+            raise ModelUnavailable(
+                f"{model} is not on this machine: run 'everlift download {model}' (once)"
+            )
+    try:
+        return directory_of(path)
+    except FileNotFoundError:
+        raise ModelUnavailable(f"no model at {model!r}: no such file") from None
+    except (GgufUnusable, OSError) as error:
+        raise ModelUnavailable(f"no model of {model!r}: {error}") from None
 
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of the weights, present or not: one, or those that an index names.
 
+    Of a GGUF file's directory, the file.
+
     With both the one file counts, as for transformers. Raises ValueError for an index that is none,
     or that names what is not a file beside it.
     """
+    if (directory / LINK).exists():
+        return [directory / LINK]
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists() or not index.exists():
         return [single]

@@ -165,7 +165,7 @@ class ServedModel:
         *,
         sampling_defaults: Literal["model", "none"] = "model",
     ) -> Self:
-        """Load the model in a Hugging Face directory, of a fetched hub id, or "fake".
+        """Load the model in a Hugging Face directory, of a GGUF file or fetched hub id, or "fake".
 
         ``sampling_defaults`` is the router's setting.
 

@@ -47,7 +47,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
         header = read_header(path)
         size = path.stat().st_size
     except FileNotFoundError:
-        raise BadCheckpoint(f"{path} is missing (only safetensors are read)") from None
+        raise BadCheckpoint(f"{path} is missing (a directory needs safetensors)") from None
     data = _LENGTH.size + len(header)
     tensors = [_tensor(path, name, entry, data) for name, entry in _entries(path, header)]
     cut = [tensor.name for tensor in tensors if tensor.end > size]

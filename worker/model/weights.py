@@ -1,7 +1,6 @@
-"""Loading of safetensors into a rank's parameters: each needed slice once.
+"""Loading of safetensors and GGUF files into a rank's parameters: each needed slice once.
 
-of each tensor only the rank's slices, once, and of short rows what lies between them.
-
+Of each tensor only the rank's slices are read, once, and of short rows what lies between them.
 Everything is checked by the files' headers before the first tensor is filled. Tensors are begun in
 the order in which they lie in the files, by several threads: one alone waits for storage most of
 the time, or for the copy to the device. No file is mapped: what is touched of a mapped file counts
@@ -24,11 +23,13 @@ import torch
 from torch import Tensor
 
 from everlift import logs
+from everlift.gguf_header import SUFFIX
 from everlift.model_files import weight_files
 from everlift.progress import Progress, untold
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read
+from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_tensors
 from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
 from worker.model.sharing import Run, bounds_of
@@ -59,7 +60,7 @@ def load(
 
     Raises BadCheckpoint.
     """
-    tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
+    tensors = _tensors(Path(directory))
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())
     wanted = _by_name(pieces)
@@ -80,8 +81,7 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")
         return _CONFIG_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
-    tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
-    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    dtypes = {tensor.dtype for tensor in _tensors(Path(directory)) if len(tensor.shape) > 1}
     return _DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
@@ -130,11 +130,15 @@ def _by_name(pieces: Iterable[Piece]) -> _Wanted:
     return dict(wanted)
 
 
-def _files(directory: Path) -> list[Path]:
+def _tensors(directory: Path) -> list[StoredTensor]:
     try:
-        return weight_files(directory)
+        files = weight_files(directory)
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
+    tensors: list[StoredTensor] = []
+    for path in files:
+        tensors += read_gguf_tensors(path) if path.suffix == SUFFIX else read_tensors(path)
+    return tensors
 
 
 def _check_names(directory: str | Path, wanted: _Wanted, found: Sequence[str]) -> None:
@@ -178,6 +182,9 @@ def _fill(parts: Iterable[_Part], filler: Filler, num_readers: int) -> None:
 
 
 def _reading(descriptor: int, tensor: StoredTensor) -> Read:
+    if isinstance(tensor, GgufStoredTensor):
+        return gguf_reading(descriptor, tensor)
+
     def read(runs: Iterable[Run], into: Tensor) -> None:
         size, room, end = into.itemsize, into.view(torch.uint8).numpy().data, 0
         for run in runs:

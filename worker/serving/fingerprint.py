@@ -1,7 +1,7 @@
 """Fingerprint of a model without reading its weights.
 
 SHA-256 over all files by name: the content of configuration and tokenizer; size and header (names,
-types and shapes) of weights.
+types and shapes) of weights, in safetensors or GGUF.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from everlift.gguf_directory import LINK
+from everlift.gguf_header import read_gguf_header
 from worker.model.checkpoint import read_header
 
 _TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
@@ -18,7 +20,7 @@ _WEIGHTS_SUFFIX = ".safetensors"
 def model_fingerprint(directory: Path) -> str:
     """Return the fingerprint.
 
-    Raises ValueError without a model, BadCheckpoint for invalid weights.
+    Raises ValueError without a model, BadCheckpoint or BadGguf for invalid weights.
     """
     if not (directory / "config.json").is_file():
         raise ValueError(f"no model at {str(directory)!r}: config.json is missing there")
@@ -28,6 +30,9 @@ def model_fingerprint(directory: Path) -> str:
             _add(digest, path, path.read_bytes())
         elif path.suffix == _WEIGHTS_SUFFIX:
             _add(digest, path, read_header(path))
+        elif path.name == LINK:
+            with path.open("rb") as file:
+                _add(digest, path, file.read(read_gguf_header(path).size))
     return digest.hexdigest()
 
 

@@ -64,7 +64,7 @@ async def test_workers_serve_one_commit_also_when_its_branch_has_moved(
     ("model", "words"),
     [
         ("org/nobody", "the hub has no such model"),
-        ("/nowhere", "no such directory, and not a hub id"),
+        ("/nowhere", "not a GGUF file, and not a hub id"),
     ],
 )
 async def test_up_says_in_a_line_what_cannot_be_served(

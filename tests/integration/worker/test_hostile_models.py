@@ -71,8 +71,8 @@ async def test_an_index_cannot_name_a_pickle(directory: Path, marker: Path) -> N
     assert not marker.exists()
 
 
-async def test_a_gguf_is_not_read(directory: Path) -> None:
-    """Its counts of tensors overflow where they are multiplied."""
+async def test_gguf_in_a_directory_is_not_read(directory: Path) -> None:
+    """GGUF files are read only where they are named. These counts overflow when multiplied."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, 2**63, 2**63)
     (directory / "model.safetensors").unlink()
     (directory / "model.gguf").write_bytes(head)

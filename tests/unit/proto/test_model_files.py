@@ -103,8 +103,8 @@ async def test_a_directory_needs_no_hub(tmp_path: Path) -> None:
     assert locate(str(tmp_path), weights=True) == tmp_path
 
 
-def test_what_is_neither_directory_nor_hub_id_is_told_both() -> None:
-    with pytest.raises(ModelUnavailable, match="no such directory, and not a hub id"):
+def test_locate_names_every_kind_of_model_in_its_error() -> None:
+    with pytest.raises(ModelUnavailable, match="no such directory, not a GGUF file, and not a hub"):
         locate("/nowhere", weights=True)
 
 
@@ -303,3 +303,20 @@ def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
     ]
     (tmp_path / "model.safetensors").touch()
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_gguf_path_is_no_hub_id() -> None:
+    assert not is_hub_id("org/tiny.gguf")
+    assert not is_hub_id("org/tiny.gguf", "main")
+    assert name_for_clients("models/tiny-q8.gguf") == "tiny-q8"
+
+
+async def test_packaged_model_that_is_missing_names_its_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert await pin("smollm2") == ""
+    with pytest.raises(ModelUnavailable, match="everlift download smollm2"):
+        await fetch("smollm2", weights=True)
+    with pytest.raises(ModelUnavailable, match="everlift download smollm2"):
+        locate("smollm2", weights=False)

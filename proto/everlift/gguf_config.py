@@ -1,0 +1,263 @@
+"""Hugging Face configuration of the model in a GGUF file.
+
+A GGUF file names its hyperparameters as llama.cpp does, one set of keys for each architecture. What
+llama.cpp does not store (Gemma's attention scale and sliding-window pattern, for example) is
+constant in its code and here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor
+
+Json = dict[str, Any]
+
+_F32 = 0
+_REQUIRED = object()
+#: Scalings of rope that the metadata may name, by llama.cpp's names.
+_NO_SCALING = "none"
+
+
+class UnsupportedGguf(ValueError):
+    """The file holds a model that Everlift does not run."""
+
+
+def config_of(header: GgufHeader) -> Json:
+    """Return the content of config.json.
+
+    Raises UnsupportedGguf for an architecture or a variant that is not supported, and BadGguf for
+    metadata that is missing or of the wrong type.
+    """
+    return _Model(header).config()
+
+
+def generation_config_of(header: GgufHeader) -> Json:
+    """Return the content of generation_config.json: the tokens that end an output."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = (header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    found = list(dict.fromkeys(token for token in ids if type(token) is int))
+    return {"eos_token_id": found} if found else {}
+
+
+class _Model:
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+        self.architecture = str(header.metadata.get("general.architecture", "(none named)"))
+
+    def config(self) -> Json:
+        if self.architecture not in _ARCHITECTURES:
+            raise UnsupportedGguf(
+                f"{self._header.path} has architecture {self.architecture}; supported in GGUF "
+                f"files: {', '.join(_ARCHITECTURES)}"
+            )
+        if self.get("expert_count", 0):
+            raise UnsupportedGguf(
+                f"{self._header.path} is a mixture of experts; GGUF files of these are not "
+                "supported: use the model's safetensors"
+            )
+        return self._common() | _ARCHITECTURES[self.architecture](self)
+
+    def written(self, key: str, otherwise: Any = _REQUIRED) -> Any:
+        """Return the value under the architecture's ``key``."""
+        value = self._header.metadata.get(f"{self.architecture}.{key}", otherwise)
+        if value is _REQUIRED:
+            raise BadGguf(f"{self._header.path} lacks the key {self.architecture}.{key}")
+        return value
+
+    def get(self, key: str, otherwise: Any = _REQUIRED) -> Any:
+        """Return the same; of a list with a value for each layer, the one value."""
+        value = self.written(key, otherwise)
+        if not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
+            raise UnsupportedGguf(
+                f"{self._header.path}: {self.architecture}.{key} differs between layers, which is "
+                "not supported"
+            )
+        return value[0]
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def _common(self) -> Json:
+        heads, hidden = self.get("attention.head_count"), self.get("embedding_length")
+        if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
+            raise BadGguf(f"{self._header.path}: head_count and embedding_length are not right")
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": self.get("feed_forward_length"),
+            "num_hidden_layers": self.get("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.get("attention.head_count_kv", heads),
+            "head_dim": self.get("attention.key_length", hidden // heads),
+            "rms_norm_eps": self.get("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.get("context_length"),
+            "rope_theta": self.get("rope.freq_base", 10000.0),
+            "tie_word_embeddings": not self.has("output.weight"),
+            "vocab_size": self._tensor("token_embd.weight").shape[0],
+            **generation_config_of(self._header),
+        }
+
+    def rope_scaling(self) -> Json:
+        """Return the scaling of rope as ``rope_scaling``, or nothing."""
+        if self.has("rope_freqs.weight"):
+            # Llama 3's scaling, as the factor of each pair.
+            factors = self._numbers("rope_freqs.weight")
+            return self._scaling(
+                "longrope", short_factor=factors, long_factor=factors, attention_factor=1.0
+            )
+        kind = self.get("rope.scaling.type", _NO_SCALING)
+        if kind == _NO_SCALING:
+            return {}
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedGguf(
+                f"{self._header.path} has rope scaling {kind}; supported here: linear, yarn"
+            )
+        context = self.get("rope.scaling.original_context_length", None)
+        written = {} if context is None else {"original_max_position_embeddings": context}
+        return self._scaling(kind, factor=self.get("rope.scaling.factor"), **written)
+
+    def long_rope(self) -> Json:
+        """Return Phi-3's scaling, whose factors are tensors, or nothing."""
+        if not self.has("rope_factors_long.weight"):
+            return {}
+        written = {"attention_factor": self.get("rope.scaling.attn_factor", None)}
+        return {
+            "original_max_position_embeddings": self.get("rope.scaling.original_context_length"),
+            **self._scaling(
+                "longrope",
+                short_factor=self._numbers("rope_factors_short.weight"),
+                long_factor=self._numbers("rope_factors_long.weight"),
+                **{key: value for key, value in written.items() if value is not None},
+            ),
+        }
+
+    def partial_rotary(self) -> Json:
+        """Return the part of a head that is rotated, where it is not the whole."""
+        head_dim = self._common()["head_dim"]
+        dim = self.get("rope.dimension_count", head_dim)
+        return {} if dim == head_dim else {"partial_rotary_factor": dim / head_dim}
+
+    @staticmethod
+    def _scaling(kind: str, **parameters: Any) -> Json:
+        return {"rope_scaling": {"rope_type": kind, **parameters}}
+
+    def _numbers(self, name: str) -> list[float]:
+        """Return the content of a small tensor of float32."""
+        tensor = self._tensor(name)
+        if tensor.type != _F32 or len(tensor.shape) != 1:
+            raise BadGguf(f"{self._header.path}: {name} is not a list of float32")
+        form = struct.Struct(f"<{tensor.shape[0]}f")
+        with self._header.path.open("rb") as file:
+            if tensor.start + form.size > file.seek(0, 2):
+                raise BadGguf(f"{self._header.path} is truncated: it ends before {name}")
+            file.seek(tensor.start)
+            return list(form.unpack(file.read(form.size)))
+
+    def _tensor(self, name: str) -> GgufTensor:
+        if name not in self._tensors:
+            raise BadGguf(f"{self._header.path} lacks the tensor {name}")
+        return self._tensors[name]
+
+
+def _llama(model: _Model) -> Json:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": model.has("blk.0.attn_q.bias"),
+        "mlp_bias": model.has("blk.0.ffn_up.bias"),
+        **model.partial_rotary(),
+        **model.rope_scaling(),
+    }
+
+
+def _qwen2(model: _Model) -> Json:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        **model.rope_scaling(),
+    }
+
+
+def _qwen3(model: _Model) -> Json:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": model.has("blk.0.attn_q.bias"),
+        **model.rope_scaling(),
+    }
+
+
+def _phi3(model: _Model) -> Json:
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "sliding_window": model.get("attention.sliding_window", None) or None,
+        **model.partial_rotary(),
+        **model.long_rope(),
+    }
+
+
+def _gemma2(model: _Model) -> Json:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "sliding_window": model.get("attention.sliding_window", 4096),
+        "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": model.get("final_logit_softcapping", 30.0),
+        # 46 layers: Gemma 2 27B.
+        **_gemma(model, layers_scaled_by_width=46),
+    }
+
+
+def _gemma3(model: _Model) -> Json:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window": model.get("attention.sliding_window", 1024),
+        **_sliding_pattern(model),
+        "rope_local_base_freq": model.get("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": model.get("final_logit_softcapping", None) or None,
+        # 62 layers: Gemma 3 27B.
+        **_gemma(model, layers_scaled_by_width=62),
+        **model.rope_scaling(),
+    }
+
+
+def _sliding_pattern(model: _Model) -> Json:
+    """Return which layers have a sliding window: one flag a layer, or all but every n-th."""
+    pattern = model.written("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        return {"layer_types": kinds}
+    return {"sliding_window_pattern": pattern}
+
+
+def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
+    """Return what Gemma 2 and 3 share; their 27B variants scale queries by the model's width."""
+    width, heads = model.get("embedding_length"), model.get("attention.head_count")
+    is_scaled_by_width = model.get("block_count") == layers_scaled_by_width
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            width // heads if is_scaled_by_width else model.get("attention.key_length", 256)
+        ),
+    }
+
+
+_ARCHITECTURES: dict[str, Callable[[_Model], Json]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "llama": _llama,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}

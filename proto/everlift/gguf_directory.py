@@ -1,0 +1,107 @@
+"""Directory of a model in a GGUF file, in the form of a Hugging Face model.
+
+    python -m everlift.gguf_directory FILE DIRECTORY
+
+writes config.json, generation_config.json, the tokenizer's files and the chat template, and links
+``weights.gguf`` to the file. It runs as a process of its own: it needs transformers, which takes
+seconds and hundreds of MiB to import, and which a router does without.
+
+The directory lies in the user's cache, under a name that changes with the file's path, size and
+time of modification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from everlift.gguf_config import UnsupportedGguf, config_of, generation_config_of
+from everlift.gguf_header import SUFFIX, BadGguf, read_gguf_header
+
+LINK = f"weights{SUFFIX}"
+#: Raise it when what is written changes.
+_FORMAT = 1
+
+
+class GgufUnusable(ValueError):
+    """No directory can be made of the file. The message is one line that says why."""
+
+
+def is_gguf(model: str) -> bool:
+    return model.endswith(SUFFIX)
+
+
+def cache_directory() -> Path:
+    """Return Everlift's directory in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "everlift"
+
+
+def directory_of(path: Path) -> Path:
+    """Return the directory of the GGUF file ``path``; make it if it does not exist.
+
+    Raises GgufUnusable, OSError.
+    """
+    path = path.resolve()
+    directory = cache_directory() / "gguf" / f"{path.stem}-{_key(path)}"
+    if not directory.is_dir():
+        _make(path, directory)
+    return directory
+
+
+def _key(path: Path) -> str:
+    stat = path.stat()
+    facts = f"{_FORMAT}\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _make(path: Path, directory: Path) -> None:
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        made = Path(scratch) / directory.name
+        made.mkdir()
+        command = [sys.executable, "-P", "-m", __name__, str(path), str(made)]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise GgufUnusable(lines[-1])
+        # Another process may have made it meanwhile: both are the same.
+        with suppress(OSError):
+            made.rename(directory)
+    if not directory.is_dir():
+        raise GgufUnusable(f"{directory} cannot be written")
+
+
+def write(path: Path, directory: Path) -> None:
+    """Write the files of ``directory``. Raises BadGguf, UnsupportedGguf, ValueError, OSError."""
+    header = read_gguf_header(path)
+    config = config_of(header)
+
+    from transformers import PreTrainedTokenizerFast
+
+    (directory / LINK).symlink_to(path)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file=LINK)
+    except Exception as error:
+        raise BadGguf(f"{path} has no usable tokenizer: {type(error).__name__}: {error}") from error
+    tokenizer.save_pretrained(directory)
+    _write(directory / "config.json", config)
+    _write(directory / "generation_config.json", generation_config_of(header))
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        write(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (BadGguf, UnsupportedGguf, OSError) as error:
+        sys.exit(" ".join(str(error).split()))

