@@ -319,10 +319,18 @@ def drain(
 **Examples**
 
 - `everlift demo`
+- `everlift demo --model demo` takes the small model that counts
 - `everlift demo --no-ray --json summary.json --picture slots.png`
 """,
 )
 def demo(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help='Any value of `everlift up --model` with a chat template, or "demo".',
+        ),
+    ] = "smollm2",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="File for the summary as JSON.")
     ] = None,
@@ -333,12 +341,13 @@ def demo(
         bool, typer.Option("--no-ray", help="Use plain processes instead of Ray.")
     ] = False,
 ) -> None:
-    """Start a cluster, load it, kill a worker in the middle, and count what was lost."""
+    """Start a cluster, load it, kill a worker in the middle, and compare the texts."""
     from cluster.demo import demonstrate
 
     picture_file.check("--picture", picture)
     try:
-        summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
+        console = Console(highlight=False)
+        summary = asyncio.run(demonstrate(model, picture, console, with_ray=not no_ray))
     except asyncio.CancelledError:
         raise typer.Abort() from None
     if json_file is not None:

@@ -11,28 +11,34 @@ from rich.markup import escape
 
 from cluster.commands.up import on_signal
 from cluster.config import DEMO_MODEL, Config
-from cluster.demo.load import Summary
+from cluster.demo.load import Summary, Task
 from cluster.local.processes import ProcessCluster
 from cluster.ray.ray_cluster import RayCluster
 from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
+#: Name of the small model that comes with Everlift and can only count.
+COUNTING_MODEL = "demo"
+REQUESTS = 32
+_SEED = 1
 _SLOTS = 16
 
 
-async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
+async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: bool) -> Summary:
     """Start a temporary cluster, show it at work, print the counts, and leave nothing behind.
 
-    At SIGINT or SIGTERM it raises CancelledError.
+    ``model`` is COUNTING_MODEL or a model with a chat template. At SIGINT or SIGTERM it raises
+    CancelledError. Raises ModelUnavailable and NoChatTemplate, and what a cluster's start raises.
     """
     from cluster.demo.run import describe, run
 
     task = asyncio.current_task()
     assert task is not None
     on_signal(task.cancel)
+    tasks = await _tasks(model)
     with tempfile.TemporaryDirectory(prefix="everlift-demo-") as scratch:
-        config = _config(Path(scratch))
+        config = _config(model, Path(scratch))
         logs.configure("demo", config.log_level, config.state_dir / "demo.log")
         cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
         with console.status("starting a ledger, a router and two workers"):
@@ -40,7 +46,7 @@ async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Sum
         # Ray takes SIGTERM for itself when it starts.
         on_signal(task.cancel)
         try:
-            summary = await run(cluster.address, picture, console)
+            summary = await run(cluster.address, tasks, picture, console)
         finally:
             with console.status("stopping"):
                 await cluster.stop()
@@ -52,13 +58,25 @@ async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Sum
     return summary
 
 
-def _config(scratch: Path) -> Config:
+async def _tasks(model: str) -> list[Task]:
+    # The modules that one kind needs take a moment to import.
+    if model == COUNTING_MODEL:
+        from cluster.demo.prompts import counting_tasks
+
+        return counting_tasks(REQUESTS, _SEED)
+    from cluster.demo.chats import chat_tasks
+
+    return await chat_tasks(model, REQUESTS)
+
+
+def _config(model: str, scratch: Path) -> Config:
     """Return the demo's configuration.
 
-    It has fewer slots than requests, so that some wait, and fp32, so that answers are exact.
+    After the kill there are fewer slots than requests, so that some wait. In fp32 the texts do not
+    depend on which requests share a batch.
     """
     return Config(
-        model=str(DEMO_MODEL),
+        model=str(DEMO_MODEL) if model == COUNTING_MODEL else model,
         num_workers=2,
         state_dir=scratch,
         router=RouterConfig(port=0, http_port=0, drain=1.0),

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import quantiles
 from typing import TypedDict
 
 import grpc
 
-from cluster.demo.tasks import Example
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 
@@ -33,7 +32,8 @@ class Summary(TypedDict):
 
     requests: int
     completed: int
-    right_answers: int
+    #: texts that are as expected: the right answers, or those of the undisturbed run
+    identical: int
     output_tokens: int
     migrated: int
     tokens_lost: int
@@ -43,14 +43,28 @@ class Summary(TypedDict):
     output_tokens_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A request, and the prompt as people read it.
+
+    ``expected`` is the text that must come, and ``expected_ids`` are its tokens, where known.
+    """
+
+    shown: str
+    request: pb.GenerateRequest
+    expected: str | None = None
+    expected_ids: tuple[int, ...] | None = None
+
+
 @dataclass
 class Transcript:
     """A request as its client saw it. Times are monotonic seconds."""
 
-    task: Example
+    task: Task
     request_id: str = ""
     began: float = 0.0
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     #: arrival of each token, in the order of arrival
     times: list[float] = field(default_factory=list)
     #: offset of each token, in the order of arrival
@@ -64,6 +78,7 @@ class Transcript:
     def add(self, piece: pb.GenerateResponse, now: float) -> None:
         self.request_id = piece.request_id
         self.text += piece.text
+        self.token_ids.extend(piece.token_ids)
         count = len(piece.token_ids)
         self.times.extend([now] * count)
         self.offsets.extend(range(piece.offset, piece.offset + count))
@@ -86,14 +101,20 @@ class Transcript:
         return len(self.offsets) - len(set(self.offsets))
 
     @property
-    def is_right(self) -> bool:
-        return self.finished and self.text == self.task.answer
+    def is_identical(self) -> bool:
+        task = self.task
+        has_ids = task.expected_ids is None or tuple(self.token_ids) == task.expected_ids
+        return self.finished and self.text == task.expected and has_ids
+
+    def as_task(self) -> Task:
+        """Return the same request, expected to be answered as it was."""
+        return replace(self.task, expected=self.text, expected_ids=tuple(self.token_ids))
 
 
 class Load:
     """Load of all tasks at once against one router."""
 
-    def __init__(self, address: str, tasks: Sequence[Example]) -> None:
+    def __init__(self, address: str, tasks: Sequence[Task]) -> None:
         self.transcripts = [Transcript(task) for task in tasks]
         self.began = self.ended = 0.0
         self._address = address
@@ -123,7 +144,7 @@ class Load:
         return Summary(
             requests=len(done),
             completed=self.completed,
-            right_answers=sum(t.is_right for t in done),
+            identical=sum(t.is_identical for t in done),
             output_tokens=self.output_tokens,
             migrated=sum(t.migrated for t in done),
             tokens_lost=sum(t.lost for t in done),
@@ -135,10 +156,9 @@ class Load:
 
 
 async def _follow(stub: inference_pb2_grpc.InferenceAsyncStub, transcript: Transcript) -> None:
-    request = pb.GenerateRequest(text=transcript.task.prompt, sampling=pb.Sampling(temperature=0.0))
     transcript.began = time.monotonic()
     try:
-        async for piece in stub.Generate(request):
+        async for piece in stub.Generate(transcript.task.request):
             transcript.add(piece, time.monotonic())
     except grpc.aio.AioRpcError as error:
         transcript.error = f"{error.code().name}: {error.details()}"

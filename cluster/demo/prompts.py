@@ -1,11 +1,13 @@
-"""Prompts of the demo: tasks of mixed lengths, each with exactly one right answer."""
+"""Prompts of the demo's small model: tasks of mixed lengths, each with exactly one right answer."""
 
 from __future__ import annotations
 
 from random import Random
 
 from cluster.demo import tasks
+from cluster.demo.load import Task
 from cluster.demo.tasks import Example
+from everlift.v1 import inference_pb2 as pb
 
 #: The stream that the demo shows as it grows.
 SHOWN = Example(
@@ -23,6 +25,18 @@ _MIX = (
     ("long_count", 0),
     ("repeat", 4),
 )
+
+
+def counting_tasks(count: int, seed: int) -> list[Task]:
+    """Return ``count`` requests whose right answer is known."""
+    return [
+        Task(
+            shown=example.prompt,
+            request=pb.GenerateRequest(text=example.prompt, sampling=pb.Sampling(temperature=0.0)),
+            expected=example.answer,
+        )
+        for example in mixed(count, seed)
+    ]
 
 
 def mixed(count: int, seed: int) -> list[Example]:

@@ -1,4 +1,4 @@
-"""The demo from start to end: load, a kill in the middle, a count of what was lost."""
+"""The demo from start to end: load, a kill in the middle, a comparison of what arrived."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,16 +16,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cluster.demo.load import Load, Percentiles, Summary
+from cluster.demo.load import Load, Percentiles, Summary, Task
 from cluster.demo.picture import Occupancy, draw
-from cluster.demo.prompts import mixed
 from cluster.demo.view import show
+from cluster.errors import ClusterFailed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.console.rates import Rates
 
-REQUESTS = 32
-_SEED = 1
 _REFRESH_S = 0.1
 #: The kill comes when this part of the expected text has arrived.
 _KILL_AT = 0.3
@@ -37,11 +36,33 @@ class _Scene:
     killed: str = ""
     killed_at: float = 0.0
     note: str = "one of the two workers will be killed in the middle"
+    kills: bool = True
 
 
-async def run(address: str, picture: Path, console: Console) -> Summary:
-    """Run the demo on the cluster at ``address``; write the picture and return the counts."""
-    load, scene = Load(address, mixed(REQUESTS, _SEED)), _Scene()
+async def run(address: str, tasks: Sequence[Task], picture: Path, console: Console) -> Summary:
+    """Run the demo on the cluster at ``address``; write the picture and return the counts.
+
+    Tasks without an expected text run undisturbed first. Raises ClusterFailed if one of these is
+    not answered.
+    """
+    if any(task.expected is None for task in tasks):
+        calm = _Scene(note="an undisturbed run, to compare with", kills=False)
+        tasks = _answered(await _run(address, tasks, calm, console))
+    scene = _Scene()
+    load = await _run(address, tasks, scene, console)
+    draw(scene.occupancy, scene.killed, scene.killed_at, picture)
+    return load.summary()
+
+
+def _answered(load: Load) -> list[Task]:
+    for transcript in load.transcripts:
+        if not transcript.finished:
+            raise ClusterFailed(f"a request was not answered: {transcript.error}")
+    return [transcript.as_task() for transcript in load.transcripts]
+
+
+async def _run(address: str, tasks: Sequence[Task], scene: _Scene, console: Console) -> Load:
+    load = Load(address, tasks)
     async with grpc.aio.insecure_channel(address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         work = asyncio.create_task(load.run())
@@ -51,8 +72,7 @@ async def run(address: str, picture: Path, console: Console) -> Summary:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-    draw(scene.occupancy, scene.killed, scene.killed_at, picture)
-    return load.summary()
+    return load
 
 
 async def _watch(
@@ -67,7 +87,7 @@ async def _watch(
             status = await stub.GetStatus(pb.GetStatusRequest())
             now = time.monotonic() - load.began
             scene.occupancy.snapshot(now, _running(status))
-            if not scene.killed and _is_in_the_middle(load):
+            if scene.kills and not scene.killed and _is_in_the_middle(load):
                 _kill_one(status, scene, now)
             live.update(show(status, load, scene.rates, now, scene.note))
             if work.done():
@@ -85,7 +105,7 @@ def _running(status: pb.GetStatusResponse) -> dict[tuple[str, int], str]:
 
 
 def _is_in_the_middle(load: Load) -> bool:
-    wanted = sum(len(t.task.answer) for t in load.transcripts)
+    wanted = sum(len(t.task.expected or "") for t in load.transcripts)
     return sum(len(t.text) for t in load.transcripts) >= _KILL_AT * wanted
 
 
@@ -104,7 +124,7 @@ def describe(summary: Summary) -> Table:
     table = Table("what", "value", title="everlift demo", title_justify="left")
     rows = [
         ("requests", f"{summary['completed']} of {summary['requests']} complete"),
-        ("right answers", f"{summary['right_answers']} of {summary['requests']}"),
+        ("identical", f"{summary['identical']} of {summary['requests']}"),
         ("output tokens", str(summary["output_tokens"])),
         ("output tokens/s", f"{summary['output_tokens_per_s']:.0f}"),
         ("time to first token", _milliseconds(summary["ttft_ms"])),

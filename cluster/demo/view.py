@@ -16,8 +16,8 @@ _SHOWN_CHARACTERS = 900
 
 def show(status: pb.GetStatusResponse, load: Load, rates: Rates, now: float, note: str) -> Group:
     first = load.transcripts[0]
-    text = Text(first.task.prompt, style="bold")
-    text.append(first.text[-_SHOWN_CHARACTERS:], style="green" if first.is_right else "default")
+    text = Text(first.task.shown, style="bold")
+    text.append(first.text[-_SHOWN_CHARACTERS:], style="green" if first.is_identical else "default")
     return Group(
         status_view.show(status, rates, now),
         Text(f"requests done {load.completed} of {len(load.transcripts)}"),

@@ -18,7 +18,7 @@ from cluster import demo
 from cluster.cli import app
 from cluster.config import Config
 from cluster.demo.load import Load
-from cluster.demo.prompts import mixed
+from cluster.demo.prompts import counting_tasks
 from cluster.demo.run import describe
 from cluster.errors import ClusterFailed
 from cluster.ray.ray_cluster import RayCluster
@@ -76,7 +76,9 @@ def test_a_signal_ends_it_and_leaves_no_directory(
     monkeypatch.setattr(demo, "ProcessCluster", Starting)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with restored_logging():
-        result = CliRunner().invoke(app, ["demo", "--no-ray", "--picture", str(tmp_path / "x.png")])
+        result = CliRunner().invoke(
+            app, ["demo", "--model", "demo", "--no-ray", "--picture", str(tmp_path / "x.png")]
+        )
     assert isinstance(result.exception, SystemExit) and result.exit_code == 1
     assert not list(tmp_path.iterdir())
 
@@ -110,7 +112,7 @@ async def test_who_is_refused_before_a_token_is_counted_as_not_answered(room: in
     inference_pb2_grpc.add_InferenceServicer_to_server(Refusing(room), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    load = Load(f"127.0.0.1:{port}", mixed(3, 1))
+    load = Load(f"127.0.0.1:{port}", counting_tasks(3, 1))
     try:
         await load.run()
     finally:
