@@ -1,18 +1,31 @@
-// A request of one's own, streamed by the API that clients use.
+// A chat with the model, streamed by the API that clients use. Without a chat template: single prompts.
 
 import { events } from "./api.js";
-import { $, el, say, seconds } from "./dom.js";
+import { $, count, el, say, seconds } from "./dom.js";
+
+// Pixels from the end of the conversation within which it follows the answer.
+const FOLLOWED_PX = 40;
 
 export class TryIt {
   // `onBegun` is told the request's name.
   constructor(api, onBegun) {
     this.api = api;
     this.onBegun = onBegun;
+    // Turns that the model is told of again: {role, content}.
+    this.history = [];
     $("try-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.start();
     });
+    $("prompt").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      $("try-form").requestSubmit($("try-start"));
+    });
+    $("prompt").addEventListener("input", fit);
     $("try-stop").addEventListener("click", () => this.stopping?.abort());
+    $("try-clear").addEventListener("click", () => this.clear());
+    $("as-chat").addEventListener("change", () => this.clear());
   }
 
   // A model that has chats is asked for one, unless somebody has chosen.
@@ -20,68 +33,158 @@ export class TryIt {
     if (!router || this.isSet) return;
     this.isSet = true;
     $("as-chat").checked = router.has_template;
+    describeMode();
+  }
+
+  clear() {
+    this.stopping?.abort();
+    this.history = [];
+    $("chat").replaceChildren();
+    say($("try-status"), "");
+    describeMode();
+    $("prompt").focus();
   }
 
   async start() {
+    if (this.stopping) return;
+    const prompt = $("prompt").value;
+    const history = this.history;
     this.stopping = new AbortController();
     this.running(true);
-    $("try-output").textContent = "";
-    const began = performance.now();
+    turn("user", "You", prompt);
+    const answer = turn("model", "Model");
+    let name = null;
+    $("prompt").value = "";
+    fit();
+    const turns = [...history, { role: "user", content: prompt }];
     try {
-      await this.stream(began);
+      const done = await this.stream(answer, turns, (begun) => {
+        name = begun;
+        this.onBegun(name);
+      });
+      say($("try-status"), done);
+      answer.note(done, false, ...this.link(name));
     } catch (error) {
-      const why = error.name === "AbortError" ? "stopped" : `${error.slug || "failed"}: ${error.message}`;
+      const isStopped = error.name === "AbortError";
+      const why = isStopped ? "stopped" : `${error.slug || "failed"}: ${error.message}`;
       say($("try-status"), why);
+      answer.note(why, !isStopped, ...this.link(name));
+      // Nothing was answered: the prompt can be sent again.
+      if (!answer.text && !$("prompt").value) $("prompt").value = prompt;
+      fit();
     }
+    if (answer.text && history === this.history) {
+      this.history.push(turns.at(-1), { role: "assistant", content: answer.text });
+    }
+    this.stopping = null;
     this.running(false);
   }
 
-  async stream(began) {
+  // What was measured, once the answer is there. `begun` is told the request's name.
+  async stream(answer, turns, begun) {
     say($("try-status"), "waiting for the first token");
-    const [path, body] = asked();
-    const answer = await this.api.post(path, body, this.stopping.signal);
-    const name = answer.headers.get("idempotency-key");
-    this.onBegun(name);
+    const began = performance.now();
+    const [path, body] = asked(turns);
+    const response = await this.api.post(path, body, this.stopping.signal);
+    begun(response.headers.get("idempotency-key"));
     let first = null;
-    let chunks = 0;
-    for await (const [, data] of events(answer)) {
+    let usage = null;
+    let reason = null;
+    for await (const [, data] of events(response)) {
       if (data === "[DONE]") break;
       const told = JSON.parse(data);
       if (told.error) throw Object.assign(new Error(told.error.message), { slug: told.error.code });
+      usage = told.usage ?? usage;
+      reason = told.choices?.[0]?.finish_reason ?? reason;
       const text = textOf(told);
       if (!text) continue;
-      first ??= performance.now() - began;
-      chunks += 1;
-      $("try-output").append(text);
-      say($("try-status"), `streaming; first token after ${seconds(first / 1000)}`);
+      if (first === null) {
+        first = (performance.now() - began) / 1000;
+        say($("try-status"), `streaming; first token after ${seconds(first)}`);
+      }
+      answer.append(text);
     }
-    const all = (performance.now() - began) / 1000;
-    const pieces = first === null ? "No text" : `${chunks} pieces`;
-    const after = first === null ? "" : `, the first after ${seconds(first / 1000)}`;
-    $("try-status").replaceChildren(
-      `${pieces} in ${seconds(all)}${after}. `,
-      el("button", { type: "button", class: "link", click: () => this.onBegun(name, true) }, `Look up ${name}`),
-    );
+    return summarised((performance.now() - began) / 1000, first, usage, reason);
+  }
+
+  link(name) {
+    if (!name) return [];
+    const look = () => this.onBegun(name, true);
+    return [el("button", { type: "button", class: "link", "aria-label": `Look up ${name}`, click: look }, "Look up")];
   }
 
   running(is) {
-    $("try-start").disabled = is;
-    $("try-stop").disabled = !is;
+    $("try-start").hidden = is;
+    $("try-stop").hidden = !is;
+    $("chat").setAttribute("aria-busy", is);
   }
 }
 
-function asked() {
-  const prompt = $("prompt").value;
+// One side's words, at the end of the conversation.
+function turn(side, speaker, text = "") {
+  const words = el("div", { class: "words" }, text);
+  const notes = el("p", { class: "quiet" });
+  const bubble = el("article", { class: `turn ${side}`, "aria-label": speaker }, words, notes);
+  $("chat").append(bubble);
+  $("chat").scrollTop = $("chat").scrollHeight;
+  $("chat-hint").hidden = true;
+  return {
+    text,
+    append(more) {
+      const box = $("chat");
+      const isFollowed = box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOWED_PX;
+      this.text += more;
+      words.append(more);
+      if (isFollowed) box.scrollTop = box.scrollHeight;
+    },
+    note(why, isProblem, ...more) {
+      notes.classList.toggle("problem", isProblem);
+      notes.replaceChildren(why, ...(more.length ? [". ", ...more] : []));
+      $("chat").scrollTop = $("chat").scrollHeight;
+    },
+  };
+}
+
+// The composer grows with its lines, up to its largest height.
+function fit() {
+  const box = $("prompt");
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight + 2}px`;
+}
+
+function describeMode() {
+  const isChat = $("as-chat").checked;
+  $("system-field").hidden = !isChat;
+  say(
+    $("chat-hint"),
+    isChat
+      ? "Each message is sent with the whole conversation. Enter sends it; Shift+Enter starts a new line."
+      : "The model continues the text that you begin. Enter sends it; Shift+Enter starts a new line.",
+  );
+  $("chat-hint").hidden = $("chat").childElementCount > 0;
+}
+
+function asked(turns) {
   const body = {
     max_tokens: Number($("max-tokens").value),
     temperature: Number($("temperature").value),
     stream: true,
+    stream_options: { include_usage: true },
   };
-  return $("as-chat").checked
-    ? ["../v1/chat/completions", { ...body, messages: [{ role: "user", content: prompt }] }]
-    : ["../v1/completions", { ...body, prompt }];
+  if (!$("as-chat").checked) return ["../v1/completions", { ...body, prompt: turns.at(-1).content }];
+  const system = $("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
+  return ["../v1/chat/completions", { ...body, messages }];
 }
 
 function textOf({ choices: [choice] = [] }) {
   return choice?.text ?? choice?.delta?.content ?? "";
+}
+
+function summarised(all, first, usage, reason) {
+  const tokens = usage?.completion_tokens ?? 0;
+  const rate = all > first && tokens > 1 ? `, ${count(Math.round((tokens - 1) / (all - first)))} tokens/s` : "";
+  const after = first === null ? "" : `, the first after ${seconds(first)}${rate}`;
+  const cut = reason === "length" ? "; cut at max tokens" : "";
+  return `${count(tokens)} tokens in ${seconds(all)}${after}${cut}`;
 }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, Route, expect
+from playwright.async_api import Browser, Page, Request, Route, expect
 
 from everlift.client.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
@@ -112,6 +112,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(page.locator("#connection")).to_have_text("live")
         await expect(page.locator("#key-form"), "nobody asks for a key").to_be_hidden()
         await page.fill("#max-tokens", "200")
+        await page.fill("#prompt", "Once upon a time")
         await page.click("#try-start")
         for each in held:
             each.let(20)
@@ -140,8 +141,8 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         assert await offered.get_attribute("value") != rank.worker_id
         # And not a token is lost.
         held[0].release()
-        await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
-        await page.click("#try-status button")
+        await expect(page.locator("#try-status")).to_contain_text("200 tokens in", timeout=20_000)
+        await page.get_by_role("button", name="Look up unnamed").click()
         answer = page.locator("#request-answer")
         await expect(answer).to_contain_text("finished")
         await expect(answer).to_contain_text("200")
@@ -260,17 +261,67 @@ async def test_cards_without_content_are_small(url: str, chromium: Browser) -> N
             assert box is not None and box["height"] < 120
 
 
-@pytest.mark.parametrize("has_template", [True, False])
-async def test_a_chat_is_asked_for_where_the_model_has_them(
-    has_template: bool, chromium: Browser, tmp_path: Path
-) -> None:
-    if has_template:
-        started = scripted_cluster(tmp_path / "m", HERMES)
-    else:
-        started = cluster(1, 1)
+async def test_chat_keeps_its_history_and_system_prompt(chromium: Browser, tmp_path: Path) -> None:
+    started = scripted_cluster(tmp_path / "m", HERMES)
     async with started as parts, opened(chromium, url_of(parts)) as page:
         await expect(page.locator("#connection")).to_have_text("live")
-        await expect(page.locator("#as-chat")).to_be_checked(checked=has_template)
+        await expect(page.locator("#as-chat")).to_be_checked()
+        sent: list[dict[str, Any]] = []
+        page.on("request", lambda request: _note_body(request, sent))
+        await page.fill("#system", "be brief")
+        for prompt, answer in (
+            ("say:hello there", "hello there"),
+            ("say:<b>bye</b>", "<b>bye</b>"),
+        ):
+            await page.fill("#prompt", prompt)
+            await page.press("#prompt", "Enter")
+            await expect(page.locator(".turn.model .words").last).to_have_text(answer)
+            await expect(page.locator("#try-status")).to_contain_text("tokens in")
+        await expect(page.locator(".turn")).to_have_count(4)
+        await expect(page.locator("#prompt")).to_have_value("")
+        assert [message["content"] for message in sent[-1]["messages"]] == [
+            *("be brief", "say:hello there", "hello there", "say:<b>bye</b>"),
+        ]
+        await check_readable(page, "chat", "#try")
+        await page.click("#try-clear")
+        await expect(page.locator(".turn")).to_have_count(0)
+        await page.fill("#system", "")
+        await page.fill("#prompt", "say:again")
+        await page.press("#prompt", "Shift+Enter")
+        await expect(page.locator(".turn"), "a new line sends nothing").to_have_count(0)
+        await page.click("#try-start")
+        await expect(page.locator(".turn.model .words")).to_have_text("again")
+        assert [message["role"] for message in sent[-1]["messages"]] == ["user"]
+
+
+def _note_body(request: Request, sent: list[dict[str, Any]]) -> None:
+    if request.url.endswith("/v1/chat/completions"):
+        sent.append(request.post_data_json)
+
+
+async def test_prompt_without_template_stands_alone_and_stops(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#as-chat")).not_to_be_checked()
+        await expect(page.locator("#system-field")).to_be_hidden()
+        await expect(page.locator("#chat-hint")).to_contain_text("continues the text")
+        await page.fill("#max-tokens", "3000")
+        await page.fill("#prompt", "Once upon a time")
+        await page.click("#try-start")
+        await expect(page.locator("#try-status")).to_contain_text("streaming")
+        await expect(page.locator("#try-start")).to_be_hidden()
+        await page.click("#try-stop")
+        await expect(page.locator(".turn.model p")).to_contain_text("stopped")
+        await expect(page.locator("#try-start")).to_be_visible()
+        # A prompt that was refused can be mended.
+        await page.check("#as-chat")
+        await expect(page.locator(".turn")).to_have_count(0)
+        await page.fill("#prompt", "hello")
+        await page.click("#try-start")
+        await expect(page.locator(".turn.model .problem")).to_contain_text("no_chat_template")
+        await expect(page.locator("#prompt")).to_have_value("hello")
 
 
 async def test_what_others_say_is_text_and_never_markup(
@@ -396,6 +447,7 @@ async def test_missing_workers_are_named_and_nothing_is_predicted(chromium: Brow
         line = page.locator("#queue-line")
         # The page hears clicks once it shows the queue.
         await expect(line).to_contain_text("0 queued")
+        await page.fill("#prompt", "Once upon a time")
         await page.click("#try-start")
         await expect(line).to_contain_text("drain time unknown.")
         await expect(line).not_to_contain_text("A saturated worker")
@@ -451,8 +503,9 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
             await expect(connection).to_have_text("live")
             await expect(page.locator("#admin")).to_be_hidden()
             await page.fill("#max-tokens", "3")
+            await page.fill("#prompt", "Once upon a time")
             await page.click("#try-start")
-            await expect(page.locator("#try-status")).to_contain_text("pieces in")
+            await expect(page.locator("#try-status")).to_contain_text("3 tokens in")
             kept = await page.evaluate(
                 "[localStorage.length, document.cookie, ...Object.values(sessionStorage)]"
             )
