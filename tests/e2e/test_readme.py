@@ -23,11 +23,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture
-async def environment(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
+@pytest.fixture(params=["smollm2"])
+async def environment(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[dict[str, str]]:
     """Of somebody in whose state directory a cluster runs."""
     state_dir = tmp_path / "everlift"
-    config = Config(state_dir=state_dir, router=RouterConfig(port=0, http_port=0, drain=0.2))
+    router = RouterConfig(port=0, http_port=0, drain=0.2)
+    config = Config(model=request.param, state_dir=state_dir, router=router)
     async with ProcessCluster(config) as cluster:
         async with AsyncClient(cluster.address) as client:
             http_address = (await client.status()).http_address
@@ -63,9 +66,10 @@ async def test_the_python_example_runs(environment: dict[str, str]) -> None:
     body = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     script = f"import asyncio\nasync def main():\n{lines}\nasyncio.run(main())"
-    assert await output(environment, "-c", script) == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+    assert await output(environment, "-c", script) == " Paris."
 
 
+@pytest.mark.parametrize("environment", [str(DEMO_MODEL)], indirect=True)
 async def test_the_triton_example_runs(environment: dict[str, str]) -> None:
     page = (ROOT / "router" / "api" / "kserve" / "README.md").read_text()
     example = re.search(r"```python\n(import numpy.*?)```", page, re.DOTALL)
@@ -82,7 +86,7 @@ async def test_openais_client_says_the_same(environment: dict[str, str]) -> None
     body = example[1].replace("127.0.0.1:8000", environment.pop("HTTP_ADDRESS"))
     del environment["PYTHONPATH"]
     printed = await output(environment, "-c", body, python=program("python"))
-    assert printed == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+    assert printed == "The capital of France is Paris."
 
 
 async def test_the_example_without_a_cluster_runs() -> None:
