@@ -19,7 +19,9 @@ async def pinned(config: Config) -> Config:
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:
         return config
-    log.info("model chosen", model=config.model, revision=config.model_revision, commit=commit)
+    log.info(
+        "model revision resolved", model=config.model, revision=config.model_revision, commit=commit
+    )
     return config.at_commit(commit)
 
 

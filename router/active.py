@@ -46,7 +46,7 @@ class ActiveModel:
             try:
                 self.note(await self._ledger.is_active(), now())
             except LedgerUnavailable as error:
-                log.warning("active model not known", cause=str(error))
+                log.warning("active model unknown", cause=str(error))
             await asyncio.sleep(_LOOK_S)
 
     def note(self, is_active: bool, now: float) -> None:
@@ -54,7 +54,7 @@ class ActiveModel:
         model = self._model
         if is_active != model.is_active:
             model.is_active, self._changed_at = is_active, now
-            log.info("model becomes active" if is_active else "model is replaced", model=model.name)
+            log.info("model activated" if is_active else "model is replaced", model=model.name)
         has_settled = now - self._changed_at >= _NOTICED_S
         # Meanwhile a client may reach the one or the other.
         model.is_switching = not (is_active and has_settled)

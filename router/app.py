@@ -91,7 +91,7 @@ class RouterDeployment:
                 waiting = unplaced(groups.values(), replicas, is_on_kubernetes=is_on_kubernetes)
                 self._router.place(cluster, *waiting)
             except Exception as error:
-                log.info("placement not known", cause=str(error))
+                log.info("placement unknown", cause=str(error))
             await asyncio.sleep(_PLACEMENT_S)
 
     async def worker_starts(self, name: str, seconds: float, elapsed_s: float) -> None:

@@ -73,7 +73,7 @@ class Heartbeat:
                 try:
                     await self._beat()
                 except LedgerUnavailable as error:
-                    log.warning("beat failed", cause=str(error))
+                    log.warning("heartbeat failed", cause=str(error))
                     self._gateway.ledger_failed()
                 await self._rest()
         finally:

@@ -430,7 +430,7 @@ class Router:
         await self._stopping
 
     async def _stop(self) -> None:
-        log.info("router stops", router_id=self.router_id, requests=len(self._requests))
+        log.info("router stopping", router_id=self.router_id, requests=len(self._requests))
         await asyncio.gather(self._requests.stop(self.config.drain), self._leader.stand_back())
         self._inference.stop()
         await asyncio.gather(self._public.stop(grace=0.5), self._http.stop(grace_s=0.5))
@@ -446,7 +446,7 @@ class Router:
         try:
             await self._ledger.end_lease(self.router_id)
         except LedgerUnavailable:
-            log.info("gateway lease left to run out", router_id=self.router_id)
+            log.info("gateway lease left to expire", router_id=self.router_id)
         # Others go on with what is left here already.
         await asyncio.to_thread(self._traces.close)
         await self._ledger.close()

@@ -136,7 +136,7 @@ class WorkerLink:
                 self._down()
                 await asyncio.gather(self._call, return_exceptions=True)
             if not self._call.cancelled() and isinstance(self._call.exception(), _Replaced):
-                log.info("address has another worker", worker_id=self.info.worker_id)
+                log.info("address belongs to another worker", worker_id=self.info.worker_id)
                 return
             await asyncio.sleep(_RECONNECT_S)
 
@@ -204,7 +204,9 @@ class WorkerLink:
         if quiet < (_LOST_AT * self._silence_s if self.is_up else _ANSWER_S):
             return
         if self.is_up:
-            log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))
+            log.warning(
+                "worker not responding", worker_id=self.info.worker_id, seconds=round(quiet, 2)
+            )
             self._down()
         if self._call is not None and now() >= self._held_until:
             self._call.cancel()
@@ -213,7 +215,7 @@ class WorkerLink:
         if not self.is_up and self._was_up:
             self.false_alarms += 1
             late = round(now() - self.last_heard, 2)
-            log.warning("lost worker speaks", worker_id=self.info.worker_id, seconds=late)
+            log.warning("frame from a lost worker", worker_id=self.info.worker_id, seconds=late)
         self.last_heard, self._frozen_s = now(), 0.0
 
     def _up(self) -> None:

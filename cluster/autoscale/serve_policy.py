@@ -76,7 +76,7 @@ class QueuePolicy:
             # A leader of another version may have settings that are not known here.
             if given != self._refused:
                 self._refused = given
-                log.warning("settings of the autoscaler refused", cause=str(error))
+                log.warning("autoscaler settings refused", cause=str(error))
             return settings.load(AutoscaleConfig, bounds)
 
     def _say(self, decision: Decision, target: int, most: int, now: float) -> None:

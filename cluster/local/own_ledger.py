@@ -78,9 +78,9 @@ class OwnLedger:
             await asyncio.sleep(_LOOK_S)
             if self._server.is_running:
                 continue
-            log.error("the ledger's server has ended: starting it again")
+            log.error("ledger server ended: restarting it")
             try:
                 await self._start()
             except (LedgerSetupError, OSError) as error:
-                log.error("the ledger's server could not be started again", cause=str(error))
+                log.error("ledger server restart failed", cause=str(error))
                 await asyncio.sleep(_RESTART_S)

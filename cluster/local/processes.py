@@ -149,7 +149,7 @@ class ProcessCluster:
             try:
                 await self._fork_server.load()
             except ClusterFailed as error:
-                log.warning("workers start by themselves, slower", cause=str(error))
+                log.warning("fork server unavailable: workers start more slowly", cause=str(error))
                 self._fork_server.close()
                 self._fork_server = None
 
@@ -276,12 +276,12 @@ async def _keep_alive(replica: Replica) -> None:
 
 
 async def _revive(replica: Replica) -> None:
-    log.warning("starting again", replica=replica.name)
+    log.warning("restarting", replica=replica.name)
     try:
         await replica.kill()
         await replica.start()
     except ClusterFailed as error:
-        log.error("could not be started again", replica=replica.name, cause=str(error))
+        log.error("restart failed", replica=replica.name, cause=str(error))
     except Exception:
         # A machine that lacks processes or descriptors for a while is tried again, too.
-        log.exception("could not be started again", replica=replica.name)
+        log.exception("restart failed", replica=replica.name)

@@ -75,7 +75,7 @@ class Starting:
                     await stub.TellStart(start, timeout=_TIMEOUT_S)
                     return
                 except grpc.aio.AioRpcError as error:
-                    log.debug("start not told", router=router, code=error.code().name)
+                    log.debug("start not reported", router=router, code=error.code().name)
 
 
 _ANNOUNCER_TIMEOUT_S = 2.0
@@ -110,7 +110,7 @@ class Announcer:
         """Announce the worker again whenever no router has been connected for a while."""
         while True:
             await _lonely(is_alone)
-            log.info("announcing again", worker_id=self._message.worker.worker_id)
+            log.info("registering again", worker_id=self._message.worker.worker_id)
             await self.announce()
 
     async def _told(self, router: str) -> bool:
@@ -121,7 +121,7 @@ class Announcer:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     raise InvalidRequest(error.details() or "") from None
-                log.debug("not announced", router=router, code=error.code().name)
+                log.debug("registration failed", router=router, code=error.code().name)
                 return False
         return True
 

@@ -53,4 +53,4 @@ def log_messages() -> None:
 
 
 def _log_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    log.info("ray says", lines=list(data["lines"]))
+    log.info("message from Ray", lines=list(data["lines"]))

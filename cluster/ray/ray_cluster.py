@@ -229,7 +229,7 @@ def _cause(application: ApplicationStatusOverview) -> str:
         for name, each in application.deployments.items()
         if each.status == "DEPLOY_FAILED"
     }
-    log.error("Serve runs no application", error=application.message, deployments=said)
+    log.error("no application in Ray Serve", error=application.message, deployments=said)
     causes = [f"{name}: {_last_line(message)}" for name, message in said.items()]
     return "; ".join(causes) or _last_line(application.message)
 

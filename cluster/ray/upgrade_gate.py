@@ -80,9 +80,9 @@ class UpgradeGate:
             # Clients of a cluster of another model come here from now on.
             await self._router.activate.remote()
         except RayError as error:
-            log.warning("router gives no answer", cause=str(error))
+            log.warning("router not responding", cause=str(error))
             return False
-        log.info("cluster carries the load", own=own, total=total)
+        log.info("new cluster has enough capacity", own=own, total=total)
         return True
 
 

@@ -28,7 +28,7 @@ def on_signal(leave: Callable[[], None]) -> None:
     def heard() -> None:
         # Once: a traceback may come in several pieces.
         loop.remove_reader(reader)
-        log.warning("told to leave", signal="SIGUSR1")
+        log.warning("stop requested", signal="SIGUSR1")
         leave()
 
     loop = asyncio.get_running_loop()

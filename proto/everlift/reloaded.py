@@ -48,7 +48,7 @@ class Reloaded(Generic[T]):
             try:
                 if self._look() != self._versions:
                     self._versions, self._value = self._made()
-                    log.info("files read again", files=self._files)
+                    log.info("configuration files reloaded", files=self._files)
                 self._complaint = ""
             except (SettingsError, OSError) as error:
                 self._complain(str(error))

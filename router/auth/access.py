@@ -104,7 +104,7 @@ class Access:
             ) from None
         assert document is not None
         if not document.keys:
-            log.warning("there is no key yet: create one with everlift key create")
+            log.warning("no API key yet: create one with everlift key create")
         return cls(store, document)
 
     def admit(self, headers: Mapping[str, str]) -> Caller:
@@ -141,5 +141,5 @@ class Access:
 
     def _keep(self, cause: str) -> None:
         if cause != self._cause:
-            log.error("access not read again", cause=cause)
+            log.error("access file not reloaded", cause=cause)
         self._cause = cause

@@ -74,7 +74,7 @@ class FileStore:
             raise SettingsError(f"{self._path} is writable by everyone: chmod o-w")
         if mode & stat.S_IROTH and not self._is_open_told:
             self._is_open_told = True
-            log.warning("the file of keys is readable by everyone", path=str(self._path))
+            log.warning("key file is readable by everyone", path=str(self._path))
 
     def _change(self, edit: Edit) -> Document:
         with self._locked():

@@ -92,7 +92,7 @@ class Peers:
         try:
             return await stub.Count(session_pb2.CountRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            log.debug("router not counted", address=address, code=error.code().name)
+            log.debug("router counters not received", address=address, code=error.code().name)
             # The next one shows the certificate that holds then.
             self._channels.pop(address, None)
             await channel.close()

@@ -107,7 +107,7 @@ class Chaos:
         peer = await self._find(fault.peer) if fault.peer else None
         check_fault(fault, target.part, peer.part if peer else None, target.num_ranks)
         fault.target, fault.peer = target.name, peer.name if peer else ""
-        log.warning("fault", kind=pb.FaultKind.Name(fault.kind), target=target.name)
+        log.warning("fault injected", kind=pb.FaultKind.Name(fault.kind), target=target.name)
         if target.part is Part.WORKER:
             self._sessions.inject(target.name, fault)
         else:
@@ -196,7 +196,7 @@ class Chaos:
         if len(errors) == len(answers):
             raise errors[0]
         for error in errors:
-            log.warning("fault not told to a router", cause=str(error))
+            log.warning("fault not sent to a router", cause=str(error))
 
     async def _tell_one(self, address: str, fault: pb.Fault) -> None:
         if not address:

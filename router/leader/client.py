@@ -212,7 +212,9 @@ class LeaderClient:
                 try:
                     await self._listen(stub.Admission(messages))
                 except grpc.aio.AioRpcError as error:
-                    log.info("line to the leader broke", address=address, code=error.code().name)
+                    log.info(
+                        "connection to the leader lost", address=address, code=error.code().name
+                    )
 
     @contextmanager
     def _told(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:

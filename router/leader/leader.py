@@ -222,7 +222,7 @@ class Leader:
                     await self._recall(leader_state)
                     leader_state.handover.living(await self._ledger.gateways())
                 except LedgerUnavailable:
-                    log.info("living gateways not known")
+                    log.info("live gateways unknown")
                 await asyncio.sleep(_ROLL_CALL_S)
 
     # operators speak
@@ -374,7 +374,10 @@ class Leader:
         for move in self._leader_state.moves(moment, moment + self._ledger_ahead):
             running = move.running
             log.info(
-                "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id
+                "request moved",
+                request_id=running.request_id,
+                source=running.worker_id,
+                to=move.worker_id,
             )
             self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
@@ -438,7 +441,11 @@ class Leader:
     def _tell_victims(self, placed: Placed) -> None:
         request_id = placed.waiting.request_id
         for victim in placed.victims:
-            log.info("makes room", request_id=victim.request_id, to=request_id)
+            log.info(
+                "preempting for a request of a higher class",
+                request_id=victim.request_id,
+                to=request_id,
+            )
             eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=request_id)
             self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
 
@@ -522,7 +529,7 @@ class Leader:
             await self._read_scaling(leader_state)
             await self._ledger.put_load(self._load(leader_state))
         except LedgerUnavailable as error:
-            log.info("load not reported", cause=str(error))
+            log.info("load report failed", cause=str(error))
         finally:
             self._is_reporting = False
 

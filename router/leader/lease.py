@@ -80,7 +80,7 @@ class Lease:
             self._ends, self.is_confirmed = moment + self._config.lease, held
         if held and not self.is_held:
             self.is_held, self.term = True, term
-            log.info("leading", router_id=self._router_id)
+            log.info("leadership acquired", router_id=self._router_id)
             self._began()
         elif not held:
             self.lose()
@@ -93,7 +93,7 @@ class Lease:
     def lose(self) -> None:
         """Give up the lead to another replica."""
         if self.is_held:
-            log.warning("no longer leading", router_id=self._router_id)
+            log.warning("leadership lost", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
             self.term = _fresh_term()
             self._ended()
@@ -112,7 +112,7 @@ class Lease:
             try:
                 await self._ledger.resign(term)
             except LedgerUnavailable:
-                log.info("lease left to run out", router_id=self._router_id)
+                log.info("leader lease left to expire", router_id=self._router_id)
 
 
 def _fresh_term() -> int:

@@ -165,7 +165,7 @@ class RuntimePolicy:
             try:
                 ruling = ruling.but_for(name, text)
             except SettingsError as error:
-                log.warning("a setting is not known here", cause=str(error))
+                log.warning("unknown setting", cause=str(error))
             else:
                 overridden.append(name)
         self._ruling, self._overridden = ruling, tuple(sorted(overridden, key=SETTINGS.index))

@@ -334,7 +334,9 @@ class Attempts:
         choice = live.choices[progress.choice]
         offset = len(choice.output)
         if not _add_output(live, choice, progress):
-            log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
+            log.error(
+                "tokens missing in a frame", request_id=live.request_id, offset=progress.offset
+            )
             loss = f"worker {worker_id} skipped tokens"
             return self._lost(live, loss, now, was_in_step=True)
         effects = self._note(live, choice, progress, len(choice.output) - offset)

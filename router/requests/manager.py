@@ -258,7 +258,7 @@ class Requests:
             if await self._ledger.erase(request_id) is not None:
                 raise Moved("another router owns this request: retry forget there")
             self._recent.add_erased(request_id, entry.arrived)
-        log.info("forgotten", request_id=request_id)
+        log.info("request deleted", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
         """Return a request's ledger entry without its tokens, and its events.

@@ -70,7 +70,7 @@ class TaskGroup:
             # The caller is redirected; without a caller, the owner continues the request.
             pass
         except EverliftError as error:
-            log.info("request work not done", cause=str(error))
+            log.info("request operation failed", cause=str(error))
         except Exception:
             log.exception("request work failed")
 

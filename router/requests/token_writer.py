@@ -72,7 +72,7 @@ class LedgerAppender:
             try:
                 answers = await self._append(batch)
             except LedgerUnavailable as error:
-                log.warning("ledger away", cause=str(error), appends=len(batch))
+                log.warning("ledger unavailable", cause=str(error), appends=len(batch))
                 self._put_back(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue

@@ -111,7 +111,7 @@ class Cluster(ProcessCluster):
             (event["ts"], index)
             for index in range(len(self.routers))
             for event in self.events(f"router-{index}")
-            if event["event"] == "leading"
+            if event["event"] == "leadership acquired"
         ]
         return max(said)[1]
 
@@ -341,7 +341,7 @@ def report(title: str, cluster: Cluster, load: Load, since: float) -> None:
     lost = [
         moment(event) - since
         for event in cluster.events(since=since - 0.05)
-        if event["event"] in ("worker lost", "leading")
+        if event["event"] in ("worker lost", "leadership acquired")
     ]
     again = [seconds for s in load.streams if (seconds := s.next_token(since)) is not None]
     silence = max((s.silence(since) for s in load.streams), default=0.0)

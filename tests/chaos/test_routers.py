@@ -97,7 +97,7 @@ async def test_a_leader_that_froze_is_fenced_off_when_it_wakes(tmp_path: Path) -
         load.check()
         assert not load.moved
         report("leader frozen", cluster, load, since)
-        await until(lambda: has_said(cluster, leader, "no longer leading", since))
+        await until(lambda: has_said(cluster, leader, "leadership lost", since))
         statuses = await asyncio.gather(*(cluster.status(index) for index in range(3)))
         assert len({status.leader for status in statuses}) == 1
 
@@ -147,7 +147,7 @@ async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
         await load.until(20)
         since = time.time()
         os.kill(cluster.routers[leader].pids[0], signal.SIGUSR1)
-        await until(lambda: has_said(cluster, leader, "router stops"))
+        await until(lambda: has_said(cluster, leader, "router stopping"))
         newcomers = [cluster.addresses[index] for index in (leader, 1 - leader)]
         async with Load(newcomers, 4, seed=2, fake=fake, max_tokens=50) as new:
             await new.finish()

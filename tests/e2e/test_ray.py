@@ -250,8 +250,8 @@ async def test_a_router_replica_that_is_told_to_leave_does_and_is_replaced(
     assert [text for _, text in await answers(running.address)] == [t.answer for t in TASKS]
     assert (await router.describe.remote())["pid"] != pid
     said = [event["event"] for event in log_of(running, f"router-{pid}")]
-    assert said[said.index("told to leave") :][:2] == ["told to leave", "router stops"]
-    assert "no longer leading" in said and "did not stop in good order" not in said
+    assert said[said.index("stop requested") :][:2] == ["stop requested", "router stopping"]
+    assert "leadership lost" in said and "did not stop in good order" not in said
 
 
 @pytest.mark.long

@@ -128,7 +128,7 @@ def _stood_still(noticed: Line, around: Sequence[Line]) -> bool:
 
 def _is_about(line: Line, fault: Happened) -> bool:
     if fault.name == LEADERS:
-        return line.event == "leading"
+        return line.event == "leadership acquired"
     return (
         fault.name in SILENCING and line.event == "worker lost" and line.worker_id == fault.struck
     )

@@ -80,7 +80,7 @@ def _tried(backend_class: BackendClass, like: _Like) -> PromptKernels | None:
     except ModuleNotFoundError:
         return None
     except Exception as error:
-        log.warning("installed, but not usable", what=backend_class.name, cause=repr(error))
+        log.warning("backend installed but not usable", what=backend_class.name, cause=repr(error))
         return None
     features = {feature for feature in _features() if _works(backend, like, feature)}
     return PromptKernels(backend, features) if Feature(False, False) in features else None

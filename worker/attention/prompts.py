@@ -122,7 +122,7 @@ class PromptKernels:
 
     def give_up(self, error: Exception) -> None:
         self._works = False
-        log.warning("prompts are attended by our own kernel", left=self.name, cause=repr(error))
+        log.warning("prompts use Everlift's attention kernel", left=self.name, cause=repr(error))
 
 
 class PromptAttention:

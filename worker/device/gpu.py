@@ -30,7 +30,7 @@ async def watch(device: str, tell: Callable[[float], None]) -> None:
             tell(await asyncio.to_thread(torch.cuda.utilization, chosen) / 100)
             await asyncio.sleep(_INTERVAL_S)
     except Exception as error:
-        log.info("GPU utilisation not known", cause=str(error))
+        log.info("GPU utilisation unknown", cause=str(error))
 
 
 class DeviceMemory(Protocol):

@@ -47,7 +47,7 @@ class GrammarForkServer:
         try:
             await self._have_started()
         except OSError as error:
-            log.warning("grammar fork server not started ahead", error=str(error))
+            log.warning("grammar fork server not started in advance", error=str(error))
 
     async def _have_started(self) -> None:
         async with self._starting:

@@ -23,7 +23,7 @@ def why_no_kernels(device: torch.device) -> str:
     except Exception as error:
         cause = repr(error)
     if cause:
-        log.warning("no kernels in Triton here: torch computes, much slower", cause=cause)
+        log.warning("Triton kernels unavailable: using torch, which is much slower", cause=cause)
     return cause
 
 

@@ -87,7 +87,7 @@ class OneDnnPacking:
                 _try(packed, weight)
         except (RuntimeError, AttributeError) as error:
             log.warning(
-                "weights not packed: slower code is used",
+                "weights not packed: using slower code",
                 shape=list(weight.shape),
                 dtype=str(weight.dtype),
                 cause=str(error).partition("\n")[0],

@@ -173,7 +173,7 @@ def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | No
         return None
     packing = PanelPacking(library, dtype, weights)
     if not _is_right(packing, dtype, weights):
-        log.warning("products in panels are wrong: slower code is used")
+        log.warning("panel kernels give wrong results: using slower code")
         return None
     return packing
 

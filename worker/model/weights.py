@@ -99,7 +99,7 @@ def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor])
     dtype = decoder.layer_by_layer.embedding.weight.plain.dtype
     if _are_equal(embedding, head, dtype):
         return head.name
-    log.warning("the head is not tied: the checkpoint has its own", head=head.name)
+    log.warning("output head not tied: the checkpoint has a separate one", head=head.name)
     decoder.untie()
     return None
 

@@ -84,7 +84,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(shipped))
     compiler = _compiler()
     if compiler is None:
-        log.warning("no C++ compiler: slower code is used", source=source.name, flags=flags)
+        log.warning("no C++ compiler: using slower code", source=source.name, flags=flags)
         return None
     target = _NATIVE if (limit := level_limit()) is None else limit.flags
     command = (compiler, *_FLAGS, *target, *flags)
@@ -95,7 +95,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         cause = getattr(error, "stderr", None) or str(error)
-        log.warning("compiling failed: slower code is used", source=source.name, cause=cause[:2000])
+        log.warning("compilation failed: using slower code", source=source.name, cause=cause[:2000])
         return None
 
 

@@ -114,7 +114,9 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives 
                 unless_agreed.callback(collectives.close)
                 proof = os.pread(file, _PROOF_BYTES, num_bytes - _PROOF_BYTES).hex()
             except OSError as error:
-                log.warning("no shared memory with the other ranks", rank=rank, error=str(error))
+                log.warning(
+                    "shared memory with the other ranks unavailable", rank=rank, error=str(error)
+                )
             if not _unanimous(store, "proof", rank, size, proof):
                 return None
         unless_agreed.pop_all()
@@ -159,7 +161,7 @@ def _make(path: Path, num_bytes: int) -> None:
         finally:
             os.close(file)
     except OSError as error:
-        log.warning("no shared memory to be had", path=str(path), error=str(error))
+        log.warning("shared memory unavailable", path=str(path), error=str(error))
 
 
 @cache

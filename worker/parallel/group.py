@@ -295,7 +295,7 @@ def init_group(
         _, host_group = _host_group(store, rank, size, host)
         way, group = "NCCL", _NcclGroup(_nccl(store, rank, size), rank, size, host_group)
     else:
-        log.warning("ranks share a GPU: their sums go through the host, which is slow", rank=rank)
+        log.warning("ranks share a GPU: collectives go through the host, which is slow", rank=rank)
         way, host_group = _host_group(store, rank, size, host)
         group = _ThroughHost(host_group)
     group.barrier()

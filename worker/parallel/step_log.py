@@ -89,11 +89,11 @@ class StepLogListener:
         try:
             hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
         except Exception as error:  # whatever a stranger may send
-            log.warning("unknown connection at the step log", error=type(error).__name__)
+            log.warning("connection refused: unknown rank", error=type(error).__name__)
             return None
         knows = hmac.compare_digest(hello.token.encode(), self._token.encode())
         if not knows or not 0 < hello.rank < ranks:
-            log.warning("unknown connection at the step log", rank=hello.rank)
+            log.warning("connection refused: unknown rank", rank=hello.rank)
             return None
         if hello.fingerprint != self._fingerprint:
             raise ChannelBroken(f"rank {hello.rank} has another model than rank 0")

@@ -53,7 +53,7 @@ def build_host_cache(
         return None
     num_blocks = (config.swap_mib << 20) // group.size // cache.tensor[0].nbytes
     if not num_blocks:
-        log.warning("swap_mib holds not one block: recompute is used", swap_mib=config.swap_mib)
+        log.warning("swap_mib is smaller than one block: using recompute", swap_mib=config.swap_mib)
         return None
     host = _host_cache(cache, num_blocks)
     room = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)

@@ -102,7 +102,7 @@ class WorkerDeployment:
             cause = "it was stopped"
         except RayError as error:
             cause = str(error)
-        log.error("rank has ended", rank=number, cause=cause)
+        log.error("rank ended", rank=number, cause=cause)
         os._exit(1)
 
     @asynccontextmanager
@@ -125,7 +125,7 @@ class WorkerDeployment:
         try:
             await self._router.worker_starts.remote(name, seconds, elapsed_s)
         except Exception as error:
-            log.info("start not told", cause=str(error))
+            log.info("start not reported", cause=str(error))
 
     async def _join(self) -> None:
         """Announce the worker until a router accepts it.
@@ -142,7 +142,7 @@ class WorkerDeployment:
         except Refused:
             raise
         except Exception as error:
-            log.warning("could not announce", cause=str(error))
+            log.warning("registration failed", cause=str(error))
             return False
         return True
 
@@ -158,7 +158,7 @@ class WorkerDeployment:
                 if await self._ranks[0].is_alone.remote():
                     await self._announce()
             except Exception as error:
-                log.warning("could not announce", cause=str(error))
+                log.warning("registration failed", cause=str(error))
 
     async def _stop(self) -> None:
         for task in (self._announcing, *self._watching):

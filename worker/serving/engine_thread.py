@@ -117,7 +117,7 @@ def _close(runner: Runner) -> None:
     try:
         runner.close()
     except Exception as error:
-        log.warning("the runner could not be closed", error=str(error))
+        log.warning("closing the runner failed", error=str(error))
 
 
 def _build_runner(

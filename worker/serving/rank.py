@@ -233,7 +233,7 @@ class Rank:
 
         Rank 0 acts for all.
         """
-        log.warning("reclaimed", worker_id=self.worker_id, rank=self._rank)
+        log.warning("instance reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
         self._ready_file.remove()
         if self._sessions is not None:

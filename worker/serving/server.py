@@ -146,7 +146,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             )
         wanted = self._config.cluster_id
         if wanted and first.hello.cluster_id != wanted:
-            log.warning("router of another cluster", router_id=first.hello.router_id)
+            log.warning("router belongs to another cluster", router_id=first.hello.router_id)
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, "this worker belongs to another cluster"
             )
@@ -186,7 +186,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             log.warning("fault ignored: this worker was started without chaos")
             return
         log.warning(
-            "fault",
+            "fault injected",
             worker_id=self._info.worker_id,
             kind=chaos_pb2.FaultKind.Name(fault.kind),
             rank=fault.rank,

@@ -168,7 +168,7 @@ class Sessions:
         configured = self._limits.scheduling.policy
         policy = configured if told.name == DEFAULT else policy_named(told.name)
         if policy is None:
-            log.warning("an engine's policy is not known here", name=told.name)
+            log.warning("unknown engine policy", name=told.name)
         elif policy != self._policy:
             log.info("engine policy", policy=policy, before=self._policy)
             self._policy = policy

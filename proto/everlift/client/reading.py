@@ -157,7 +157,7 @@ async def cancel(routers: Routers, request_id: str) -> None:
 
 def _tell(reception: Reception, error: EverliftError) -> None:
     log.info(
-        "stream goes on",
+        "stream continues",
         request_id=reception.request_id,
         offsets=reception.offsets(),
         after=str(error),

@@ -46,7 +46,7 @@ class AdminServer:
         """Drain a worker. Raises UnknownWorker."""
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
-        log.info("worker drains", worker_id=worker_id, num_running=num_running)
+        log.info("worker draining", worker_id=worker_id, num_running=num_running)
         return pb.DrainResponse(worker_id=worker_id, num_running=num_running)
 
     def _worker(self, beginning: str) -> str:

@@ -348,7 +348,7 @@ class Connection(asyncio.Protocol):
         elif moment - self._heard_at < self.limits.keepalive:
             return
         elif self._is_asked:
-            log.info("connection is dead")
+            log.info("connection timed out")
             self._transport.abort()
         else:
             self._is_asked = True

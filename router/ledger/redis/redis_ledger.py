@@ -359,7 +359,7 @@ class RedisLedger:
         except LedgerSetupError as error:
             unfit = str(error)
         if unfit and unfit != self._unfit:
-            log.error("ledger unfit", cause=unfit)
+            log.error("ledger unusable", cause=unfit)
         self._generation, self._unfit = generation, unfit
 
     async def end_lease(self, gateway: str) -> None:

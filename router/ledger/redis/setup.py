@@ -62,7 +62,7 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
         log.warning("appendfsync cannot be checked", durability_class=demanded)
     if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
         # It may be on its way.
-        log.warning("the ledger has no replica: no request is accepted before there is one")
+        log.warning("ledger has no replica: requests are refused until it has one")
 
 
 async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:

@@ -233,7 +233,7 @@ async def test_without_a_fork_server_workers_start_by_themselves(
         os.kill(before[0], signal.SIGKILL)
         await until(lambda: cluster.workers[0].is_running and cluster.workers[0].pids != before)
         assert len(await undisturbed(cluster)) > 0
-    assert "workers start by themselves, slower" in caplog.text
+    assert "fork server unavailable: workers start more slowly" in caplog.text
 
 
 @pytest.mark.parametrize("revive", [False, True])

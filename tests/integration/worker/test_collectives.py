@@ -111,7 +111,7 @@ def test_a_file_that_is_another_one_is_not_used(
     (tmp_path / "other").write_bytes(bytes(8 << 20))
     assert meet_all(StoreWithAnotherFile(tmp_path / "other")) == [None, None]
     assert meet_all(StoreWithAnotherFile(tmp_path / "missing")) == [None, None]
-    assert "no shared memory with the other ranks" in caplog.text
+    assert "shared memory with the other ranks unavailable" in caplog.text
 
 
 def test_where_there_is_no_room_they_share_none(

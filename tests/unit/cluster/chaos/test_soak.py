@@ -85,7 +85,9 @@ def test_a_router_that_stood_still_noticed_nothing() -> None:
 
 
 def test_one_new_leader_is_enough() -> None:
-    words = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
+    words = lines(
+        (11.5, "router-1", "leadership acquired", ""), (14.0, "router-0", "leadership acquired", "")
+    )
     assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
 
 

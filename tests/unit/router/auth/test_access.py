@@ -324,7 +324,7 @@ async def test_a_file_that_everybody_may_read_is_told_once(
         os.utime(path)
         assert await store.news() == DOCUMENT
     assert [record.getMessage() for record in caplog.records] == [
-        "the file of keys is readable by everyone"
+        "key file is readable by everyone"
     ]
 
 
@@ -408,7 +408,7 @@ async def test_a_file_that_is_broken_keeps_what_was_and_is_told_once(
     for _ in range(3):
         await access.reload()
         assert tenant(access) == "acme"
-    assert [record.getMessage() for record in caplog.records] == ["access not read again"]
+    assert [record.getMessage() for record in caplog.records] == ["access file not reloaded"]
     path.unlink(missing_ok=True)
     await FileStore(path).change(lambda _: Document({ID: make_key("other")}))
     await access.reload()
