@@ -82,7 +82,7 @@ def test_what_does_not_compile_is_none_and_says_why(
 ) -> None:
     source.write_text("this is not C++\n")
     assert native.compiled(source) is None
-    assert "compiling failed" in caplog.text
+    assert "compilation failed" in caplog.text
     assert not libraries(source)
 
 
