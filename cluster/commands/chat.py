@@ -95,9 +95,10 @@ class Conversation:
             await self._stream(said)
         except EverliftError:
             self.messages.pop()
+            said.clear()
             raise
         finally:
-            if said:
+            if any(said):
                 self.messages.append({"role": "assistant", "content": "".join(said)})
 
     async def _stream(self, said: list[str]) -> None:
