@@ -1,6 +1,6 @@
-"""A whole cluster: configuration, command line, starting and watching it.
+"""Configuration, command line, start and supervision of a whole cluster.
 
-And ``LLM``, for a model without any of it.
+``LLM`` runs a model in the current process, without a cluster.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ __all__ = ["LLM"]
 
 
 def __getattr__(name: str) -> object:
-    # The processes of a cluster import this package too, and are to know no more than they need.
+    # LLM is imported on demand, because the processes of a cluster, which import this package, do
+    # not need it.
     if name == "LLM":
         from cluster.llm.llm import LLM
 

@@ -1,4 +1,4 @@
-"""A bar on the terminal: how many are done, tokens a second, and when the rest will be."""
+"""Progress bar on the terminal: prompts done, tokens per second and remaining time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a progress bar on standard error.
 
-    The function takes the output tokens of one more of ``total`` prompts; ``done`` were finished
-    before.
+    The function is called once for each finished prompt, with the number of its output tokens.
+    ``what`` is the text of the bar. Of the ``total`` prompts, ``done`` were finished before.
+    Without ``shown``, there is no bar.
     """
     if not shown:
         yield _unseen
         return
-    # Imported here: most programs show none.
+    # Imported here because most programs show no bar.
     from rich import progress as rich
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The command line: ``everlift``. A command imports by itself what it needs and others do not."""
+"""Command line ``everlift``. Modules that only one command needs are imported by that command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from router.ledger.config import URL_VARIABLE, LedgerSetupError
 
 _REFRESH_S = 0.5
 _LOOK_S = 0.1
-#: What the caller can act on. Anything else is our mistake, and shows its traceback.
+#: Errors that the caller can act on. Any other error is a bug and is shown with its traceback.
 _EXPLAINED = (
     EverliftError,
     SettingsError,
@@ -68,7 +68,7 @@ _EXPLAINED = (
     OSError,
 )
 
-#: Groups of the help.
+#: Headings under which the help groups the commands.
 _SERVE, _ASK, _LOOK = "Serve", "Ask", "Look"
 _OPERATE, _FORECAST, _BENCH = "Operate", "Forecast", "Bench"
 
@@ -193,7 +193,7 @@ def build(
     """Write the settings as a file that Ray Serve deploys."""
     from cluster.ray.build import serve_yaml
 
-    # It belongs to the cluster's own environment, and must not be written down.
+    # The ledger's URL contains a password. It belongs in the cluster's environment, not in a file.
     environ = {name: value for name, value in os.environ.items() if name != URL_VARIABLE}
     typer.echo(serve_yaml(configuration.load(config, environ, assignments or ())), nl=False)
 
@@ -357,7 +357,7 @@ def demo(
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal whose encoding has not every character shows a question mark.
+            # Characters that the terminal's encoding lacks are shown as question marks.
             stream.reconfigure(errors="replace")
     app()
 

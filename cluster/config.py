@@ -1,4 +1,4 @@
-"""The configuration of a whole cluster. The defaults stand in the dataclasses of its layers."""
+"""Configuration of a whole cluster. The defaults of its parts are in the parts' dataclasses."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ P = TypeVar("P", RouterConfig, WorkerConfig)
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
 API_KEY_VARIABLE = "EVERLIFT_API_KEY"
-#: By the names of Tls's fields.
+#: Environment variables of the TLS files, by the names of Tls's fields.
 TLS_VARIABLES = {
     "ca": "EVERLIFT_TLS_CA",
     "cert": "EVERLIFT_TLS_CERT",
     "key": "EVERLIFT_TLS_KEY",
     "name": "EVERLIFT_TLS_NAME",
 }
-#: Variables of ours that are no settings: for client commands, and for the tests.
+#: EVERLIFT_ variables that are not settings, but for client commands and for tests.
 _OTHER_VARIABLES = frozenset(
     {
         ADDRESS_VARIABLE,
@@ -44,7 +44,7 @@ _OTHER_VARIABLES = frozenset(
         "EVERLIFT_CLIENTS_VENV",
     }
 )
-#: What is set for the whole cluster, as it is in a part where nobody has set it.
+#: Settings of the whole cluster, with their values in a part in which they are not set.
 _UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls": InternalTls()}
 
 
@@ -60,7 +60,10 @@ def _default_state_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class Config:
-    """Relative paths are taken from the working directory, once."""
+    """Settings of a whole cluster.
+
+    Relative paths are resolved against the working directory when the object is created.
+    """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
     model: str = str(DEMO_MODEL)
@@ -117,7 +120,7 @@ class Config:
 
     @property
     def most_workers(self) -> int:
-        """Workers that there may be at once."""
+        """Return the largest number of workers at a time."""
         return self.autoscale.max_workers or self.num_workers
 
     def _completed(self, part: P) -> P:
@@ -157,8 +160,8 @@ def load(
 ) -> Config:
     """Load the settings of a YAML file, the environment, ``key=value`` assignments and ``options``.
 
-    Later ones override earlier ones; ``beneath`` lies below all of them. Raises SettingsError for
-    all wrong settings of the file together, with its lines.
+    Later sources override earlier ones, and all of them override ``beneath``. Raises SettingsError,
+    which lists all invalid settings, those of the file with their lines.
     """
     content, lines = settings_file.read(file) if file else ({}, {})
     above = (

@@ -1,4 +1,4 @@
-"""Connections of a command to a cluster and to its ledger."""
+"""Connections of commands to a cluster and to its ledger."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ Address = Annotated[
 async def connected(
     address: str | None, retry_s: float = RETRY_S, key: str | None = None
 ) -> AsyncIterator[AsyncClient]:
-    """Connect to a cluster that answers.
+    """Yield a client of a cluster, after checking that the cluster answers.
 
-    ``key`` replaces the environment's. Raises Unreachable and Unauthenticated with advice.
+    ``address`` lists routers, separated by commas; None is the cluster on this machine. ``key``
+    replaces the API key of the environment. Raises Unreachable and Unauthenticated with advice.
     """
     routers, shown = addresses(address), key or api_key()
     await _probe(routers, shown)
@@ -63,7 +64,7 @@ async def _probe(routers: Sequence[str], key: str | None) -> None:
         except Unauthenticated as error:
             raise Unauthenticated(f"{error}; commands show what is in {API_KEY_VARIABLE}") from None
         except Forbidden:
-            # It answers, and what this key is for is seen by what is asked next.
+            # The cluster answers. The command's own calls show what this key permits.
             pass
 
 
@@ -73,7 +74,7 @@ def api_key() -> str | None:
 
 
 def tls() -> Tls | None:
-    """Return the TLS files from the environment. Raises SettingsError."""
+    """Return the TLS files that the environment names, or None. Raises SettingsError."""
     said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
     try:
         return Tls(**said) if any(said.values()) else None
@@ -84,7 +85,7 @@ def tls() -> Tls | None:
 
 
 def addresses(given: str | None) -> list[str]:
-    """Return the routers' addresses: ``given``, else those of the cluster on this machine."""
+    """Return the addresses in ``given``, else those of the routers of the local cluster."""
     if given:
         return [address.strip() for address in given.split(",")]
     defaults = RouterConfig()
@@ -93,7 +94,7 @@ def addresses(given: str | None) -> list[str]:
 
 
 def with_ledger(config: Config, url: str | None) -> Config:
-    """Return the configuration with the ledger at ``url``, if given. Raises SettingsError."""
+    """Return ``config`` with the ledger at ``url``, if that is given. Raises SettingsError."""
     if not url:
         return config
     try:
@@ -104,11 +105,11 @@ def with_ledger(config: Config, url: str | None) -> Config:
 
 @asynccontextmanager
 async def connected_ledger(config: Config) -> AsyncIterator[RedisLedger]:
-    """Connect to the configured ledger, or to the one on this machine.
+    """Yield the configured ledger; an embedded one is that of the cluster on this machine.
 
     Raises ClusterFailed, LedgerSetupError, LedgerUnavailable.
     """
-    # The other commands, which all import this one, have no use for Redis.
+    # Imported here because most commands, which import this module, do not need Redis.
     from router.ledger.redis.redis_ledger import connect
 
     url = config.ledger.url

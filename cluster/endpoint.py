@@ -1,4 +1,4 @@
-"""File in the state directory that tells commands where the local cluster is."""
+"""File in the state directory with the addresses of the local cluster, for commands."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """Publish the addresses in a file until the context ends.
+    """Publish ``addresses`` in a file until the context ends.
 
-    Of several clusters the last one is found.
+    If several clusters use the state directory, the file contains the last one.
     """
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
@@ -26,7 +26,7 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        # It may be another cluster's by now, or gone.
+        # By now, the file may be another cluster's, or deleted.
         with suppress(FileNotFoundError):
             if path.read_text() == text:
                 path.unlink()
@@ -34,26 +34,26 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A cluster by its routers' addresses and the process that started it."""
+    """Running cluster: its routers' addresses and the process that started it."""
 
     addresses: list[str]
     pid: int
 
 
 def find(state_dir: Path) -> list[str]:
-    """Return the routers' addresses; none when no cluster of this state directory runs."""
+    """Return the routers' addresses, or none if no cluster of this state directory runs."""
     cluster = running(state_dir)
     return cluster.addresses if cluster is not None else []
 
 
 def running(state_dir: Path) -> Running | None:
-    """Return the cluster of this state directory that runs."""
+    """Return the running cluster of this state directory, or None."""
     try:
         match json.loads((state_dir / _FILE).read_text()):
             case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):
                 return Running(addresses, pid)
     except (OSError, ValueError):
-        # None was started here, or its file is just being written.
+        # No cluster was started in this state directory, or its file is invalid.
         pass
     return None
 
@@ -64,6 +64,6 @@ def _is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        # It is there, and another user's.
+        # The process exists, and belongs to another user.
         pass
     return True

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 
 class ClusterFailed(Exception):
-    """A part did not start, or has ended by itself. The message says which, why, and its log."""
+    """A part of the cluster did not start, or has ended by itself.
+
+    The message names the part, the cause and the log of the part.
+    """
 
 
 class BatchFailed(Exception):
-    """A batch cannot begin, or cannot go on. The message says why."""
+    """A batch cannot start or continue. The message is the cause."""
 
 
 class WorkloadFailed(Exception):
-    """Workload that cannot be generated or read as requested.
+    """A workload cannot be generated or read as requested.
 
-    The message says why, and of a file where.
+    The message is the cause, with the position in the file if a file is wrong.
     """
 
 
 class ForecastFailed(Exception):
-    """A forecast cannot be made of what was given. The message says why, and of a file where."""
+    """A forecast cannot be computed from the given inputs.
+
+    The message is the cause, with the position in the file if a file is wrong.
+    """
 
 
 class BenchFailed(Exception):
-    """A load cannot be sent, or reports cannot be compared. The message says why."""
+    """A load cannot be sent, or reports cannot be compared. The message is the cause."""

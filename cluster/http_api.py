@@ -1,4 +1,4 @@
-"""OpenAI's API of a cluster, for commands that need what gRPC does not serve: chats."""
+"""Client of a cluster's OpenAI API, for commands that need chats, which gRPC does not serve."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ Body = Mapping[str, object]
 class HttpApi:
     """Client of one router's HTTP server.
 
-    Every method raises EverliftError, as the router does, and Unreachable for a connection that
-    fails.
+    Every method raises the router's EverliftError, or Unreachable if the connection fails.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
     async def post(self, path: str, body: Body, headers: Mapping[str, str] | None = None) -> Any:
-        """Return the answer's JSON."""
+        """Send ``body`` as JSON, and return the JSON of the answer."""
         async with self._answer(path, body, headers or {}) as answer:
             return await answer.json()
 
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Any]:
-        """Yield the JSON of each event. Closing the iterator cancels the request."""
+        """Yield the JSON of each event of the answer; closing the iterator cancels the request."""
         events = Events()
         async with self._answer(path, body, {}) as answer:
             async for data in answer.content.iter_any():
@@ -64,10 +63,10 @@ class HttpApi:
 
 @asynccontextmanager
 async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIterator[HttpApi]:
-    """Connect with the HTTP server of the router that ``client`` reaches at ``address``.
+    """Yield a client of the HTTP server of the router that ``client`` reaches at ``address``.
 
-    Its host is the address's; its port is what the router says. Raises ClusterFailed where the
-    router serves no HTTP.
+    The server's host is that of the address, and its port is the one that the router reports.
+    Raises ClusterFailed if the router serves no HTTP.
     """
     served = (await client.status()).http_address
     if not served:
@@ -86,7 +85,7 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
 
 
 def _error(body: Mapping[str, Any]) -> EverliftError:
-    """Return the error of an answer. Raises ValueError for a body that has none."""
+    """Return the error in the body of an answer. Raises ValueError if there is none."""
     try:
         return from_slug(body["error"]["code"], body["error"]["message"])
     except (TypeError, LookupError):

@@ -1,4 +1,4 @@
-"""The model of a cluster: one commit of it for all routers and workers, whatever their nodes."""
+"""Model of a cluster, at one commit for all routers and workers on all nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:
-    """Return ``config`` with its revision resolved to a commit. Raises ModelUnavailable."""
+    """Return ``config`` with the revision of a hub model resolved to its commit.
+
+    Other models stay as they are. Raises ModelUnavailable.
+    """
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:
         return config
@@ -26,7 +29,7 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """Return ``pinned`` after downloading all files of the model.
+    """Return ``config`` as ``pinned`` does, after downloading all files of the model.
 
     Raises ModelUnavailable, and ClusterFailed for a model that no worker can serve.
     """
@@ -45,9 +48,9 @@ async def fetched(config: Config) -> Config:
 
 
 def _check_supported(directory: Path, num_ranks: int) -> None:
-    """Refuse what workers would refuse, before a router misses another file of it.
+    """Raise ClusterFailed if workers do not support the model in ``directory``.
 
-    Raises ClusterFailed.
+    Without this check, a router could fail first, because of another file that the model lacks.
     """
     from worker.model.families import read_spec
     from worker.model.spec import UnsupportedArchitecture, UnsupportedModel
@@ -56,12 +59,12 @@ def _check_supported(directory: Path, num_ranks: int) -> None:
         try:
             read_spec(directory)
         except UnsupportedArchitecture:
-            # Seconds to import, and needed by few models.
+            # Imported here because it takes seconds, and few models need it.
             from worker.model.transformers_loading import check_config
 
             check_config(directory, num_ranks)
     except UnsupportedModel as error:
         raise ClusterFailed(f"{directory}: {error}") from None
     except ValueError:
-        # A file that is no model's configuration: whoever reads it says so.
+        # The configuration is invalid. The process that reads it later reports this error.
         pass

@@ -1,4 +1,4 @@
-"""Options of a request on the command line, each defined once, by its name in GenerateOptions."""
+"""Command-line options of a request, each defined once under its name in GenerateOptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _switch(name: str, text: str, panel: str) -> object:
     return Annotated[bool, typer.Option(name, help=text, rich_help_panel=panel)]
 
 
-#: By their names in GenerateOptions, as typer takes them.
+#: Options in the form that typer expects, by their names in GenerateOptions.
 OPTIONS: Mapping[str, Any] = {
     "max_tokens": _number(int, "Largest number of tokens to generate.", _REQUEST),
     "clamp_max_tokens": _switch(
@@ -100,7 +100,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` for typer, with OPTIONS in place of its ``**options``."""
+    """Return ``command`` with OPTIONS in place of its ``**options``, as typer needs it."""
     own = inspect.signature(command, eval_str=True)
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
@@ -121,9 +121,10 @@ def _is_switch(kind: Any) -> bool:
 
 
 def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
-    """Return the options for the client.
+    """Return the client's options for the command line's ``values``; @FILE is read from FILE.
 
-    Raises InvalidRequest, also for a file that is not text, and OSError.
+    Raises InvalidRequest for an invalid value or a file that is not text, and OSError for a file
+    that cannot be read.
     """
     given = {name: value for name, value in values.items() if _is_given(value)}
     for name in ("json_schema", "ebnf"):

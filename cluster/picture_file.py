@@ -1,4 +1,4 @@
-"""The file of a picture that a command is to draw."""
+"""Check of the name of the file into which a command draws a picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def check(option: str, path: Path) -> None:
-    """Check the suffix of a picture file. Raises SettingsError."""
+    """Raise SettingsError if the file that ``option`` names has no suffix of a picture."""
     if path.suffix.lower() not in _SUFFIXES:
         raise SettingsError(f"{option}: must end with one of {' '.join(_SUFFIXES)}, not {path}")

@@ -1,4 +1,4 @@
-"""Ids of requests as people type them."""
+"""Lookup of request ids that people abbreviate on the command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from everlift import AsyncClient
 from everlift.errors import InvalidRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 
-#: One page of the listing, at most.
+#: Largest number of requests in one page of the listing.
 _PAGE = 1000
-#: Matches that an error names.
+#: Largest number of matching ids that an error names.
 _SHOWN = 5
 
 
@@ -45,8 +45,8 @@ async def completed(client: AsyncClient, prefix: str, limit: int = 100_000) -> s
     """Return the only id that begins with ``prefix``, among the newest ``limit`` requests.
 
     Raises:
-        UnknownRequest: No id begins so.
-        InvalidRequest: Several do.
+        UnknownRequest: No id begins with ``prefix``.
+        InvalidRequest: Several ids begin with ``prefix``.
     """
     found = [
         each.request_id

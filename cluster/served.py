@@ -1,4 +1,4 @@
-"""Summary of what a started cluster serves, with a first request to try."""
+"""Summary of what a started cluster serves, and commands for a first request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as clients have it.
+    """Properties of the served model.
 
-    ``context`` is the model's context in tokens, ``longest`` the longest sequence that every worker
-    can hold: 0 while there is no worker. ``has_gpus`` is of this machine.
+    ``context`` is the length of the model's context, and ``longest`` that of the longest sequence
+    that every worker can hold, in tokens; ``longest`` is 0 while there is no worker.
+    ``has_template`` says whether the model has a chat template, and ``has_gpus`` whether this
+    machine has GPUs that the cluster can use.
     """
 
     context: int
@@ -35,7 +37,7 @@ class Served:
 
     @classmethod
     async def by(cls, config: Config, cluster: Cluster) -> Served:
-        """Ask a cluster that runs."""
+        """Return the properties of the model that a running cluster serves."""
         context, has_template = await asyncio.to_thread(_of_files, config)
         transport = internal(config.internal_tls)
         longest = 0
@@ -43,13 +45,13 @@ class Served:
             try:
                 longest = (await client.models()).models[0].max_model_len
             except EverliftError:
-                # Whatever is wrong, requests show it.
+                # The length stays unknown. Later requests report the error.
                 pass
         gpus = await asyncio.to_thread(visible_gpus, config, os.environ)
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:
-        """Say why less than the model's context is served, and what raises it; empty if all is."""
+        """Return why less than the model's context is served, and the remedy; "" if all is."""
         if not 0 < self.longest < self.context:
             return ""
         worker = config.worker
@@ -66,7 +68,7 @@ class Served:
 
 
 def first_request(config: Config, served: Served) -> str:
-    """Return a command that the model can answer."""
+    """Return a command line with a request that the model can answer."""
     if config.model == str(DEMO_MODEL):
         return 'everlift generate "count from 17 to 30:" --temperature 0'
     if served.has_template:
@@ -75,7 +77,7 @@ def first_request(config: Config, served: Served) -> str:
 
 
 def curl(config: Config, served: Served, url: str) -> str:
-    """Return the same request for OpenAI's API at ``url``."""
+    """Return a curl command line with a first request to OpenAI's API at ``url``."""
     key = "" if config.router.access == "off" else ' -H "authorization: Bearer $EVERLIFT_API_KEY"'
     text = "count from 17 to 30:" if config.model == str(DEMO_MODEL) else "Once upon a time"
     body: dict[str, object] = {"prompt": text, "max_tokens": 32}
@@ -87,7 +89,7 @@ def curl(config: Config, served: Served, url: str) -> str:
 
 
 def _of_files(config: Config) -> tuple[int, bool]:
-    # Tokenizers take a moment to import, and most commands need none.
+    # Imported here because tokenizers are slow to import, and most commands do not need them.
     from everlift.chat_templates import Templates
     from router.requests.tokenizer import ServedModel
 

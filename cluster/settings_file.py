@@ -1,4 +1,4 @@
-"""A file of settings in YAML, and in which line each of them is."""
+"""Reader of a YAML file of settings, with the line of each setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
-    """Return the settings, and the line of each key by its dotted path, from 1.
+    """Return the settings, and the line number of each key by its dotted path, counted from 1.
 
     Raises SettingsError.
     """
@@ -42,7 +42,10 @@ def read(file: Path) -> tuple[Mapping[str, object], Mapping[str, int]]:
 
 
 def _keys(node: yaml.Node | None, section: str) -> Iterator[tuple[str, int]]:
-    """Yield path and line of each key; ``section`` is empty or ends with a dot."""
+    """Yield path and line of each key of ``node``.
+
+    ``section`` precedes the paths; it is empty or ends with a dot.
+    """
     import yaml
 
     if not isinstance(node, yaml.MappingNode):

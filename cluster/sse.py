@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that come in any pieces. Pure."""
+"""Parser of server-sent events in bytes that arrive in arbitrary pieces. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ DONE = b"[DONE]"
 
 
 class Events:
-    """Parser of server-sent events: the data only, which OpenAI's streams send on one line."""
+    """Parser of server-sent events, which returns only their data.
+
+    The data of an event must be on one line, as it is in OpenAI's streams.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def of(self, data: bytes) -> Iterator[bytes]:
-        """Yield the events that ``data`` completes."""
+        """Add received bytes, and yield the data of each event that they complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

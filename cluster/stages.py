@@ -1,4 +1,4 @@
-"""Output of `everlift up` during a start: a line for each stage, with its duration."""
+"""Output of `everlift up` during a start: a line for each stage with its duration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cluster.config import Config
 
 @dataclass
 class Stage:
-    """Stage of a start. ``result`` is the text of its line when it is over."""
+    """Stage of a start. ``result`` is the text of its line when the stage has ended."""
 
     result: str
 
 
 def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence[str]) -> str:
-    """Say where the routers listen, and where their console is."""
+    """Return a text with the addresses of the routers and the URL of their console."""
     places = f"at {', '.join(addresses)}"
     served = [address for address in http_addresses if address]
     if config.router.console and served:
@@ -32,7 +32,7 @@ def listening(config: Config, addresses: Sequence[str], http_addresses: Sequence
 
 
 class Stages:
-    """Stages of a start, shown on a console if there is one."""
+    """Stages of a start, which are shown on ``console`` if it is not None."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
@@ -40,7 +40,7 @@ class Stages:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the current stage on a terminal for as long as this lasts."""
+        """Show the current stage on the terminal until the context ends."""
         if self._console is None:
             yield
             return
@@ -49,9 +49,10 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, doing: str) -> Iterator[Stage]:
-        """Show that a stage is ``doing`` something, and its result when it is over.
+        """Show the text ``doing`` in the context, and the stage's result at its end.
 
-        A log, which is no terminal, has a line at the beginning too: loading a model may take long.
+        If the console is not a terminal, for example a log, a line is written at the beginning too,
+        because loading a model may take long.
         """
         stage, began = Stage(doing), time.monotonic()
         if self._console is None:

@@ -1,4 +1,4 @@
-"""CPU threads of a rank, and the environment that has to be in force before torch is imported."""
+"""CPU threads of a rank, and environment variables to set before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from everlift import logs
 log = logs.get_logger(__name__)
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
-#: Threads that wait sleep, but before they do they look for work so often (GCC's OpenMP): for some
-#: microseconds, which two operations of a step take. make bench-threads: what that gains and costs.
+#: Idle threads poll for work this number of times before they sleep (GCC's OpenMP). This takes some
+#: microseconds, about as long as two operations of a step. `make bench-threads` measures what it
+#: gains and costs.
 WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
-    """Return the configured threads of a rank, else an equal share of ``cores``."""
+    """Return the configured number of threads of a rank, else an equal share of ``cores``."""
     ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a rank's process.
+    """Return the environment variables of a rank's process.
 
-    A spinning OpenMP thread would take cores from all other processes, and numpy's own threads
-    would prevent forking.
+    They keep OpenMP's threads from spinning, which would take cores from all other processes, and
+    numpy from starting threads of its own, which would prevent forking.
     """
     return {
         **WAITING,
@@ -36,10 +37,11 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def wait_passively() -> None:
-    """Let the threads of a rank in this process wait as those of a rank in its own do.
+    """Set the environment variables ``WAITING`` in this process, which will itself run a rank.
 
-    Who has set something has decided. OpenMP reads it once, when torch is imported: where that is
-    done nothing can be changed any more, only said.
+    Variables that are already set keep their values, and none is set if the wait policy has another
+    value. OpenMP reads them only once, when torch is imported. If that has happened without a wait
+    policy, they have no effect and a warning is logged.
     """
     policy = os.environ.get(_WAIT_POLICY)
     if policy not in (None, WAITING[_WAIT_POLICY]):

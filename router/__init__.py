@@ -1,1 +1,1 @@
-"""The front of a cluster: takes requests, queues them, dispatches them, streams tokens back."""
+"""Router of a cluster: accepts requests, queues and dispatches them, and streams tokens back."""

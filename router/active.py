@@ -1,7 +1,8 @@
 """Choice of the model that serves clients while one cluster replaces another.
 
-Two clusters of different models have ledgers of their own and share ``ledger.active_key``. Only
-routers of the active cluster are ready, so a load balancer sends clients to one model at a time.
+Two clusters with different models have separate ledgers and share ``ledger.active_key``. Only the
+routers of the active cluster are ready, so that a load balancer sends clients to one model at a
+time.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from router.requests.tokenizer import ServedModel
 log = logs.get_logger(__name__)
 
 _LOOK_S = 1.0
-#: Time after which load balancers have noticed that another cluster's routers are ready.
+#: Seconds after which load balancers have noticed that another cluster's routers are ready.
 _NOTICED_S = 10.0
 
 
 class Connections(Protocol):
     def hang_up(self) -> None:
-        """Close each connection when its calls are over."""
+        """Close each connection when its calls have ended."""
 
 
 class ActiveModel:
-    """Watcher of whether this router's model is the active one of those that share the key."""
+    """Monitor of whether this router's cluster is the active one of those that share the key."""
 
     def __init__(
         self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]
@@ -41,7 +42,7 @@ class ActiveModel:
         self._changed_at = -inf
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check every second, until cancelled."""
         while True:
             try:
                 self.note(await self._ledger.is_active(), now())
@@ -50,15 +51,15 @@ class ActiveModel:
             await asyncio.sleep(_LOOK_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Take what the ledger says. ``now`` is in seconds."""
+        """Apply whether the ledger calls this cluster active. ``now`` is in seconds."""
         model = self._model
         if is_active != model.is_active:
             model.is_active, self._changed_at = is_active, now
             log.info("model activated" if is_active else "model is replaced", model=model.name)
         has_settled = now - self._changed_at >= _NOTICED_S
-        # Meanwhile a client may reach the one or the other.
+        # Until load balancers have noticed the change, clients may reach either cluster.
         model.is_switching = not (is_active and has_settled)
         if not is_active:
-            # Connections that clients keep would lead here for as long as this router lives.
+            # On the connections that they keep, clients would reach this router until it stops.
             for connections in self._connections:
                 connections.hang_up()

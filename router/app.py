@@ -1,7 +1,7 @@
-"""The router as a Ray Serve deployment: a shell that starts, watches and stops a Router.
+"""Ray Serve deployment of a router: starts, monitors and stops a Router.
 
-Serve places it, restarts it and asks after its health; no request and no token passes through
-Serve.
+Serve places the replicas, restarts them and checks their health. No request and no token passes
+through Serve.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.router import Router
 
 log = logs.get_logger(__name__)
 
-#: Between two looks at the places that Ray has for workers.
+#: Seconds between two queries for the workers that Ray cannot place.
 _PLACEMENT_S = 5.0
 
 
@@ -57,10 +57,10 @@ class RouterDeployment:
         self._router: Router | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take the settings that change at run time, and with the first ones start the router.
+        """Apply the settings that change at run time; the first call also starts the router.
 
-        Serve calls this right after ``__init__``, and again for each other user_config. Raises
-        SettingsError, ValueError for an unknown log level, and what Router.start raises.
+        Serve calls this right after ``__init__``, and again for each changed user_config. Raises
+        SettingsError, ValueError for an unknown log level, and the errors of Router.start.
         """
         logs.set_level(user_config["log_level"])
         given = settings.load(RouterConfig, user_config["router"])
@@ -101,9 +101,10 @@ class RouterDeployment:
         )
 
     async def announce(self, worker: bytes) -> str:
-        """Register a ready worker, a serialized WorkerInfo. Return why it is refused, or "".
+        """Register a ready worker, given as a serialized WorkerInfo.
 
-        Raises LedgerUnavailable and LedgerFull, after which the worker may retry.
+        Return why the worker is refused, or an empty string. Raises LedgerUnavailable and
+        LedgerFull, after which the worker may retry.
         """
         try:
             await self._running.announce(session_pb2.WorkerInfo.FromString(worker))
@@ -112,7 +113,7 @@ class RouterDeployment:
         return ""
 
     async def num_workers(self) -> int:
-        """Return the number of connected workers, and that of another model's active cluster.
+        """Return the number of connected workers, plus that of another model's active cluster.
 
         Raises LedgerUnavailable.
         """
@@ -135,7 +136,10 @@ class RouterDeployment:
         }
 
     async def check_health(self) -> None:
-        """Serve calls this; an error makes it start a new replica."""
+        """Raise the error of a part of the router that has failed, if any.
+
+        Serve calls this periodically, and starts a new replica after an error.
+        """
         self._running.check()
 
     @property
@@ -145,12 +149,18 @@ class RouterDeployment:
         return self._router
 
     def _leave(self) -> None:
-        """Stop the router: its machine is about to be taken away, possibly before Serve calls."""
+        """Stop the router, because its machine is about to be shut down.
+
+        Serve might stop it too late.
+        """
         if self._router is not None:
             self._leaving = asyncio.create_task(_end(self._router))
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Stop the router; Serve awaits this once when it stops the replica."""
+        """Return the coroutine that stops the router; None if there is no router to stop.
+
+        Serve awaits it when it stops the replica. Later calls return None.
+        """
         router: Router | None = self.__dict__.get("_router")
         self._router = None
         if router is None:
@@ -174,7 +184,10 @@ async def _end(router: Router) -> None:
 
 
 def _located(ledger: LedgerConfig) -> LedgerConfig:
-    """Return ``ledger`` with its URL. Raises LedgerSetupError."""
+    """Return ``ledger`` with its URL, which for an embedded ledger is in the environment.
+
+    Raises LedgerSetupError if it is missing there.
+    """
     if ledger.url != EMBEDDED:
         return ledger
     url = os.environ.get(URL_VARIABLE)

@@ -16,7 +16,7 @@ from everlift.address import bare
 from everlift.settings import CHECKED, Amount, Count, NotNegative, Port, Positive
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
-#: Where nobody could connect, or everybody could, if it were empty.
+#: Hosts that must be set, because an empty one would be no address or every address.
 _HOSTS = ("host", "internal_host")
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = {"localhost": "127.0.0.1"}
@@ -27,7 +27,7 @@ Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An address that a router listens on. Port 0 is any free port; no host is no listener."""
+    """Address that a router listens on. Port 0 is any free port; an empty host is no listener."""
 
     setting: str
     host: str
@@ -41,14 +41,14 @@ class Listener:
 
 
 def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Listener] | None:
-    """Return the first listeners of two routers that cannot be on the same machine."""
+    """Return the first two listeners that cannot be on the same machine; None if all can."""
     pairs = product(one.listeners, other.listeners)
     return next((pair for pair in pairs if pair[0].overlaps(pair[1])), None)
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class RouterConfig:
-    """Durations are seconds. Port 0 takes a free one."""
+    """Settings of a router. Durations are in seconds; port 0 takes a free port."""
 
     #: the model, for its tokenizer: what the setting of the cluster takes
     model: str = ""
@@ -213,7 +213,7 @@ class RouterConfig:
             raise ValueError("access_file must be set with access: file, and then only")
         for name in ("access_file", "predictor"):
             if path := getattr(self, name):
-                # A relative path is taken from the working directory, once.
+                # A relative path is resolved once, against the working directory.
                 object.__setattr__(self, name, str(Path(path).expanduser().absolute()))
 
     def _check_places(self) -> None:
@@ -228,7 +228,7 @@ class RouterConfig:
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """Return the addresses that the router listens on."""
+        """Addresses that the router listens on."""
         return (
             Listener("port", self.host, self.port),
             Listener("http_port", self.http_host, self.http_port),
@@ -244,12 +244,15 @@ class RouterConfig:
 
     @property
     def tls(self) -> Tls | None:
-        """Certificates that clients see."""
+        """Certificate files of the clients' ports; None without TLS."""
         return Tls(self.tls_client_ca, self.tls_cert, self.tls_key) if self.tls_cert else None
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
-    """Yield a line for each exposed listener; a closed network may justify it."""
+    """Yield a warning for each kind of port that other machines reach without protection.
+
+    A closed network may justify it.
+    """
     ways = (("TLS", config.tls is not None), ("API keys", has_keys))
     missing = [name for name, is_there in ways if not is_there]
     hosts = filter(None, (config.host, config.http_host))

@@ -1,4 +1,4 @@
-"""The router's event loop: its clock, its lag, and calls that are repeated while unanswered."""
+"""Event loop of a router: its clock, its lag, and calls that are hedged while unanswered."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from everlift import logs
 
 
 def now() -> float:
-    """Seconds that never go back; only differences mean anything."""
+    """Return a time in seconds that never decreases; only differences are meaningful."""
     loop = asyncio.get_running_loop()
-    # uvloop counts milliseconds, and stands still for a turn of its loop. The clock is the same.
+    # The time of uvloop is in whole milliseconds and stays the same for one iteration of the loop.
+    # It is that of time.monotonic, so both can be compared.
     return time.monotonic() if isinstance(loop, uvloop.Loop) else loop.time()
 
 
 log = logs.get_logger(__name__)
 
-#: The event loop is asked for a turn so often.
+#: Seconds between two measurements of the event loop's lag.
 _LOOK_S = 0.1
-#: Stall of the event loop, in seconds, from which it is logged: the process was frozen or lacked a
-#: core.
+#: Lag of the event loop, in seconds, from which it is logged as a stall: the process was frozen or
+#: lacked a core.
 FREEZE_S = 0.5
-#: Number of intervals of a wait, each of which counts if the event loop kept up in it.
+#: Number of intervals of a wait, each of which counts only if the event loop kept up.
 _INTERVALS = 6
-#: A deadline that passes later than this is extended once, by as much.
+#: If the event loop notices a deadline this many seconds late, it extends the deadline once, by the
+#: same time.
 _LATE_S = 0.25
 
 
@@ -44,7 +46,8 @@ async def report() -> None:
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
     """Wait for ``call`` for ``seconds`` in which the event loop kept up; return whether it ended.
 
-    An interval of the wait at whose end the event loop is late by a whole interval is not counted.
+    The wait is divided into intervals. An interval does not count if the event loop is late by a
+    whole interval at its end.
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS
@@ -58,14 +61,14 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 
 
 class Expiry:
-    """Expires ``limit`` after ``seconds``, or a moment later if the event loop is late then."""
+    """Timer that expires ``limit`` after ``seconds``, or 0.25 s later if the event loop is late."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
         self._due = self._loop.time() + seconds
         self._timer = self._loop.call_at(self._due, self._check)
-        #: the time is over, but answers that came meanwhile are still read
+        #: the time has passed, but answers that have arrived meanwhile are still read
         self.is_extended = False
 
     def cancel(self) -> None:
@@ -83,10 +86,10 @@ T = TypeVar("T")
 
 
 async def first_answer(ask: Callable[[], Coroutine[Any, Any, T]], every_s: float) -> T:
-    """Return the first answer of calls that are started every ``every_s`` seconds (hedged calls).
+    """Return the first answer of hedged calls: a further call starts every ``every_s`` seconds.
 
-    For ledger calls on which a lease depends: each has its own connection, so a dead one costs only
-    a part of the lease. Raises the error of the first call that ends.
+    It is for ledger calls on which a lease depends. Each call has its own connection, so that a
+    dead connection costs only a part of the lease. Raises the error of the first call that ends.
     """
     calls = [asyncio.create_task(ask())]
     try:

@@ -1,4 +1,4 @@
-"""A router's heartbeat in the ledger, the workers that it dials, and the leader that it follows."""
+"""Heartbeat of a router in the ledger, which also updates its workers, policy and leader."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from router.worker_sessions import Sessions
 log = logs.get_logger(__name__)
 
 
-#: While nobody leads, or the leader is silent, who leads next is found out sooner than at the next
-#: beat.
+#: The heartbeat's interval is divided by this while no leader is connected or the leader is silent,
+#: so that the next leader is found sooner.
 _ANXIETY = 3
 
 
 class Gateway(Protocol):
-    """Requests of this router, as the heartbeat needs them."""
+    """Receiver of the heartbeat's results, which owns this router's requests."""
 
     def ledger_answered(self, membership: Membership) -> None: ...
 
     def ledger_failed(self) -> None: ...
 
     async def generation_changed(self, generation: str) -> None:
-        """Resync of a ledger that lost data, and the notice to the leader that it is complete."""
+        """Re-send the state to a ledger that may have lost data, then notify the leader."""
         ...
 
 
@@ -88,7 +88,10 @@ class Heartbeat:
         self._leader.changed.clear()
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
-        """Announce a ready worker. Raises InvalidRequest if it does not fit the others."""
+        """Store a ready worker in the ledger, and connect to it.
+
+        Raises InvalidRequest if its fingerprint or block size differs from the other workers'.
+        """
         for link in self._sessions.links:
             if link.is_up:
                 _check_same(link.info, info)
@@ -97,7 +100,7 @@ class Heartbeat:
         await self._dial()
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """Report to the leader a worker that is not ready yet."""
+        """Report a worker that is not ready yet to the leader."""
         self._line.worker_starts(start)
 
     async def _beat(self) -> None:
@@ -122,13 +125,13 @@ class Heartbeat:
         for link in self._sessions.links:
             if link.is_up:
                 await self._ledger.put_worker(link.info)
-        # Versions count on from where they were: they say nothing of another generation.
+        # The server may have lost changes, so its versions are not comparable with earlier ones.
         self._workers_version = -1
 
     def _assert_again(self, generation: str) -> None:
-        """Store the requests in the ledger again, while heartbeats continue.
+        """Re-send the state to a ledger of a new generation, while heartbeats continue.
 
-        What came after the ledger's last change of servers is told after what went before it.
+        It is re-sent after the state for the previous generation, if that is still in progress.
         """
         if generation != self._generation:
             before, self._generation = self._asserting, generation

@@ -1,4 +1,4 @@
-"""Ids as people type them: whole, or a prefix that only one of them has. Pure."""
+"""Lookup of ids that people type, in full or as a unique prefix. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from everlift.errors import UnknownWorker
 
-#: Characters of an id that are shown, and that are enough where there are a few ids.
+#: Characters of an id that are shown, which suffice to distinguish a few ids.
 SHOWN = 8
 
 
 def find_id(prefix: str, ids: Iterable[str]) -> str | None:
-    """Return the id with this prefix; None if there is none.
+    """Return the id that equals ``prefix``, or the only one with this prefix; None if none has it.
 
     Raises UnknownWorker if several ids have it.
     """

@@ -1,4 +1,4 @@
-"""The router's internal address: workers announce themselves, gateways speak with the leader."""
+"""Server at the router's internal address, for workers and other routers."""
 
 from __future__ import annotations
 

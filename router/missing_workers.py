@@ -8,15 +8,15 @@ from typing import Any
 
 from router.ledger.base import LoadReport
 
-#: What a leader said longer ago says nothing.
+#: Reports of a leader that are older than this, in seconds, are ignored.
 _STALE_S = 5.0
 
 
 def missing_workers(report: LoadReport | None) -> str:
-    """Return what the missing workers wait for; empty where none is missing, or it is not known.
+    """Return what the missing workers wait for; empty if none is missing, or if it is unknown.
 
-    A worker that loads its model reports that itself, and Ray knows those that it has no place for.
-    Others wait for a process, or to be started again.
+    Workers that load their model report that, and Ray knows the workers that it cannot place. Other
+    workers wait for a process, or to be restarted.
     """
     if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
         return ""

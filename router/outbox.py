@@ -1,4 +1,4 @@
-"""Messages that wait for a stream: additions merge into few messages of limited size."""
+"""Messages that wait to be sent on a stream, merged into few messages of limited size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
 
-#: Far below what a stream takes, so that no number of additions breaks it.
+#: Largest merged message. It is far below the limit of a stream, so that additions never exceed it.
 _MERGED_BYTES = 1 << 20
-#: To merge is to copy: what is bigger goes alone.
+#: Larger additions are sent alone, because merging copies them.
 _COPIED_BYTES = 1 << 16
 
 
 class Outbox(Generic[M]):
-    """Belongs to one stream and is closed with it: gRPC goes on asking a dead stream's iterator."""
+    """Outbox of one stream, which begins with the message ``first``.
+
+    It must be closed with its stream, because gRPC keeps reading the iterator of a broken stream.
+    """
 
     def __init__(self, first: M) -> None:
         self._messages = deque([first])
@@ -28,9 +31,10 @@ class Outbox(Generic[M]):
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Add a message: repeated fields are appended, others replaced.
+        """Add a message; when merged, its repeated fields are appended and others are replaced.
 
-        After the close it changes nothing. ``message`` is the outbox's own from then on.
+        The outbox takes over ``message``, which must not be changed afterwards. After ``close``
+        this has no effect.
         """
         if self._is_closed:
             return

@@ -1,4 +1,4 @@
-"""Faults of local processes."""
+"""Killing and pausing of local processes, for fault injection."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.faults import pause
 
 class Processes(Protocol):
     def kill(self, pid: int) -> None:
-        """Send SIGKILL. A process that is gone is no error."""
+        """Send SIGKILL; a process that does not exist is ignored."""
         ...
 
     def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
-        """Send SIGSTOP, then SIGCONT, and return."""
+        """Send SIGSTOP, and SIGCONT after ``seconds``; then return."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A router replica: construction, start and stop of its parts."""
+"""Router replica: construction, start and stop of its parts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ log = logs.get_logger(__name__)
 
 
 class Router:
-    """Build it with ``start``; end it with ``stop``."""
+    """Router replica, created by ``start`` and ended by ``stop``."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Router:
         memory_limit: float,
         access: Access | None = None,
     ) -> None:
-        """Create the router; without ``access`` no API key is needed. Raises SettingsError."""
+        """Create the router; without ``access`` clients need no API key. Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -116,11 +116,11 @@ class Router:
         transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
-        """Return a replica that serves.
+        """Start a replica, and return it when it serves.
 
-        A ``transport`` takes the place of gRPC, and of its TLS. ``memory_limit`` is the ledger's.
-        Raises UnknownModel, ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port
-        taken).
+        A ``transport`` replaces gRPC and its TLS. ``memory_limit`` is the share of the ledger's
+        memory above which new requests are refused. Raises UnknownModel, ModelUnavailable,
+        LedgerUnavailable, SettingsError, OSError (port taken).
         """
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(
@@ -138,7 +138,7 @@ class Router:
 
     async def _begin(self, cluster_id: str) -> None:
         config = self.config
-        # First what can be given back when a port is taken.
+        # Ports are bound first, because that can be undone if one of them is taken.
         with _naming("metrics_port", config.metrics_host, config.metrics_port):
             await self._metrics.start(config.metrics_host, config.metrics_port)
         try:
@@ -182,7 +182,7 @@ class Router:
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
-    # its parts
+    # construction of the parts
 
     def _wire(self, cluster_id: str) -> None:
         ledger = timed(self._ledger, self._instruments)
@@ -277,7 +277,7 @@ class Router:
         health = HealthServer(self._requests, names).handlers()
         reflection = ReflectionServer([*names, service_name(health)])
         self._public.add_generic_rpc_handlers((*services, health, *reflection.handlers()))
-        # Other gateways relay their clients' Attach and Cancel to the one that has the request.
+        # Other routers relay their clients' Attach and Cancel to the router that has the request.
         self._internal.add_generic_rpc_handlers((server.handlers(OPEN),))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
             InternalServer(self._heartbeat, self._leader, chaos, self._counting()), self._internal
@@ -344,12 +344,12 @@ class Router:
 
     @property
     def leader(self) -> Leader:
-        """The replica's leader loop, whether it leads or not."""
+        """Leader loop of the replica, whether it leads or not."""
         return self._leader
 
     @property
     def http_address(self) -> str:
-        """Address of OpenAI's API; empty if it is not served."""
+        """Address of the OpenAI API; empty if it is not served."""
         return self._http.address
 
     @property
@@ -363,7 +363,7 @@ class Router:
         if self.config.vllm_metrics:
             instruments.registry.register(VllmCollector(self._model.name, instruments, *parts))
 
-    # what others ask of it
+    # calls of the deployment
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         await self._heartbeat.announce(info)
@@ -372,22 +372,23 @@ class Router:
         self._heartbeat.worker_starts(start)
 
     async def num_workers(self) -> int:
-        """See RouterDeployment."""
+        """Return the number of workers, as RouterDeployment.num_workers does."""
         replaced = await self._ledger.active_load()
         connected = sum(link.is_up for link in self._sessions.links)
         return connected + (replaced.load.workers if replaced is not None else 0)
 
     async def activate(self) -> None:
-        """See RouterDeployment."""
+        """Make this model the one that clients are sent to. Raises LedgerUnavailable."""
         await self._ledger.activate()
 
     def reconfigure(
         self, config: RouterConfig, autoscale: Mapping[str, float], num_workers: int | None
     ) -> None:
-        """Take the policy settings of ``config`` and the autoscaler's settings. No others change.
+        """Apply the policy settings of ``config``, and the settings of the autoscaler.
 
-        The autoscaler reads its settings with the load that the leader reports. ``num_workers`` is
-        how many there are to be; None where the autoscaler decides it.
+        Other settings of ``config`` are ignored. The autoscaler reads its settings with the load
+        that the leader reports. ``num_workers`` is the wanted number of workers; None if the
+        autoscaler decides it.
         """
         self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
@@ -398,11 +399,11 @@ class Router:
         self._line.demand(self._demand)
 
     def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
-        """Take what Ray knows of workers that it has no place for.
+        """Report the workers that Ray cannot place.
 
         Args:
-            ray_cluster: As in WorkerInfo.
-            unplaced: Workers without a place.
+            ray_cluster: Name of the Ray cluster, as in WorkerInfo.
+            unplaced: Number of workers without a place.
             cause: Why one of them has none.
         """
         self._demand.ray_cluster = ray_cluster
@@ -423,7 +424,7 @@ class Router:
     async def stop(self) -> None:
         """Drain: resign, finish streams for ``drain`` seconds, move the rest, end the lease.
 
-        Who calls it again waits for the same.
+        Further calls wait for the same stop.
         """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
@@ -447,11 +448,11 @@ class Router:
             await self._ledger.end_lease(self.router_id)
         except LedgerUnavailable:
             log.info("gateway lease left to expire", router_id=self.router_id)
-        # Others go on with what is left here already.
+        # Other routers already continue the remaining requests, so that closing may take a while.
         await asyncio.to_thread(self._traces.close)
         await self._ledger.close()
 
-    # workers, as the sessions hear them
+    # messages from workers (Listener of the sessions)
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         log.info("worker up", worker_id=info.worker_id, address=info.address)

@@ -1,8 +1,9 @@
-"""The streams to the workers: starts and aborts go out, one frame an engine step comes in.
+"""Streams to the workers: send starts and aborts, and receive one frame per engine step.
 
-A worker is up from its hello until its stream breaks or it is silent for too long. A silent
-worker's stream is given up and dialled again: when the worker hears of it, it ends what it still
-runs of ours. If it comes back under the same id, that was a false alarm, and is counted.
+A worker is up from its hello until its stream breaks or it is silent for too long. The stream of a
+silent worker is closed and dialled again. When the worker notices that, it ends the sequences that
+it still runs for this router. If a worker that was declared lost sends a frame under the same id,
+that is counted as a false alarm.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from router.outbox import Outbox
 
 log = logs.get_logger(__name__)
 
-#: Between two dials of the same worker.
+#: Seconds between two dials of the same worker.
 _RECONNECT_S = 0.2
-#: A worker that answers a dial at all does so within this time.
+#: Seconds within which a worker answers a dial, if it answers at all.
 _ANSWER_S = 5.0
-#: Of the silence that it may keep, when a worker is taken for lost, and how often one looks: what
-#: follows from it is known before the time is up. Of its beats four have failed to come by then.
+#: Share of ``worker_silence`` after which a worker is declared lost, so that the loss is handled
+#: before ``worker_silence`` is over. Four of its heartbeats are missing by then.
 _LOST_AT = 0.85
+#: Number of checks for silence during ``worker_silence``.
 _LOOKS = 20
-#: Sequences of a frame before others have their turn of the event loop: a first token of another
-#: request, or its way to a worker, does not wait for all of a large batch.
+#: Sequences of a frame that are handled before other tasks get a turn of the event loop, so that
+#: the first token of another request, or its dispatch, does not wait for all of a large batch.
 _AT_ONCE = 64
-#: Who wakes so much later than it wanted to was kept waiting by the event loop.
+#: A wake-up that is this many seconds late was delayed by a stall of the event loop.
 _STALL_S = 0.2
 
 
@@ -45,7 +47,7 @@ class Listener(Protocol):
     def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
-        """Handle a frame's state of the worker; its progress follows."""
+        """Handle a frame, except its progress, which follows in ``worker_progress``."""
         ...
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
@@ -58,7 +60,7 @@ class _Replaced(Exception):
 
 
 class WorkerLink:
-    """Stream to one worker, redialled until closed. Times are the router's clock."""
+    """Stream to one worker, which is redialled until closed. Times are the router's clock."""
 
     def __init__(
         self,
@@ -69,17 +71,17 @@ class WorkerLink:
         silence_s: float,
         transport: Transport,
     ) -> None:
-        """Create the session; ``policy`` is that of the engine, None if none was set."""
+        """Create the link, and dial; ``policy`` is the engine's policy, None if none was set."""
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
-        #: of the state, by itself: whoever keeps it keeps no frame
+        #: copy of ``state.decoding``, so that keeping it does not keep the whole frame
         self.decoding = session_pb2.TimeBreakdown()
         self.is_up = False
-        #: times that it was taken for lost and spoke again
+        #: how often the worker was declared lost and then sent a frame
         self.false_alarms = 0
         self.last_heard = self._dialled_at = now()
-        #: since then this process could hear nobody for so long
+        #: seconds since then in which this process was frozen and received nothing
         self._frozen_s = 0.0
         self._was_up = False
         self._hello = hello
@@ -100,15 +102,15 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
     def confirm(self, epoch: int) -> None:
-        """Tell the worker that the first step of a sequence is known here."""
+        """Notify the worker that this router knows of the first step of a sequence."""
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 
     def drain(self) -> None:
-        """Drain the worker, for all routers."""
+        """Tell the worker to drain, for all routers."""
         self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Set the policy of its engine, now and after each reconnection."""
+        """Set the policy of the worker's engine, now and after each reconnection."""
         self._policy = policy
         self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
 
@@ -116,7 +118,7 @@ class WorkerLink:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
 
     def hold(self, seconds: float) -> None:
-        """Hold all messages for ``seconds``, as a network that is cut and heals."""
+        """Hold all messages for ``seconds``, like a network partition that heals."""
         self._held_until = max(self._held_until, now() + seconds)
 
     async def close(self) -> None:
@@ -188,12 +190,15 @@ class WorkerLink:
                 await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """Declare a silent worker lost before ``silence_s``, unless the event loop is late."""
+        """Declare a silent worker lost before ``silence_s``, unless the event loop is late.
+
+        The stream is also closed, so that it is dialled again.
+        """
         interval = self._silence_s / _LOOKS
         while True:
             due = now() + interval
             await asyncio.sleep(interval)
-            # What came while the loop was held up has not been read yet.
+            # Messages that arrived during a stall of the event loop have not been read yet.
             if (late := now() - due) < _STALL_S:
                 self._check_silence()
             elif late >= FREEZE_S:
@@ -229,7 +234,7 @@ class WorkerLink:
 
 
 class Sessions:
-    """Links to the workers of the ledger's table."""
+    """Links to the workers in the ledger's worker table."""
 
     def __init__(
         self,
@@ -243,13 +248,13 @@ class Sessions:
         self._listener = listener
         self._transport = transport
         self._links: dict[str, WorkerLink] = {}
-        #: of the engines; None: nobody ever set any
+        #: policy of the engines; None if none was ever set
         self._policy: session_pb2.EnginePolicy | None = None
         self._past_false_alarms = 0
 
     @property
     def false_alarms(self) -> int:
-        """Workers that were declared lost and answered again, since this router started."""
+        """Number of times that a worker was declared lost and then sent a frame."""
         return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
 
     @property
@@ -278,26 +283,26 @@ class Sessions:
             link.confirm(epoch)
 
     def speaker(self, worker_id: str) -> WorkerLink | None:
-        """Return the stream to this worker."""
+        """Return the link to this worker; None if there is none."""
         return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
-        """Make a worker return everything; return the number of its sequences.
+        """Tell a worker to drain, and return the number of its sequences.
 
-        Raises UnknownWorker.
+        Raises UnknownWorker if it is not connected.
         """
         link = self._connected(worker_id)
         link.drain()
         return link.state.num_running + link.state.num_waiting
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        """Set the policy of all engines, including later ones."""
+        """Set the policy of all engines, also of workers that join later."""
         self._policy = policy
         for link in self._links.values():
             link.set_policy(policy)
 
     def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
-        """Inject a fault into a worker. Raises UnknownWorker."""
+        """Inject a fault into a worker. Raises UnknownWorker if it is not connected."""
         self._connected(worker_id).inject(fault)
 
     def _connected(self, worker_id: str) -> WorkerLink:
@@ -307,7 +312,10 @@ class Sessions:
         return link
 
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
-        """Connect to new workers in the table, and disconnect from lost ones."""
+        """Connect to new workers in the ledger's table, and disconnect from those not in it.
+
+        Workers with another block size count as not in it.
+        """
         named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
         for worker_id in self._links.keys() - named.keys():
             await self._hang_up(worker_id)
@@ -322,7 +330,7 @@ class Sessions:
             )
 
     def unreachable(self) -> list[str]:
-        """Workers that were silent for so long that they may be forgotten."""
+        """Return the ids of workers that were silent for ``worker_forget`` seconds or more."""
         oldest = now() - self._config.worker_forget
         return [
             worker_id

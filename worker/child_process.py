@@ -1,4 +1,4 @@
-"""Processes and their parents: environment, priority, and a common end."""
+"""Helpers for child processes: environment, OOM priority, and ending with the parent."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-#: The most that a process can ask for (proc(5)).
+#: Highest oom_score_adj: the OOM killer prefers such a process (proc(5)).
 _FIRST = "1000"
 
 
 def full_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment updated with ``more``."""
-    # What this process can import, however it came to that, its children can too.
+    """Return this process's environment, its import path as PYTHONPATH, updated with ``more``."""
+    # The effective import path is passed on, so that children can import what this process can.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def go_first() -> None:
-    """Make the kernel end this process first if memory runs short, without a core dump."""
-    # Where the kernel has no such file, or lets nobody write it, it chooses by itself.
+    """Make this process the OOM killer's first choice, and disable its core dump."""
+    # If the file is missing or not writable, the kernel keeps its own order.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -34,20 +34,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its ``parent`` ends (Linux).
+    """Have the kernel kill this process when its parent process, of pid ``parent``, ends.
 
-    The kernel watches the thread that started this process, which must live as long as its process.
+    The kernel sends the signal when the thread that started this process ends, so that thread must
+    live as long as the parent. This works on Linux only. If the parent has already ended, this
+    process is killed at once, on every system. Raises OSError if the prctl call fails.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # It may have ended before it was watched.
+    # The parent may have ended before prctl was called.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent() -> None:
-    """Take ``die_with_parent`` back."""
+    """Cancel ``die_with_parent``: this process may outlive its parent again (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Settings of a worker, with every default of this layer. Pure."""
+"""Settings of a worker and their defaults. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everlift.settings import CHECKED, Amount, Count, NotNegative, Part, Port, P
 from everlift.tls import InternalTls
 from worker.device.device_kind import DeviceKind
 
-#: The model name that stands for the fake runner.
+#: Model name that selects the fake runner.
 FAKE = "fake"
 _AtLeast2 = Annotated[int, Field(ge=2)]
 _WILDCARDS = frozenset({"0.0.0.0", "::", "[::]", ""})
@@ -51,7 +51,7 @@ class FakeModel:
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class Speculation:
-    """Draft tokens to verify in one step, proposed from what followed the same n-gram before."""
+    """Speculative decoding: drafts are what followed an earlier occurrence of the last tokens."""
 
     #: largest number of draft tokens of a sequence in a step; 0 disables
     num_draft_tokens: Amount = 0
@@ -87,7 +87,7 @@ class Scheduling:
 class Grammars:
     """Limits of structured output.
 
-    Each grammar has its own process, which ends when it exceeds them.
+    Each grammar has its own process. The kernel ends a process that exceeds its CPU time or memory.
     """
 
     #: CPU seconds to compile a grammar
@@ -104,7 +104,7 @@ class Grammars:
     max_queued: Count = 256
 
 
-#: Of a worker on CPUs: their memory is shared with all that runs there.
+#: Default KV cache on CPUs, in MiB; small, because other processes use the same memory.
 _CPU_KV_CACHE_MIB = 256
 
 
@@ -206,11 +206,11 @@ class WorkerConfig:
 
     @property
     def cpu_kv_cache_mib(self) -> int:
-        """Memory of the KV cache on a CPU, over all ranks."""
+        """Memory of the KV cache on CPUs in MiB, over all ranks."""
         return self.kv_cache_mib or _CPU_KV_CACHE_MIB
 
     def batched_tokens(self, kind: DeviceKind) -> int:
-        """Tokens that a step may have on such a device."""
+        """Return the largest number of tokens in one step on a device of ``kind``."""
         return self.max_num_batched_tokens or max(kind.batched_tokens, self.max_num_seqs)
 
     @property

@@ -1,1 +1,1 @@
-"""``everlift key`` and ``everlift tenant``: who may come in, and what they may ask for."""
+"""``everlift key`` and ``everlift tenant``: API keys and the limits of tenants."""

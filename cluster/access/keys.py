@@ -1,4 +1,4 @@
-"""``everlift key``: makes, shows, replaces and revokes keys."""
+"""``everlift key``: commands that create, list, rotate and revoke API keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def create(
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Make a key, and print it: it is kept nowhere, and cannot be shown again."""
+    """Create a key and print it.
+
+    Only a hash of the key is stored, so it cannot be shown again.
+    """
     now = time.time()
     until = None if expires is None else keys.moment(now + _seconds("--expires", expires))
     key_id, secret = keys.new_id(), keys.new_secret()
@@ -69,7 +72,7 @@ def show(
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Show which keys there are, without their secrets."""
+    """List the keys without their secrets."""
     document, now = kept(config, assignments), time.time()
     if as_json:
         plain = document.to_plain()["keys"]
@@ -80,7 +83,7 @@ def show(
 
 @app.command(epilog="**Example:** `everlift key revoke 3f9a1c2b4d5e`")
 def revoke(key_id: KeyId, config: SettingsFile = None, assignments: Assignments = None) -> None:
-    """Let a key open nothing any more, within two seconds."""
+    """Revoke a key. Routers refuse it within two seconds."""
 
     def edit(document: Document) -> Document:
         _known(document, key_id)
@@ -100,7 +103,10 @@ def rotate(
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Print a new key of the same tenant for the same, and let the old one expire."""
+    """Create a key with the tenant, scopes, name and expiry of an old one, and print it.
+
+    The old key expires after `--overlap`.
+    """
     now = time.time()
     ends = now + _seconds("--overlap", overlap)
     new_id, secret = keys.new_id(), keys.new_secret()

@@ -1,4 +1,4 @@
-"""Opening of the configured store of keys and tenants."""
+"""Access to the configured store of API keys and tenants."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ Assignments = Annotated[
 
 
 def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
-    """Open the store for changes.
+    """Change the stored document of keys and tenants with ``edit``, and return the new document.
 
-    Raises SettingsError, LedgerSetupError, EverliftError, OSError.
+    ``file`` and ``assignments`` are the settings that name the store. Raises SettingsError,
+    LedgerSetupError, EverliftError, OSError.
     """
     return asyncio.run(_changed(_config(file, assignments), edit))
 
 
 def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
-    """Read what is stored. Raises what ``changed`` does."""
+    """Return the stored document of keys and tenants. Raises the same errors as ``changed``."""
     return changed(file, assignments, lambda document: document)
 
 

@@ -1,4 +1,4 @@
-"""``everlift tenant``: what tenants may ask for."""
+"""``everlift tenant``: commands that change and list the limits of tenants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.auth.document import EVERYBODY, Document
 from router.auth.limits import Limits
 
 _NAMES = tuple(field.name for field in fields(Limits))
-#: In place of a number: no limit at all, or the one of EVERYBODY.
+#: Values of an option that are not numbers: no limit, or the limit of EVERYBODY.
 _NONE, _DEFAULT = "none", "default"
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def change(
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Change a tenant's limits; those that are not named stay as they are."""
+    """Change the given limits of a tenant; the others stay as they are."""
     values = (
         requests_per_minute,
         tokens_per_minute,
@@ -103,7 +103,7 @@ def show(
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Show the tenants that have keys or limits, and what they may ask for."""
+    """List the tenants that have keys or limits, with the limits in effect."""
     document = kept(config, assignments)
     names = {key.tenant for key in document.keys.values()} | document.tenants.keys() | {EVERYBODY}
     if as_json:

@@ -1,1 +1,1 @@
-"""Autoscaling by queued work, carried out by Ray Serve."""
+"""Autoscaling by queued work: policies that Ray Serve calls and whose decisions it carries out."""

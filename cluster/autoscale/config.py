@@ -9,7 +9,7 @@ from everlift.settings import CHECKED, Amount, Count, NotNegative, Part, Positiv
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class AutoscaleConfig:
-    """Durations are seconds."""
+    """Settings of the autoscaler; all durations are in seconds."""
 
     #: with max_workers: least number of workers; 0: none while there is no work
     min_workers: Amount = 1

@@ -1,4 +1,4 @@
-"""Decisions of the autoscaler, for people who look at them and as gauges."""
+"""Publication of the autoscaler's decisions: a report for consoles, and gauges."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cluster.autoscale.policy import Decision
 from everlift.v1 import session_pb2
 from everlift.v1.session_pb2 import ClusterLoad
 
-#: Changes of the number of workers that are told.
+#: Number of changes that a report contains, the last ones.
 _MOST_KEPT = 32
 
 
 class Decisions:
-    """Told of every decision; keeps the last changes."""
+    """Last decision of the autoscaler, and its last changes of the number of workers."""
 
     def __init__(self) -> None:
         self._last = Decision(0, "")
-        #: moment in seconds, workers before, the decision
+        #: time in seconds, target number of workers before, the decision
         self._changes: deque[tuple[float, int, Decision]] = deque(maxlen=_MOST_KEPT)
 
     def note(self, decision: Decision, workers: int, now: float) -> None:
-        """Record a decision; ``workers`` is the target number before it."""
+        """Record a decision; ``workers`` is the target number of workers before it."""
         self._last = decision
         if decision.workers != workers:
             self._changes.append((now, workers, decision))
@@ -46,8 +46,9 @@ class Decisions:
         )
 
 
-#: How reasons of a Decision begin: what follows has figures, of which no label may be made. Those
-#: that begin like others come first.
+#: Labels of the gauge of the reason: the beginnings of the reasons of a Decision. The rest of a
+#: reason has figures, which must not become labels. The first match counts, so a beginning comes
+#: before any shorter one that it starts with.
 REASONS = (
     *("the load is not known", "limits", "requests wait", "nothing to do", "requests would wait"),
     *("enough workers are starting", "enough", "fewer are enough"),
@@ -85,7 +86,7 @@ class Gauges:
         self._last_reason = ""
 
     def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
-        """Export a decision and the load report of age ``age_s`` seconds that it was made from."""
+        """Export a decision, and the load report from which it was made, ``age_s`` seconds old."""
         values: Sequence[float] = (
             *(decision.workers, max_workers, decision.need, decision.wait_s),
             *(age_s, load.queued_tokens, load.worker_rate),

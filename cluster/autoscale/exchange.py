@@ -1,4 +1,4 @@
-"""Exchange with the ledger: the leader's load reports, and the autoscaler's decisions."""
+"""Exchange with the ledger: read the leader's load reports and write the decisions."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from router.ledger.redis.redis_ledger import connect
 
 log = logs.get_logger(__name__)
 
-#: As often as the leader says what work there is.
+#: Seconds between reads of the load, which the leader reports equally often.
 _READ_S = 0.2
-#: What was decided is told less often: people read it.
+#: Minimum seconds between writes of decisions, which are only for people.
 _TELL_S = 1.0
-#: Until a ledger that could not be reached is tried again.
+#: Seconds until the next attempt to connect to a ledger that was unreachable.
 _RETRY_S = 1.0
 
 
 class LedgerExchange:
-    """Thread that reads the load and reports decisions until ``stop``.
+    """Background thread that reads the load and reports decisions until ``stop``.
 
-    Callers never wait for it. ``config`` is called there, before each connection.
+    No method blocks. The thread calls ``config`` before each connection to the ledger.
     """
 
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
         self._config = config
         self._latest: tuple[LoadReport, float] | None = None
         self._replaced = 0
-        #: what was said last, until it is told
+        #: decisions to be written next; None if they are written
         self._said: session_pb2.Scaling | None = None
         self._told_at = -_TELL_S
         self._stopping = threading.Event()
@@ -43,18 +43,21 @@ class LedgerExchange:
         self._thread.start()
 
     def latest(self) -> LoadReport | None:
-        """Latest load report with its current age; None if none was read."""
+        """Return the latest load report with its present age; None if none was read."""
         if self._latest is None:
             return None
         report, read_at = self._latest
         return LoadReport(report.load, report.age_s + time.monotonic() - read_at)
 
     def replaced_workers(self) -> int:
-        """Return the number of workers of the cluster of another model that serves clients now."""
+        """Return the number of workers of the active cluster that this one is to replace.
+
+        That cluster serves another model from a ledger of its own. 0 if there is no such cluster.
+        """
         return self._replaced
 
     def say(self, scaling: session_pb2.Scaling) -> None:
-        """Report decisions, in place of those that are not written yet."""
+        """Report decisions; they replace those that are not written yet."""
         self._said = scaling
 
     def stop(self) -> None:
@@ -94,7 +97,8 @@ class LedgerExchange:
         if said is None or now - self._told_at < _TELL_S:
             return
         self._said, self._told_at = None, now
-        # A ledger that is full takes no more, and can be read all the same: decisions need that.
+        # A full ledger rejects writes but can still be read, so a failed write must not end the
+        # connection: decisions depend on the reads.
         with suppress(LedgerUnavailable):
             await ledger.put_scaling(said)
 

@@ -1,21 +1,26 @@
 """Policy of the autoscaler: the number of workers for the present load. Pure.
 
-Work is counted in tokens, of prompts and of outputs as they are predicted. With ``r`` tokens per
-second of a worker that has all it can take, ``a`` tokens per second that come, and ``q`` tokens
-that wait,
+Work is counted in tokens, of prompts and of predicted outputs. Let ``r`` be the throughput of a
+saturated worker and ``a`` the arrival rate, both in tokens per second, and ``q`` the queued tokens:
 
     need = max( (a / utilisation + q / drain_target) / r,
                 running sequences / (utilisation * slots of a worker),
                 used blocks / (kv_utilisation * blocks of a worker) )
 
-or, until the last worker that came has shown what it changes, the first of these alone: who works
-off a queue has all slots in use.
+Only the first term counts until all workers have been up for ``ttft_target`` seconds. Workers that
+drain a queue have all slots in use, so before then the other terms would ask for too many.
 
-Workers are added when requests wait and would wait for longer than the target allows, as many as
-are needed then. That is sooner in a rush: where more comes of late than can be done, and by more
-than chance makes of what came before, a short wait will be a long one. They go when fewer would
-have been enough all the time for ``down_delay``. Who turned round, adding after it had taken away
-or the other way, takes none away for ten minutes, and adds only where the target is missed.
+Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
+of ``ttft_target``. A tenth of it is enough in a rush, because there a short wait soon becomes a
+long one. A rush is a recent arrival rate above the throughput of all workers, and higher than the
+previous rate by more than chance explains. In a rush, too, only the first term counts, or the need
+for the recent arrival rate if that is larger. Workers are removed if fewer would have been enough
+during the whole of ``down_delay``.
+
+A reversal is an addition after a removal, or a removal after an addition. For ten minutes after a
+reversal workers are added only if the estimated wait exceeds ``ttft_target``, and the rule for
+removals does not apply. With ``min_workers`` 0 all workers are removed after ``idle_delay`` without
+work, even then.
 """
 
 from __future__ import annotations
@@ -27,26 +32,34 @@ from math import ceil, exp, inf, sqrt
 from cluster.autoscale.config import AutoscaleConfig
 from everlift.v1.session_pb2 import ClusterLoad
 
-#: What comes is averaged over so long: to see a change, and to know how much it is.
+#: Time constants in seconds of the averages of the arrival rate. The short one detects a change,
+#: the long one measures the rate.
 _SOON_S, _LATER_S = 2.0, 30.0
-#: Part of the TTFT target that a request may be expected to wait; and in a rush.
+#: Share of the TTFT target above which an estimated wait adds workers, normally and in a rush.
 _PATIENCE, _PATIENCE_IN_A_RUSH = 0.5, 0.1
-#: What comes of late is more than before if by so many standard deviations. By chance it is so in
-#: one look of some hundred, the more often the more requests differ in size.
+#: The arrival rate counts as risen if the short average exceeds the long one by this many standard
+#: deviations. By chance this happens in about one of some hundred decisions, and more often the
+#: more the requests differ in size.
 _SIGNIFICANT = 3.0
-#: What comes at once, beyond so many of them, is a crowd that waits and no rate that lasts.
+#: A report's arrivals enter the short average only up to this many standard deviations above the
+#: expected number. Arrivals beyond that are a single burst, which queues, and not a lasting rate.
 _CROWD = 4.0
-#: After a reversal another one takes more for so long.
+#: Seconds after a reversal during which further changes have stricter conditions.
 _CALM_S = 600.0
-#: A worker that has not come after so long may never: the others go without it.
+#: Seconds after which a missing worker may never start. Until then no other worker is removed, even
+#: if fewer would be enough.
 _COMES_S = 600.0
-#: Needs just above a whole number of workers are not worth another one.
+#: A need that exceeds a whole number of workers by at most this much adds no further worker.
 _SLACK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision: ``need`` in workers, and ``wait_s``, the wait of a request that arrives now."""
+    """Decision: the number of ``workers`` that there are to be, and the reason.
+
+    ``need`` is the number of workers that the present load needs, as a fraction. ``wait_s`` is the
+    estimated queue wait in seconds of a request that arrives now.
+    """
 
     workers: int
     reason: str
@@ -55,7 +68,7 @@ class Decision:
 
 
 class Autoscaler:
-    """Asked again and again. ``now`` is in seconds and never goes back."""
+    """Autoscaler that is asked periodically for the number of workers."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
         if config.max_workers is None:
@@ -63,17 +76,17 @@ class Autoscaler:
         self._config = config
         self._arrivals = Arrivals()
         self._capacity = Capacity()
-        #: needs of the last ``down_delay``, the largest first
+        #: largest need of the last ``down_delay`` seconds
         self._needs = SlidingMaximum(config.down_delay)
         self._busy_at: float | None = None
-        #: workers of this cluster that are up, as reported
+        #: workers of this cluster that are up, according to the last report
         self._own = 0
-        #: 1: the last change was up; -1: down
+        #: 1 if the last change added workers, -1 if it removed some, 0 before the first change
         self._direction = 0
         self._calm_until = -inf
-        #: since when all are up
+        #: time since which all workers of this cluster are up; inf while some are not
         self._complete_at = inf
-        #: since when some are not, and no others were asked for
+        #: time since which some workers are not up; inf if all are, and after each change
         self._missing_at = inf
 
     @property
@@ -82,7 +95,7 @@ class Autoscaler:
         return self._config.max_workers
 
     def configure(self, config: AutoscaleConfig) -> None:
-        """Take other settings. Raises ValueError without max_workers."""
+        """Replace the settings. Raises ValueError if ``max_workers`` is not set."""
         if config.max_workers is None:
             raise ValueError("an autoscaler without max_workers")
         if config.down_delay != self._config.down_delay:
@@ -101,16 +114,17 @@ class Autoscaler:
         """Return the number of workers that this cluster is to have.
 
         Args:
-            load: Work and workers on the ledger, as the leader reported them; None if never.
-            age_s: Age of the report.
-            workers: Workers of this cluster, including those on their way.
-            now: Monotonic time in seconds.
-            others: Workers in the report that are another cluster's on the same ledger: there are
-                two clusters during an upgrade.
-            replaced: Workers of the cluster of another model that this one is to replace.
+            load: Work and workers on the ledger, as the leader last reported; None if it never did.
+            age_s: Age of the report in seconds.
+            workers: Target number of workers of this cluster, including workers that still start.
+            now: Monotonic time in seconds; never less than in the previous call.
+            others: Number of workers in the report that belong to another cluster on the same
+                ledger. There are two clusters during an upgrade.
+            replaced: Number of workers of a cluster that serves another model from another ledger
+                and that this one is to replace.
         """
         if load is None or age_s > self._config.stale:
-            # Nobody knows what was enough meanwhile, nor whether there was anything to do.
+            # It is unknown which needs there are at this time, and whether the cluster is idle.
             self._needs.clear()
             self._busy_at = None
             return self._keep(workers, "the load is not known")
@@ -125,7 +139,8 @@ class Autoscaler:
         flow, held = self._flow(load, self._arrivals.later), self._held(load)
         need, wait_s = max(flow, held), self._wait_s(load)
         if others or replaced:
-            # Either cluster may go. Each can take all of the load until one has gone.
+            # Either cluster may be removed. Until then each has at least as many workers as the
+            # other, so that it can take over all of the load.
             self._needs.clear()
             target = self._within(max(workers, others, replaced))
             reason = "another cluster serves as well"
@@ -216,16 +231,19 @@ class Autoscaler:
             self._calm_until = now + _CALM_S
         self._direction = direction
         self._missing_at = inf
-        # What was enough before says nothing of how it is with others.
+        # Needs measured with the previous number of workers do not apply to the new number.
         self._needs.clear()
 
 
 class Arrivals:
-    """Tokens per second that come, over a short and a long while."""
+    """Arrival rate in tokens per second, as a short (``soon``) and a long average (``later``).
+
+    The averages are exponential, with the time constants _SOON_S and _LATER_S.
+    """
 
     def __init__(self) -> None:
         self.soon = self.later = 0.0
-        #: of what comes in a second
+        #: variance of the tokens that arrive in one second
         self._variance = 0.0
         self._term = 0
         self._offered = 0
@@ -233,7 +251,10 @@ class Arrivals:
         self._observed_s = 0.0
 
     def note(self, load: ClusterLoad, moment: float) -> None:
-        """Record the number of arrivals at a moment. A new leader counts from 0."""
+        """Record the tokens that arrived until ``moment``, the time of the report in seconds.
+
+        A new leader counts from 0, so its first report does not change the averages.
+        """
         since, came = moment - self._at, load.offered_tokens - self._offered
         if since <= 0:
             return
@@ -249,7 +270,7 @@ class Arrivals:
 
     @property
     def have_risen(self) -> bool:
-        """Return whether the needs have risen by more than chance explains."""
+        """Return whether the arrival rate has risen by more than chance explains."""
         return self.soon - self.later > _SIGNIFICANT * self._deviation
 
     @property
@@ -265,7 +286,7 @@ class Arrivals:
 
 
 class Capacity:
-    """Capacity of one worker, as known last: there may be none now."""
+    """Last known capacity of one worker; kept while the cluster has no worker."""
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -279,12 +300,12 @@ class Capacity:
 
 
 class SlidingMaximum:
-    """Largest number of the last ``seconds``. Amortised O(1)."""
+    """Largest number noted in the last ``seconds``, in amortised constant time per note."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: float | None = None
-        #: falling numbers, each with its moment
+        #: (time, number) pairs, the oldest first; each number is less than the one before
         self._falling: deque[tuple[float, float]] = deque()
 
     def note(self, number: float, now: float) -> None:
@@ -300,7 +321,7 @@ class SlidingMaximum:
         return self._falling[0][1] if self._falling else 0.0
 
     def covers(self, now: float) -> bool:
-        """Return whether there are numbers for the whole period."""
+        """Return whether the first note is at least ``seconds`` old."""
         return self._since is not None and now - self._since >= self._seconds
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
-"""Number of routers, as Ray Serve asks for it.
+"""Autoscaling policy of the router deployment, called by Ray Serve.
 
-No request passes through Serve's handles, by which Serve counts them. What the leader reports in
-the ledger is counted instead.
+Serve counts the requests that pass through its handles, but Everlift's requests do not. The policy
+uses the load instead that the leader reports to the ledger.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ log = logs.get_logger(__name__)
 
 
 class Routers:
-    """Number of routers that the requests need. Pure."""
+    """Policy that returns the number of routers that the requests need. Pure."""
 
     def __init__(self) -> None:
         self._needs = SlidingMaximum(0.0)
         self._down_delay = 0.0
 
     def decide(self, load: ClusterLoad, config: AutoscaleConfig, routers: int, now: float) -> int:
-        """Return how many routers there should be, without bounds.
+        """Return the number of routers that there are to be, before bounds are applied.
 
         Args:
-            load: Work of the cluster as its leader reported it.
-            config: Requests of a router, and how long fewer routers must be enough before one goes.
-            routers: Routers that there are to be until now.
+            load: Load of the cluster as its leader reported it.
+            config: Settings; ``requests_per_router``, and ``down_delay``, the seconds for which
+                fewer routers must have been enough before any is removed.
+            routers: Present target number of routers.
             now: Monotonic time in seconds.
         """
         if config.down_delay != self._down_delay:
@@ -54,13 +55,13 @@ class Routers:
 
 
 class RouterPolicy:
-    """Serve's autoscaling policy of the router deployment; arguments as QueuePolicy has them."""
+    """Serve's autoscaling policy for the router deployment, with the arguments of QueuePolicy."""
 
     def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:
         logs.configure("router-autoscaler", path=Path(state_dir, "logs", "router-autoscaler.log"))
         self._routers = Routers()
         self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
-        # Serve drops a policy when another one is deployed.
+        # Serve only drops its reference to a policy when it deploys another one.
         weakref.finalize(self, self._exchange.stop)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

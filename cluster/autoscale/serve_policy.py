@@ -1,6 +1,6 @@
-"""Policy as Ray Serve calls it, ten times a second in its controller's loop.
+"""Autoscaling policy of the worker deployment, called by Ray Serve in its controller's loop.
 
-Nothing here may wait.
+Serve calls it up to ten times a second. A call must not block.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ log = logs.get_logger(__name__)
 
 
 class QueuePolicy:
-    """Serve's autoscaling policy of the worker deployment.
+    """Serve's autoscaling policy for the worker deployment.
 
-    ``ledger`` are settings. The ledger's URL, which has a password, is in the environment, or in
-    the state directory: Serve logs and shows the arguments. The bounds come with each call, the
-    other settings of the autoscaler with the load that the leader reports.
+    ``ledger`` holds the settings of the ledger except its URL. The URL contains a password, and
+    Serve logs and shows the arguments. So the URL is read from the environment or from
+    ``state_dir``. Each call passes the bounds of the number of workers. The load that the leader
+    reports contains the autoscaler's other settings.
     """
 
     def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:
@@ -45,9 +46,9 @@ class QueuePolicy:
         self._gauges = Gauges(Gauge)
         self._decisions = Decisions()
         self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
-        #: settings that were refused, so that each is logged once
+        #: settings that were refused last, so that they are logged only once
         self._refused: Mapping[str, float] = {}
-        # Serve drops a policy when another one is deployed.
+        # Serve only drops its reference to a policy when it deploys another one.
         weakref.finalize(self, self._exchange.stop)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -73,7 +74,7 @@ class QueuePolicy:
         try:
             return settings.load(AutoscaleConfig, given, bounds)
         except SettingsError as error:
-            # A leader of another version may have settings that are not known here.
+            # A leader of another version may have settings that this version does not know.
             if given != self._refused:
                 self._refused = given
                 log.warning("autoscaler settings refused", cause=str(error))
@@ -87,9 +88,10 @@ class QueuePolicy:
 
 
 def _of_others(load: ClusterLoad) -> int:
-    """Return the workers in the load that are another Ray cluster's.
+    """Return the number of workers in ``load`` that belong to other Ray clusters.
 
-    Workers of this one that stop are still in the load while Serve no longer lists them.
+    Subtracting Serve's count of this cluster's workers would be wrong, because ``load`` still
+    contains stopping workers that Serve no longer lists.
     """
     own = _ray_cluster()
     return sum(workers for cluster, workers in load.ray_clusters.items() if cluster != own)
@@ -101,9 +103,10 @@ def _ray_cluster() -> str:
 
 
 def ledger_config(ledger: dict[str, Any], state_dir: Path) -> LedgerConfig:
-    """Return the ledger's settings with the url of the environment or the state directory.
+    """Return the ledger's settings with the URL from the environment or the state directory.
 
-    Raises SettingsError, OSError.
+    The environment has precedence. Raises SettingsError if a setting is invalid, and OSError if the
+    URL is needed from the state directory but cannot be read.
     """
     url = os.environ.get(URL_VARIABLE) or url_file(state_dir).read_text().strip()
     return replace(settings.load(LedgerConfig, ledger), url=url)

@@ -1,4 +1,5 @@
-"""``everlift batch``: a file of prompts to a file of results, with a cluster or without one.
+"""``everlift batch``: turns a file of prompts into a file of results, with or without a cluster.
 
-What is in the results is done: run again, a batch that was cut off goes on with the rest.
+Prompts that have a result are done. If an interrupted batch is run again, it continues with the
+other prompts.
 """

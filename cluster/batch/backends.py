@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class ClusterBackend:
-    """Backend over a cluster; attaches to requests that an earlier process sent.
+    """Backend over a cluster, which attaches to requests that an earlier process sent.
 
-    A batch that is interrupted continues in the cluster and is found again.
+    The requests of an interrupted batch continue in the cluster, and a later run finds them.
     """
 
     def __init__(self, client: AsyncClient, http: AbstractAsyncContextManager[HttpApi]) -> None:
-        """Create the backend; ``http`` is opened for the first chat, and by the caller closed."""
+        """Create the backend; ``http`` is entered for the first chat and exited by ``aclose``."""
         self._client = client
         self._http_context = http
         self._http: asyncio.Future[HttpApi] | None = None

@@ -1,4 +1,4 @@
-"""``everlift batch`` as it is typed."""
+"""Command ``everlift batch``, which runs a file of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.errors import BatchFailed
 from cluster.http_api import connected_to_http
 from cluster.llm.local import Assignments, Local, Model, local_config, opened
 
-#: What two workers of default size have in their batches.
+#: Number of batch slots of two workers with default settings.
 _CONCURRENCY = 512
 
 EXAMPLES = """
@@ -81,7 +81,7 @@ def batch(
 
 
 async def _through_cluster(job: _Job, address: str | None) -> None:
-    # A full queue is waited for.
+    # Retries have no time limit, so that the batch waits while the queue is full.
     async with connected(address, retry_s=math.inf) as client:
         async with aclosing(ClusterBackend(client, connected_to_http(client, address))) as backend:
             await job.run(backend)
@@ -99,7 +99,7 @@ class _Job:
         return len(self.known) - self.results.num_done(self.known.keys())
 
     async def run(self, backend: Backend) -> None:
-        """Run the rest of the batch, then print a summary line, also if it was interrupted."""
+        """Run the rest of the batch, then print a summary line, even after an interruption."""
         total, began = len(self.known), time.monotonic()
         done, shown = total - self.num_left, sys.stderr.isatty()
         with bar(self.file.name, total, done, shown=shown) as advance:

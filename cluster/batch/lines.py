@@ -1,12 +1,13 @@
-"""The lines of a batch's file, each a prompt with its options.
+"""Lines of a batch's input file, each a prompt with its options.
 
     {"id": "a", "prompt": "count from 1 to 9:", "max_tokens": 20, "temperature": 0}
     {"id": "b", "prompt": [17, 4, 9], "n": 2}
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
     {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Options are those of the client by their names; the body of a chat is sent as it is. A line without
-an id has its number as one, "line-7". Empty lines are passed over.
+Options have the names of the client's options. The body of a chat is sent as it is, with a seed if
+it has none. The id of a line without one is made of its number, such as "line-7". Empty lines are
+skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from everlift.errors import EverliftError, InvalidRequest
 from everlift.options import GenerateOptions, Prompt, submission_message
 from everlift.typos import did_you_mean
 
-#: A batch's requests go on to their end, so that the same batch finds them when it comes again.
+#: Options of a line. There is no on_disconnect, because the requests of a batch always continue, so
+#: that a later run of the same batch finds them.
 _OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect"}
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
@@ -32,7 +34,7 @@ _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A line that can be sent. ``number`` counts from 1."""
+    """Valid line with a prompt; ``number`` is the line's number, from 1."""
 
     number: int
     id: str
@@ -42,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """A line with the body of a chat completion, which the router checks."""
+    """Line with the body of a chat completion, which only the router validates."""
 
     number: int
     id: str
@@ -52,7 +54,7 @@ class ChatWork:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot; ``id`` is None where it has none that can be read."""
+    """Invalid line; ``id`` is None if no id can be read."""
 
     number: int
     id: str | None
@@ -60,18 +62,18 @@ class BadLine:
 
 
 Line = Work | ChatWork | BadLine
-#: What names a line in the results: its id, or its number where none can be read.
+#: Key of a line in the results: its id, or its number if no id can be read.
 Key = str | int
 
 
 class Survey:
-    """Facts about a file before anything runs; ``digest`` is of its content."""
+    """Survey of an input file before anything runs: the keys of its lines and its ``digest``."""
 
     def __init__(self, path: Path) -> None:
-        """Read all of it once. Raises BatchFailed for an id that occurs twice, OSError."""
+        """Read the whole file once. Raises BatchFailed for an id that occurs twice, and OSError."""
         digest = hashlib.sha256()
         self._numbers: dict[str, int] = {}
-        #: of lines without a readable id
+        #: numbers of the lines without a readable id
         self._nameless: list[int] = []
         for number, data in _numbered(path):
             digest.update(data)
@@ -82,7 +84,7 @@ class Survey:
         return len(self._numbers) + len(self._nameless)
 
     def keys(self) -> Iterator[Key]:
-        """Keys of all lines."""
+        """Return the keys of all lines."""
         return chain(self._numbers, self._nameless)
 
     def _add(self, line_id: str | None, number: int) -> None:
@@ -102,9 +104,10 @@ def read(
 ) -> Iterator[Line]:
     """Yield the lines that are not ``done``.
 
-    The file's ``digest`` makes request id and seed of each that has none of its own: the same line
-    of the same file has the same ones, so that a cluster knows it again and its text does not
-    change. A later ``attempt`` of a line is another request with the same seed.
+    A line without its own request id or seed gets one that is derived from the file's ``digest``
+    and the line's number. The same line of the same file therefore always has the same ones, so
+    that a cluster recognises the request and its text does not change. ``attempt`` returns the
+    number of the attempt; a later attempt is another request with the same seed.
     """
     for number, data in _numbered(path):
         key = _id_of(data, number) or number
@@ -205,7 +208,7 @@ def _chat_body(fields: dict[str, Any], names: _Names) -> dict[str, Any]:
     for name in ("stream", "on_disconnect"):
         if name in body:
             raise InvalidRequest(f"a batch has no option {name!r}")
-    # What is cut off goes on in the cluster, where the same line finds it again.
+    # After an interruption the request continues in the cluster, and the same line finds it again.
     return {"seed": names.seed, **body, "on_disconnect": "continue"}
 
 

@@ -1,4 +1,4 @@
-"""Results of a batch: a file of JSON lines that only grows.
+"""Results of a batch: a file of JSON lines, to which each result is appended.
 
 A batch can be interrupted at any moment and continued later.
 
@@ -7,11 +7,11 @@ A batch can be interrupted at any moment and continued later.
     {"id": "d", "message": {"role": "assistant", ...}, "finish_reason": "stop", "usage": {...}}
     {"id": "c", "line": 3, "error": {"code": "out_of_range", "message": "..."}}
 
-A line whose id cannot be read has null for it. A line that is tried again has its new result
-behind the failure, in the place of which it comes when the file is closed or opened again; an error
-of a later attempt says so ("attempt": 2). Each line is one write; what a crash of the machine
-leaves of the last one is cut off when the file is opened again. A file that is something else is
-refused as it is.
+The id is null if it could not be read from the line. The result of a retry is appended behind the
+failure, and replaces it when the file is closed or opened again. The error of a later attempt has
+the number of the attempt ("attempt": 2). Each result is one write. If a crash of the machine leaves
+an incomplete last line, it is cut off when the file is opened again. A file that has other content
+is rejected and not changed.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from typing import Any, Self
 from cluster.batch.lines import Key
 from cluster.errors import BatchFailed
 
-#: A line of ours as far as its id, and what may come behind that.
+#: Beginning of a result up to its id, and the texts that may follow the id.
 _BEGINNING = re.compile(rb'\{"id": (?:null|"(?:\\.|[^"\\])*")')
 _NEXT = (b', "text": ', b', "choices": ', b', "message": ', b', "line": ')
-#: The same, torn within the id.
+#: Beginnings of a result that may be cut off within its id.
 _TORN = (b'{"id": null', b'{"id": "')
 
 
 class Results(Container[Key]):
-    """Opened with what is in it already. One process at a time has it."""
+    """File of results, which one process at a time can have open; it contains the lines done."""
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """Read the results of an earlier run.
+        """Open the file, create it if needed, and read the results of earlier runs.
 
-        With ``retry_failed``, failed lines count as open. Raises BatchFailed for a file that is not
-        one of results or is in use; OSError.
+        With ``retry_failed``, failed lines count as not done. Raises BatchFailed if the file is not
+        a file of results or is in use, and OSError.
         """
         self.path = path
         self._keys: set[Key] = set()
-        #: attempts of lines whose last one failed
+        #: number of attempts of each line whose last attempt failed
         self._failed: dict[Key, int] = {}
         self._has_replaced = False
         self._descriptor = self._opened()
@@ -59,7 +59,7 @@ class Results(Container[Key]):
         self._retrying = set(self._failed) if retry_failed else set[Key]()
 
     def __contains__(self, line: object) -> bool:
-        """Return whether the line of this Key is done."""
+        """Return whether the line with this key is done."""
         return line in self._keys and line not in self._retrying
 
     def attempt(self, line: Key) -> int:
@@ -75,7 +75,7 @@ class Results(Container[Key]):
         return sum(line in self._failed and line in self for line in lines)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Write one result. Raises OSError if it cannot be written completely."""
+        """Append one result. Raises OSError if it cannot be written completely."""
         line = _key(record)
         if "error" in record and (attempt := self.attempt(line)) > 1:
             record = {**record, "attempt": attempt}
@@ -110,7 +110,7 @@ class Results(Container[Key]):
             except BaseException:
                 os.close(descriptor)
                 raise
-            # Another batch has put a new file in its place meanwhile.
+            # Another batch has replaced the file in the meantime.
             os.close(descriptor)
 
     def _lock(self, descriptor: int) -> None:
@@ -120,7 +120,10 @@ class Results(Container[Key]):
             raise BatchFailed(f"another batch writes to {self.path}") from None
 
     def _replace(self) -> None:
-        """Keep the last record of each line alone. Raises OSError."""
+        """Rewrite the file with only the last record of each line. Raises OSError.
+
+        Do nothing if no line has several records.
+        """
         if not self._has_replaced:
             return
         last: dict[Key, bytes] = {}

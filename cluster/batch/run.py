@@ -1,4 +1,4 @@
-"""A batch from its first line to its last: so many requests at once, results as they end."""
+"""Run of a batch: requests are sent concurrently, and each result is written when it is ready."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from cluster.llm import describe
 from cluster.llm.completion import Completion
 from everlift.errors import EverliftError
 
-#: Called for each result, with its output tokens.
+#: Called for each result, with its number of output tokens.
 Advance = Callable[[int], None]
 
 
 class Backend(Protocol):
-    """Interface of what answers a batch."""
+    """Backend that answers the lines of a batch."""
 
     async def complete(self, work: Work) -> Completion:
         """Return the completion of one line.
 
-        Raises EverliftError for this line, any other error for all further lines.
+        Raises EverliftError if this line fails. Any other error, and an EverliftError with the
+        status UNAVAILABLE, ends the whole batch.
         """
         ...
 
     async def chat(self, work: ChatWork) -> Any:
-        """Return the chat completion as OpenAI's API has it. Raises as ``complete``."""
+        """Return the chat completion in the format of OpenAI's API. Raises as ``complete`` does."""
         ...
 
 
 @dataclass(slots=True)
 class Batch:
-    """Batch in progress; ``output_tokens`` counts those of this run."""
+    """Batch in progress; ``output_tokens`` counts the output tokens of this run."""
 
     backend: Backend
     results: Results
@@ -43,9 +44,9 @@ class Batch:
     output_tokens: int = 0
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Run the batch until every line has its result.
+        """Run the batch until every line has a result.
 
-        What keeps all of them from one is raised, and the batch can be run again.
+        An error that ends the whole batch is raised; the batch can then be run again.
         """
         room = asyncio.Semaphore(self.concurrency)
         try:
@@ -54,7 +55,7 @@ class Batch:
                     await room.acquire()
                     task = group.create_task(self._do(line))
                     task.add_done_callback(lambda _: room.release())
-        # Not except*, in which Python before 3.11.4 puts what is raised into a group again.
+        # Not except*, because Python before 3.11.4 wraps an exception raised there in a group.
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

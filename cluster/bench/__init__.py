@@ -1,1 +1,1 @@
-"""``everlift bench``: a load on any endpoint, what came of it, and how two of them compare."""
+"""Load generator (``everlift bench``): load an endpoint, report figures, compare reports."""

@@ -1,4 +1,4 @@
-"""``everlift bench``: a load on an endpoint, and two loads beside each other."""
+"""Commands of ``everlift bench``: send a load to an endpoint, and compare two reports."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def serve(
     detailed: options.Detailed = False,
     label: options.Label = "",
 ) -> None:
-    """Send a load, and report what came of it."""
-    # Imported here: aiohttp and numpy are nothing to other commands.
+    """Send a load to an endpoint, and report latencies and throughput."""
+    # Imported here because other commands do not need aiohttp and numpy.
     import uvloop
 
     from cluster.bench.run import Manner
@@ -159,7 +159,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
     html_file: options.HtmlFile = None,
 ) -> None:
-    """Show two reports beside each other, and their ratios."""
+    """Show two reports side by side, with the ratios of their figures."""
     from cluster.bench import comparison, page, report, tables
 
     of_a, of_b = report.read(a), report.read(b)
@@ -228,7 +228,10 @@ def _ramp(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Requested load; ``ramp`` is the first and highest rate, None sends the load once."""
+    """Requested load and report.
+
+    ``ramp`` has the first and the highest rate in requests per second; None sends the load once.
+    """
 
     target: Target
     load: Load

@@ -1,4 +1,4 @@
-"""Two reports beside each other. Pure."""
+"""Comparison of two reports. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.bench.report import Json, ours
 from cluster.bench.wording import LATENCIES, NOTHING, goodput, shown, statistics
 
-#: What differs by less is not called better or worse.
+#: Relative difference up to which a figure is called neither better nor worse.
 _SAME = 0.02
 _THROUGHPUTS = {
     "request_throughput": "requests a second",
@@ -16,7 +16,7 @@ _THROUGHPUTS = {
     "output_throughput": "output tokens a second",
     "total_token_throughput": "input and output tokens a second",
 }
-#: Of the upper level, what must agree for figures to be comparable.
+#: Top-level keys of a report whose values must agree for figures to be comparable.
 _SETTINGS = (
     "backend",
     "model_id",
@@ -30,7 +30,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row of the comparison; ``is_more_better`` holds for throughputs."""
+    """Figure of the reports A and B; ``is_more_better`` is True for throughputs."""
 
     title: str
     a: float
@@ -56,7 +56,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     rows: Sequence[Row]
-    #: what keeps the two from being comparable
+    #: reasons why the two reports may not be comparable
     warnings: Sequence[str]
 
     def cells(self) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Endpoints that answer a load, and the times and sizes of an answer."""
+"""Clients of the endpoints that answer a load, and the recorder of an answer's times and sizes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cluster.errors import BenchFailed
 from cluster.sse import DONE, Events
 from everlift import AsyncClient, EverliftError
 
-#: What an endpoint says of an error goes into reports only where it is a word: no sentence, in
-#: which a prompt may stand, and nothing that could be a key.
+#: The text of an endpoint's error is reported only if it is a single word. A sentence may quote a
+#: prompt, and other characters may belong to a key.
 _SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
 class Refused(Exception):
-    """Request without a complete answer; ``str(error)`` is a slug, a status, or both."""
+    """Error of a request without a complete answer; its text is a slug, a status, or both."""
 
 
 class Endpoint(Protocol):
@@ -34,7 +34,10 @@ class Endpoint(Protocol):
 
 
 class Answer:
-    """Notes when what comes comes. ``now`` gives seconds since the load began."""
+    """Recorder of the times and sizes of one answer.
+
+    ``now`` returns the seconds since the load began.
+    """
 
     def __init__(self, request: Request, now: Callable[[], float]) -> None:
         self._now = now
@@ -89,7 +92,10 @@ def slug(said: object) -> str:
 
 
 class EverliftEndpoint:
-    """The client should not come again by itself with what was refused: that is an answer, too."""
+    """Endpoint of a cluster over gRPC.
+
+    ``client`` should not retry rejected requests, because a rejection is a result to report.
+    """
 
     def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
         self._client = client
@@ -115,14 +121,14 @@ class EverliftEndpoint:
 
 
 _MOST_ERROR_BYTES = 16_384
-#: What a connection may have on its way at once is for the server to say.
+#: The client does not limit the number of connections; that is left to the server.
 _NO_LIMIT = 0
 
 
 def base_url(text: str) -> str:
-    """Return the base URL for OpenAI's clients, with /v1 if there is no path.
+    """Return the base URL of an OpenAI endpoint, with /v1 if ``text`` has no path.
 
-    Raises BenchFailed.
+    Raises BenchFailed for an invalid URL, or one with credentials or a query.
     """
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -134,23 +140,23 @@ def base_url(text: str) -> str:
 
 @asynccontextmanager
 async def http_session(url: str, api_key: str | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open a session whose paths are below ``url``, which must be a base_url."""
+    """Context manager: open an HTTP session for paths below ``url``, a result of ``base_url``."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(
         f"{url}/",
         headers=headers,
         connector=aiohttp.TCPConnector(limit=_NO_LIMIT),
         cookie_jar=aiohttp.DummyCookieJar(),
-        # An answer may take as long as the load allows it.
+        # The generator has its own timeout for an answer.
         timeout=aiohttp.ClientTimeout(total=None),
     ) as session:
         yield session
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first model that the endpoint serves.
+    """Return the name of the first model that the endpoint serves.
 
-    Raises BenchFailed, which names the ``url``.
+    Raises BenchFailed with a message that names ``url``.
     """
     try:
         async with session.get("models", allow_redirects=False) as response:
@@ -185,7 +191,7 @@ class OpenAiEndpoint:
             "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            # Endpoints of others may know no such field.
+            # Sent only if True, because other servers may not know this field.
             **({"ignore_eos": True} if ignore_eos else {}),
             **(fields or {}),
         }
@@ -235,11 +241,10 @@ class OpenAiEndpoint:
             answer.usage(*(int(number or 0) for number in told))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
-        """Return whether a chunk has tokens although it has no text.
+        """Return whether a chunk without text has tokens.
 
-        Its tokens are special, or part of a character.
-
-        A chat's first chunk may have a role alone, and the last one of most answers an end alone.
+        Such tokens are special tokens or parts of a character. The first chunk of a chat may have
+        nothing but a role, and the last chunk of most answers nothing but a finish reason.
         """
         if choice.get("finish_reason") is not None:
             return not answer.has_begun

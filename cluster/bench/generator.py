@@ -1,14 +1,15 @@
-"""Sends a load: every request when it is due, whatever became of the earlier ones.
+"""Generator of a load: each request is sent when it is due, whatever happened to earlier ones.
 
         due -------- admitted -- sent ---- first piece ... last piece
-         |  no room     |   lag   |
+         |  at limit    |   lag   |
          +--- latency counts from here
 
-A generator that waits for answers before it asks again asks a slow server less often, and does not
-see what others would have waited (coordinated omission). Here nobody waits for anybody: a request
-that leaves late, because this process is busy or has no room for more, has been due all the same.
+A generator that waits for answers sends fewer requests to a slow server, and does not measure how
+long other clients would have waited (coordinated omission). This generator therefore does not wait
+for answers. A request may be sent late, because this process is busy or the limit of concurrent
+requests is reached, but its latency still counts from its due time.
 
-In a closed loop nothing says when requests come: each is due when its client has no other one.
+In a closed loop there are no arrival times: a request is due as soon as its client is free.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from cluster.bench.endpoint import Answer, Endpoint, Refused
 from cluster.bench.load import Request
 from cluster.bench.report import Outcome
 
-#: An answer that takes longer has failed.
+#: Default number of seconds after which an incomplete answer counts as failed.
 TIMEOUT_S = 600.0
 
 
 class Generator:
-    """Load generator; ``clock`` in seconds.
+    """Load generator; ``clock`` returns seconds.
 
-    ``advance`` is called for each outcome, with its output tokens.
+    ``advance`` is called at the end of each request with its number of output tokens.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Generator:
     async def open_loop(
         self, requests: Sequence[Request], most_at_once: int | None = None
     ) -> list[Outcome]:
-        """Send each request at its time, at most ``most_at_once`` concurrently; None is no limit.
+        """Send each request when it is due, at most ``most_at_once`` concurrently (None: no limit).
 
-        Their outcomes, in the order of the requests, when all have ended.
+        Return the outcomes in the order of the requests when all of them have ended.
         """
         room = asyncio.Semaphore(most_at_once or len(requests) or 1)
 
@@ -69,9 +70,9 @@ class Generator:
         return [task.result() for task in tasks]
 
     async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
-        """Send the requests from ``clients``, each of which sends one after another.
+        """Send the requests from ``clients`` clients, each of which sends one after another.
 
-        No request has a due time.
+        The due times of the requests are ignored. Return the outcomes in the order of the requests.
         """
         left = iter(enumerate(requests))
         outcomes: dict[int, Outcome] = {}
@@ -88,12 +89,12 @@ class Generator:
         return [outcomes[number] for number in range(len(requests))]
 
     async def _until(self, due: float) -> None:
-        """Sleep until ``due``, at least one turn of the event loop.
+        """Sleep until ``due``, and for at least one iteration of the event loop.
 
-        Otherwise many requests that are due at once would starve the answers.
+        Otherwise many requests that are due at once would delay the processing of answers.
         """
         await asyncio.sleep(due - self._now())
-        # A timer may be early by a part of a millisecond.
+        # A timer may fire a fraction of a millisecond early.
         while (early := due - self._now()) > 0:
             await asyncio.sleep(early)
 
@@ -111,5 +112,5 @@ class Generator:
         return outcome
 
     def _now(self) -> float:
-        """Seconds since the load began."""
+        """Return the seconds since the load began."""
         return self._clock() - self._began

@@ -1,4 +1,4 @@
-"""A load: which requests, and when each of them is due. Pure, but for a trace, which is a file."""
+"""Load: the requests, and when each of them is due. Pure, except that traces are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.simulator.workloads.lengths import Exactly
 from cluster.simulator.workloads.traces.trace import Trace
 from cluster.simulator.workloads.workload import Workload, merged
 
-#: Each is one token behind a space in the vocabularies of most models.
+#: Each word, with a space before it, is a single token in the vocabularies of most models.
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work number night "
@@ -28,12 +28,12 @@ _WORDS = (
 
 class Prompts(Protocol):
     def prompt(self, arrival: Arrival, number: int) -> tuple[str | tuple[int, ...], int]:
-        """Return the prompt of the ``number``-th request, and its number of tokens if known."""
+        """Return the prompt of request ``number``, and its number of tokens, maybe estimated."""
         ...
 
 
 class TokenPrompts:
-    """Token ids from 1 on: 0 is often something else than text."""
+    """Prompts of random token ids from 1 on, because the id 0 often does not stand for text."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._ids = range(1, vocab_size)
@@ -45,10 +45,10 @@ class TokenPrompts:
 
 
 class WordPrompts:
-    """Prompts of words, one per token.
+    """Prompts of random words, one word for each wanted token.
 
-    With a ``tokenizer`` (of the tokenizers library) the text is cut to as many tokens as are
-    wanted, and is counted by it.
+    With a ``tokenizer`` (of the tokenizers library) the text is cut to the wanted number of tokens,
+    and its tokens are counted.
     """
 
     def __init__(self, tokenizer: Any | None, seed: int) -> None:
@@ -82,10 +82,11 @@ def _drawn(units: Sequence[Any], arrival: Arrival, name: str) -> list[Any]:
 
 
 def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
-    """Yield arrival times in seconds without end, ``rate`` a second on average.
+    """Return endless arrival times in seconds, with a mean of ``rate`` arrivals per second.
 
-    Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, less comes in
-    bursts, more is more even, infinity is constant. At an infinite rate all are due at once.
+    Gaps are Gamma-distributed with the shape ``burstiness``: 1 is a Poisson process, a lower value
+    results in bursts, a higher one in more even gaps, and infinity in constant gaps. At an infinite
+    rate all requests are due at once.
     """
     if isinf(rate):
         return repeat(0.0)
@@ -96,10 +97,11 @@ def times(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request, ``due`` in seconds after the start of the load.
+    """Request of a load; ``due`` is in seconds after the start of the load.
 
-    ``prompt`` is text, or token ids, of about ``prompt_tokens``; an endpoint may count others.
-    ``fields`` are of an OpenAI body, and win over what is usual.
+    ``prompt`` is a text or token ids, of about ``prompt_tokens`` tokens; an endpoint may count
+    differently. ``fields`` are added to the body of an OpenAI request and override its other
+    fields.
     """
 
     due: float
@@ -109,9 +111,9 @@ class Request:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-#: Where nothing says when it ends.
+#: Default number of requests, if neither a duration nor a trace limits the load.
 REQUESTS = 200
-#: Where nothing says how long prompts and outputs are.
+#: Default lengths of prompts and outputs in tokens, without a workload or trace.
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 
 
@@ -119,10 +121,10 @@ INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 class Load:
     """Options of a load, as on the command line.
 
-    Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``,
-    limited by ``longest_input`` and ``longest_output``. Arrival times come from them too unless
-    there is a ``rate``; without either, all requests are due at once. Raises BenchFailed, and
-    WorkloadFailed while requests are made.
+    Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``;
+    ``longest_input`` and ``longest_output`` limit them. Arrival times come from ``rate`` if it is
+    set, else from the workload or the trace; without any of these, all requests are due at once.
+    Raises BenchFailed for contradictory options, and WorkloadFailed when the requests are created.
     """
 
     workloads: Sequence[str] | None = None
@@ -160,7 +162,7 @@ class Load:
 
     @property
     def has_moments(self) -> bool:
-        """Return whether the arrival times are given."""
+        """Return whether a finite rate, a workload or a trace determines the arrival times."""
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))
 

@@ -1,4 +1,4 @@
-"""Command line options of a load, other than its requests."""
+"""Command line options of ``everlift bench``, except those of workloads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A report, or two of them beside each other, as one HTML file that needs no other. Pure.
+"""HTML pages of a report and of a comparison, each in one self-contained file. Pure.
 
-It runs no script, loads nothing, and follows the reader's choice of dark or light.
+A page runs no script, loads nothing, and follows the reader's choice of dark or light colours.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from cluster.bench.comparison import Comparison
 from cluster.bench.report import Json, ours
 from cluster.bench.wording import LATENCIES
 
-#: Of colours and dashes that the page has.
+#: Number of line styles (colour and dashes) in the page's style sheet.
 STYLES = 4
 _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 44
 _TICKS = 6
 _STEPS = (1, 2, 5, 10)
-#: Of an entry in the key: its line with what is around it, and about what a letter takes.
+#: Widths in the legend: of a line with the space around it, and of an average letter.
 _KEY_WIDTH, _LETTER_WIDTH = 44, 7
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line of a chart; lines of the same ``style``, from 0, belong together."""
+    """Line of a chart; ``style`` is the number of its line style, from 0."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -36,14 +36,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart; ``is_log`` scales the horizontal axis and drops values that are not positive."""
+    """Chart of lines; ``is_log`` makes the horizontal axis logarithmic.
+
+    A logarithmic axis leaves out values that are not positive.
+    """
 
     title: str
     x: str
     y: str
     lines: Sequence[Line]
     is_log: bool = False
-    #: the vertical axis ends there; None: where the highest point is
+    #: upper end of the vertical axis; None: the highest point
     top: float | None = None
 
 
@@ -54,7 +57,7 @@ class _Axis:
 
 
 def svg(chart: Chart) -> str:
-    """Return the drawing; empty if there is nothing to draw."""
+    """Return the chart as an SVG element; empty if there are no points to draw."""
     drawn = [(line, _within(line.points, chart.is_log)) for line in chart.lines]
     points = [point for _, found in drawn for point in found]
     if not points:
@@ -147,7 +150,7 @@ def _key_width(line: Line) -> int:
 
 
 def charts(found: Json) -> Iterator[Chart]:
-    """Yield the charts of one report; none for reports of vLLM, which have no curves."""
+    """Yield the charts of one report; none for a report of vLLM, which has no curves."""
     more = ours(found)
     if not more:
         return
@@ -158,7 +161,10 @@ def charts(found: Json) -> Iterator[Chart]:
 
 
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
-    """Yield the cumulative distribution of each latency, for one or several reports by name."""
+    """Yield a chart for each latency, with its cumulative distribution in each of ``reports``.
+
+    ``reports`` are the ``everlift`` sections of reports, by the name to show.
+    """
     for name, title in LATENCIES.items():
         lines = [
             Line(who or title, _cumulative(more["curves_ms"][name]), style)

@@ -1,7 +1,7 @@
-"""A load's report: one JSON object, from which every table and page is made. Pure.
+"""Report of a load: one JSON object, from which all tables and pages are made. Pure.
 
-Its upper level has the keys of `vllm bench serve`, so that what reads those reads these. What is
-ours stands under ``everlift``.
+The top level has the keys of `vllm bench serve`, so that programs for its reports can read these
+reports too. Everlift's own figures are under ``everlift``.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from cluster.errors import BenchFailed
 class CountedBy(Enum):
     """Source of the number of tokens of an output."""
 
-    #: the endpoint, in its stream
+    #: usage that the endpoint reported in its stream
     USAGE = "usage"
-    #: a tokenizer on this side
+    #: a tokenizer of the load generator
     TOKENIZER = "tokenizer"
-    #: nobody: pieces of output are taken for tokens
+    #: no count: each piece of output is taken for one token
     PIECES = "pieces"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times of one request, in seconds since the load began, in this order.
+    """Outcome of one request, with its times in seconds since the load began, in this order.
 
-        due        its time begins to count
-        admitted   there was room for it, where requests at once are limited
-        sent       it was on its way: later than ``admitted`` only by what the generator is late
-        pieces     each of them when it came
-        ended      the end of the answer, or its failure
+        due        start of its latency
+        admitted   the limit of concurrent requests admitted it; ``due`` if there was no wait
+        sent       it was sent; the time since ``admitted`` is the generator's lag
+        pieces     arrival of each piece of output
+        ended      end of the answer, or failure
 
-    ``error`` is a slug or a status; empty where the answer is whole. ``text`` is kept only where
-    its tokens are still to be counted.
+    ``error`` is a slug or a status, and empty if the answer is complete. ``text`` is kept only if
+    its tokens have yet to be counted.
     """
 
     due: float
@@ -65,17 +65,17 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which the generator sent it late."""
+        """Seconds by which the generator sent the request late."""
         return self.sent - self.admitted
 
 
-#: Those that a curve of all values is drawn from.
+#: Percentiles that make up the curve of a distribution.
 _CURVE = range(101)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and ``percentiles`` of a measure, by percent."""
+    """Mean, median and standard deviation of some values, and their ``percentiles`` by percent."""
 
     mean: float
     median: float
@@ -84,9 +84,9 @@ class Spread:
 
 
 def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
-    """Return percentiles, interpolated linearly as in numpy and vLLM, and the deviation.
+    """Return the statistics of ``values``, with the percentiles ``percents``; None if empty.
 
-    None where there are none.
+    Percentiles are interpolated linearly, as in numpy and vLLM.
     """
     if not len(values):
         return None
@@ -101,7 +101,7 @@ def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
 
 
 def curve(values: Sequence[float]) -> list[float]:
-    """Return the percentiles 0, 1, ..., 100; none of nothing."""
+    """Return the percentiles 0, 1, ..., 100 of ``values``; empty without values."""
     return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
 
 
@@ -125,7 +125,10 @@ def e2el(outcome: Outcome, begin: Begin) -> float:
 
 
 def tpot(outcome: Outcome) -> float:
-    """Return the time per output token; 0 with fewer than two tokens, which misses no target."""
+    """Return the seconds per output token after the first one.
+
+    Return 0, which misses no target, for fewer than two tokens.
+    """
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.pieces[-1] - outcome.pieces[0]) / (outcome.output_tokens - 1)
@@ -136,7 +139,7 @@ def itls(outcome: Outcome) -> list[float]:
 
 
 def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[float]]:
-    """Return latencies of complete answers, by name."""
+    """Return the latencies of complete answers in seconds, by name."""
     return {
         "ttft": [ttft(each, begin) for each in complete],
         "tpot": [tpot(each) for each in complete if each.output_tokens > 1],
@@ -146,7 +149,7 @@ def by_name(complete: Sequence[Outcome], begin: Begin) -> Mapping[str, list[floa
     }
 
 
-#: Points of a curve over time, at most about twice as many.
+#: Approximate maximum number of points of a curve over time.
 _POINTS = 60
 _WIDTHS = (1, 2, 5)
 
@@ -155,8 +158,7 @@ _WIDTHS = (1, 2, 5)
 class OverTime:
     """Rates and unfinished requests over time, in slices of ``width_s`` seconds.
 
-    Requests due and ended per second, tokens per second, and unfinished requests at the end of each
-    slice.
+    ``in_flight`` counts the requests that are due and unfinished at the end of each slice.
     """
 
     width_s: float
@@ -165,7 +167,7 @@ class OverTime:
     failed_per_s: Sequence[float]
     tokens_per_s: Sequence[float]
     in_flight: Sequence[int]
-    #: the median of those that were due in a slice; None where none was, or none was answered
+    #: median of the requests that were due in a slice; None if none was due, or none was answered
     ttft_ms: Sequence[float | None]
 
 
@@ -202,7 +204,7 @@ def most_tokens_in_a_second(outcomes: Sequence[Outcome]) -> float:
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """Return the largest number of requests that were sent and unfinished at a time."""
+    """Return the largest number of requests that were in flight (sent, unfinished) at a time."""
     moves = sorted(move for each in outcomes for move in ((each.sent, 1), (each.ended, -1)))
     return max(accumulate(step for _, step in moves), default=0)
 
@@ -227,7 +229,10 @@ def _slice(at: float, width: float, slices: int) -> int:
 
 
 def _width(duration: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, so that slices are about as many as points."""
+    """Return the width of a slice in seconds: 1, 2 or 5 times a power of ten.
+
+    With this width there are at most about ``_POINTS`` slices.
+    """
     wanted = max(duration / _POINTS, 1e-3)
     power = 1e-3
     while power * 10 <= wanted:
@@ -241,12 +246,15 @@ _BETWEEN = re.compile(r"[\s,]+")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service level objective: the limits ``most_ms`` by metric name."""
+    """Service level objective: ``most_ms`` has limits in ms by latency name (see ``NAMES``)."""
 
     most_ms: Mapping[str, float] = field(default_factory=dict)
 
     def is_good(self, outcome: Outcome, begin: Begin) -> bool:
-        """Return whether it is complete and within all its limits."""
+        """Return whether a request is complete and within all limits.
+
+        ``begin`` returns the time from which latencies count.
+        """
         if not outcome.is_complete:
             return False
         taken = {
@@ -258,7 +266,7 @@ class Slo:
 
 
 def slo(texts: Sequence[str]) -> Slo:
-    """Return the limits of a good request that ``texts`` state. Raises BenchFailed."""
+    """Parse limits such as ``ttft:500 tpot:50``, in milliseconds. Raises BenchFailed."""
     pairs = (pair for text in texts for pair in _BETWEEN.split(text.strip()) if pair)
     return Slo(dict(_pair(pair) for pair in pairs))
 
@@ -276,8 +284,8 @@ def _pair(text: str) -> tuple[str, float]:
     return name, number
 
 
-#: Of 1 request in 100 it may be as late as this, or as this part of the median time to a first
-#: piece; and as busy as this with one core.
+#: The generator is behind if its p99 lag exceeds both this number of seconds and this share of the
+#: median TTFT, or if it uses more than this share of a core.
 _LEAST_S = 0.010
 _PART = 0.05
 _BUSY = 0.9
@@ -286,7 +294,7 @@ _PERCENTS = (50.0, 90.0, 99.0, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Seconds; ``cpu_share`` of one core, which the generator took."""
+    """Lag of the generator in seconds, and the share ``cpu_share`` of one core that it used."""
 
     p50: float
     p90: float
@@ -305,23 +313,23 @@ def lag(outcomes: Sequence[Outcome], cpu_share: float) -> Lag:
     return Lag(p50, p90, p99, most, cpu_share, p99 > allowed or cpu_share > _BUSY)
 
 
-#: From one rate to the next, until one is too much.
+#: Ratio of successive rates until one is not sustained.
 _FACTOR = 2.0
-#: So near to each other the two rates come that saturation is between.
+#: Largest ratio, at the end, of the lowest rate that was not sustained to the highest that was.
 _PRECISION = 1.1
-#: More failures, or fewer good ones where there is a target, are not kept up with.
+#: A rate is not sustained if a larger share of the requests fails, or a smaller share is good.
 _FAILED_SHARE = 0.01
 _GOOD_SHARE = 0.9
-#: So much of what came in the second half may be left over at its end.
+#: In the second half, ends may fall short of arrivals by this share of the arrivals.
 _LEFT_SHARE = 0.1
 
 
 class Ramp:
-    """Yield rates: doubled until one is too much or ``most`` is reached, then bisected by ratio.
+    """Search for the highest sustained rate, in requests per second.
 
-    It takes for granted that more is not easier.
-
-    ``kept`` is the highest rate that was kept up with, ``too_much`` the lowest one that was not.
+    Rates are doubled until one is not sustained or ``most`` is reached, then bisected by ratio. The
+    search assumes that a higher rate is never easier to sustain. ``kept`` is the highest rate that
+    was sustained, ``too_much`` the lowest one that was not.
     """
 
     def __init__(self, first: float, most: float) -> None:
@@ -332,7 +340,7 @@ class Ramp:
         self.too_much: float | None = None
 
     def next_rate(self) -> float | None:
-        """Return the next rate to try, or None when enough is known."""
+        """Return the next rate to try, or None when the search has ended."""
         if self.kept is None:
             return self._first if self.too_much is None else None
         if self.too_much is None:
@@ -349,12 +357,13 @@ class Ramp:
 
 
 def is_kept_up(outcomes: Sequence[Outcome], duration_s: float, slo: Slo) -> bool:
-    """Return whether requests did not pile up during the load.
+    """Return whether the rate of a load was sustained, so that requests did not pile up.
 
-    Those that ended in its second half are not fewer than those that arrived in it, by more than a
-    tenth and what chance explains. And hardly one failed, and most are good.
+    At most 1 % of the requests may fail, and at least 90 % must be good. In the second half the
+    ends may fall short of the arrivals by a tenth, plus their square root for random fluctuation.
 
-    ``duration_s`` must be well above what a request takes, or everything piles up.
+    ``duration_s`` must be much longer than a request takes, because otherwise every rate seems too
+    high.
     """
     if sum(not each.is_complete for each in outcomes) > _FAILED_SHARE * len(outcomes):
         return False
@@ -371,9 +380,9 @@ Json = dict[str, Any]
 
 
 def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) -> Json:
-    """Return the figures of vLLM's report and normalised latency (``norm``).
+    """Return the figures of vLLM's report, and the latency per output token (``norm``).
 
-    A latency without requests is null.
+    A latency is None if there is no complete answer to compute it from.
     """
     complete = [each for each in outcomes if each.is_complete]
     duration = max((each.ended for each in outcomes), default=0.0)
@@ -391,7 +400,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo, percents: Sequence[float]) ->
         "total_token_throughput": _per(input_tokens + output_tokens, duration),
         "max_output_tokens_per_s": most_tokens_in_a_second(outcomes),
         "max_concurrent_requests": most_at_once(outcomes),
-        # Of speech alone, where vLLM has it; its readers look for it.
+        # Only for speech in vLLM, but programs that read its reports expect this key.
         "rtfx": 0.0,
         **_latencies(complete, due, percents),
     }
@@ -435,9 +444,10 @@ def marks(is_behind: bool, counted_by: Mapping[str, int]) -> list[str]:
 
 
 def each_request(outcomes: Sequence[Outcome]) -> Json:
-    """Return lists in the order of the requests, 0 or empty for failed ones, as vLLM has them.
+    """Return lists with one value per request, in their order, by the keys of vLLM.
 
-    Latencies count from the due time. Prompts and outputs are left out.
+    The output lengths and latencies of failed requests are 0 or empty. Latencies count from the due
+    time. Prompts and outputs are left out.
     """
     return {
         "input_lens": [each.prompt_tokens for each in outcomes],
@@ -452,7 +462,7 @@ def each_request(outcomes: Sequence[Outcome]) -> Json:
 
 
 def percent_name(percent: float) -> str:
-    """Return a name such as ``p99`` or ``p99.9``."""
+    """Return the name of a percentile, such as ``p99`` or ``p99.9``."""
     return f"p{percent:g}"
 
 
@@ -487,8 +497,8 @@ OURS = "everlift"
 class Setting:
     """Description of a load: endpoint, options and date.
 
-    ``backend`` is everlift, openai or openai-chat; ``where`` an address; ``load`` the other options
-    by name. ``date`` is local, as 20261123-101500.
+    ``backend`` is everlift, openai or openai-chat. ``where`` is the endpoint's address. ``load``
+    has the other options by name. ``date`` is the local time, such as 20261123-101500.
     """
 
     date: str
@@ -507,7 +517,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Result of one run of a load, in which the generator used ``cpu_share`` of a core."""
+    """Result of one run of a load, during which the generator used ``cpu_share`` of a core."""
 
     outcomes: Sequence[Outcome]
     cpu_share: float
@@ -523,7 +533,7 @@ class Stage:
 
 
 def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
-    """Return the report; ``is_detailed`` adds the outcome of each request."""
+    """Return the report of a load; ``is_detailed`` adds the figures of each request."""
     outcomes, slo, percents = seen.outcomes, setting.slo, setting.percents
     return {
         **_head(setting, len(outcomes)),
@@ -542,7 +552,7 @@ def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
 def ramp_report(setting: Setting, stages: Sequence[Stage], *, is_detailed: bool = False) -> Json:
     """Return the report of a ramp, with the figures of the highest sustained rate.
 
-    Without a sustained rate they are those of the lowest rate.
+    If no rate was sustained, the figures are those of the lowest rate.
     """
     kept = [stage for stage in stages if stage.is_kept]
     missed = [stage.rate for stage in stages if not stage.is_kept]
@@ -565,7 +575,7 @@ def write(found: Json, path: Path) -> None:
 
 
 def read(path: Path) -> Json:
-    """Read a report of ours or of vLLM's. Raises BenchFailed, OSError."""
+    """Read a report of Everlift or of vLLM. Raises BenchFailed, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -576,7 +586,7 @@ def read(path: Path) -> Json:
 
 
 def ours(found: Json) -> Json:
-    """Return our own section; empty in a report of vLLM's."""
+    """Return Everlift's own section of a report; empty in a report of vLLM."""
     return dict(found.get(OURS) or {})
 
 

@@ -1,4 +1,4 @@
-"""A load from its first request to its report."""
+"""Runs of a load against an endpoint: the warm-up, the load itself, or a ramp of rates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from cluster.bench.target import Opened, Target, counted, opened
 from cluster.errors import BenchFailed
 from everlift.heap import growing
 
-#: Prompts of a warm-up are none of those that count.
+#: Offset of the seed of the warm-up, so that its prompts differ from the measured ones.
 _WARM_UP_SEED = 1 << 32
 _WARM_UP_CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """Way in which a load is sent.
+    """Options for sending a load.
 
-    At most ``concurrency`` requests at a time (None: any number), each with a timeout of
-    ``timeout_s`` seconds; ``is_shown`` draws a progress bar.
+    At most ``concurrency`` requests are in flight (None: no limit), each with a timeout of
+    ``timeout_s`` seconds. ``warm_up`` is the number of warm-up requests. ``is_shown`` shows a
+    progress bar.
     """
 
     concurrency: int | None
@@ -38,7 +39,7 @@ class Manner:
 
 
 class Run:
-    """Run against an endpoint that has answered a warm-up."""
+    """Sender of loads to a connected endpoint."""
 
     def __init__(self, found: Opened, manner: Manner) -> None:
         self._found = found
@@ -49,8 +50,8 @@ class Run:
         return self._found.model
 
     async def send(self, load: Load) -> Seen:
-        """Send the load and return what was seen. Raises BenchFailed, WorkloadFailed."""
-        # Or the collector looks through all of them in the middle of the load.
+        """Send the load and return its result. Raises BenchFailed, WorkloadFailed."""
+        # Otherwise the garbage collector would traverse all requests during the load.
         with growing():
             requests = load.all_requests(self._found.prompts(load.seed))
         if not requests:
@@ -62,10 +63,10 @@ class Run:
         return Seen(counted(outcomes, self._manner.tokenizer), share)
 
     async def climb(self, load: Load, first: float, most: float, slo: Slo) -> list[Stage]:
-        """Send load at rates from ``first`` to ``most`` until the highest sustained one is found.
+        """Search for the highest sustained rate from ``first`` to ``most``; return all stages.
 
-        A stage begins when the one before has ended. ``load`` must have a duration. Raises as
-        ``send`` does.
+        The load is sent once per stage, at the stage's rate. A stage begins when the previous one
+        has ended. ``load`` must have a duration. Raises BenchFailed, WorkloadFailed.
         """
         assert load.duration_s is not None
         ramp, stages = Ramp(first, most), list[Stage]()
@@ -79,7 +80,7 @@ class Run:
         return stages
 
     async def warm_up(self, load: Load) -> None:
-        """Send the warm-up requests. Raises BenchFailed if none is answered."""
+        """Send the warm-up requests, if any. Raises BenchFailed if none of them is answered."""
         if not (number := self._manner.warm_up):
             return
         few = replace(load, requests=number, duration_s=None)
@@ -102,7 +103,7 @@ class Run:
 
 @asynccontextmanager
 async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
-    """Connect to the target and yield a run.
+    """Context manager: connect to the target, send the warm-up, and yield a run.
 
     Raises BenchFailed, WorkloadFailed, and the errors of connecting.
     """

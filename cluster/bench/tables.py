@@ -1,4 +1,4 @@
-"""A report for the terminal."""
+"""Tables of a report or of a comparison, for the terminal."""
 
 from __future__ import annotations
 

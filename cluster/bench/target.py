@@ -1,4 +1,4 @@
-"""Target of a load, from the command line."""
+"""Target of a load, as the command line describes it, and the connection to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from cluster.errors import BenchFailed
 class Target:
     """Target of a load: an OpenAI endpoint (``url``) or a cluster (``address``) over gRPC.
 
-    ``fields`` are added to every OpenAI body. The key appears in no text. Raises BenchFailed.
+    ``fields`` are added to the body of every OpenAI request. ``api_key`` is left out of ``repr``.
+    Raises BenchFailed for options that need ``url`` if there is none.
     """
 
     url: str | None
@@ -57,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An endpoint that answers. ``prompts`` makes those of a seed."""
+    """Connected endpoint and its model; ``prompts`` returns the prompts of a seed."""
 
     endpoint: Endpoint
     model: str
@@ -66,7 +67,10 @@ class Opened:
 
 @asynccontextmanager
 async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    """Connect to the target. Raises BenchFailed, and the errors of connecting."""
+    """Context manager: connect to the target and yield its endpoint.
+
+    Raises BenchFailed, and the errors of connecting.
+    """
     way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
     async with way as found:
         yield found
@@ -100,20 +104,23 @@ async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncItera
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a model's directory, or a tokenizer.json. Raises BenchFailed."""
-    # Some 20 ms that most loads do not need.
+    """Load the tokenizer in a model's directory, or a tokenizer.json. Raises BenchFailed."""
+    # This import takes about 20 ms, and most loads do not need it.
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:
-        # The library raises nothing narrower.
+        # The library raises no narrower exception.
         raise BenchFailed(f"--tokenizer {file}: {error}") from None
 
 
 def counted(outcomes: Sequence[Outcome], tokenizer: Any | None) -> list[Outcome]:
-    """Count the tokens of outputs that their endpoint did not count."""
+    """Return the outcomes without texts, after counting the tokens that endpoints did not count.
+
+    Without a tokenizer nothing is counted.
+    """
     if tokenizer is None:
         return [replace(each, text="") for each in outcomes]
     return [_counted(each, tokenizer) for each in outcomes]

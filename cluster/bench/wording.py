@@ -1,4 +1,4 @@
-"""Figures in words, for the terminal and for pages alike. Pure."""
+"""Figures of a report as texts, for both the terminal and HTML pages. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAGE_COLUMNS = (
     "p99, ms",
 )
 COMPARED_COLUMNS = ("figure", "A", "B", "B / A", "B is")
-#: What is not there.
+#: Text for a missing value.
 NOTHING = "-"
 
 LATENCIES = {
@@ -28,7 +28,7 @@ LATENCIES = {
 
 
 def shown(value: object) -> str:
-    """Return numbers with about four digits, and a dash for missing ones."""
+    """Return a value as text: numbers with about four digits, a dash for a missing value."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -39,13 +39,16 @@ def shown(value: object) -> str:
 
 
 def statistics(found: Json) -> list[str]:
-    """Return the reported statistics of a latency: mean, median and percentiles."""
+    """Return the names of the reported statistics of a latency: mean, median, percentiles."""
     names = [percent_name(percent) for percent in ours(found).get("percents", [99.0])]
     return ["mean", "median", *(name for name in names if name != "p50")]
 
 
 def latency_rows(found: Json, source: Json) -> Iterator[tuple[str, list[str]]]:
-    """Return rows of latencies in ms from ``source``: the report, or its figures since sending."""
+    """Yield a row for each latency, with its statistics in milliseconds.
+
+    ``source`` is the report itself, or its section with latencies that count from the send time.
+    """
     for name, title in LATENCIES.items():
         values = [source.get(f"{word}_{name}_ms") for word in statistics(found)]
         if any(value is not None for value in values):
@@ -94,14 +97,14 @@ def error_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 
 def stage_row(stage: Json) -> tuple[str, ...]:
-    """Return a stage of a ramp as a row under STAGE_COLUMNS."""
+    """Return a stage of a ramp as a row with the columns STAGE_COLUMNS."""
     keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
     how = "kept up with" if stage["is_kept"] else "too much"
     return (how, *(shown(stage.get(key)) for key in keys))
 
 
 def goodput(wanted: Mapping[str, float]) -> str:
-    """Return the goodput limits in command line form."""
+    """Return the goodput limits as the command line option states them."""
     return " ".join(f"{name}:{most:g}" for name, most in wanted.items())
 
 

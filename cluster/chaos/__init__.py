@@ -1,1 +1,1 @@
-"""Faults on purpose, and the search for what they may have broken."""
+"""Fault injection in a running cluster, and a check of the ledger for broken requests."""

@@ -1,7 +1,8 @@
-"""The search for broken requests in the ledger of a cluster that may be running.
+"""Search for broken requests in the ledger of a cluster that may be running.
 
-What is found is looked at again after a while, and only what is still wrong is told: requests move
-while the ledger is gone through, and a gateway or worker that dies takes a moment to be noticed.
+A request that looks broken is examined again after some seconds, and only findings that persist are
+reported. Requests change their state during the search, and the cluster takes a moment to notice
+that a gateway or worker has died.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from router.ledger.base import Ledger
 from router.ledger.entry import State
 from router.ledger.listing import Audit, Audited, Item
 
-#: Longer than a cluster takes to notice a death and to find heirs.
+#: Default of the seconds before the second examination. In less time a cluster notices that a
+#: gateway or worker has died, and hands its requests over to another one.
 TIMEOUT_S = 5.0
 
 
@@ -27,7 +29,10 @@ class AuditedLedger(Ledger, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Requests by state, and what is wrong. ``tokens`` are those of all choices."""
+    """Number of requests by state, number of their output tokens, and the violations found.
+
+    ``tokens`` includes all choices of all requests.
+    """
 
     states: Counter[State]
     tokens: int
@@ -39,7 +44,11 @@ async def check(
     timeout_s: float = TIMEOUT_S,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Result:
-    """Change nothing. Raises LedgerUnavailable."""
+    """Examine every request in ``ledger`` and return the result; change nothing.
+
+    Suspect requests are examined again after ``timeout_s`` seconds. Only findings of both
+    examinations are returned. Raises LedgerUnavailable.
+    """
     audit, living = ledger.audit(), await _living(ledger)
     states: Counter[State] = Counter()
     tokens, suspects = 0, []

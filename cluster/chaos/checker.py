@@ -1,4 +1,4 @@
-"""Invariants of every request in the ledger, whatever happened to the cluster. Pure."""
+"""Invariants that every request in the ledger fulfils, even after faults. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from router.ledger.listing import Audited, Claim, Item, Listed, Stray
 
 
 class Kind(Enum):
-    #: unfinished, and nobody will go on with it
+    #: unfinished, and no living gateway or worker will continue it; or one of its keys is missing
     LOST = "lost"
-    #: it has more than it asked for, or was given to two workers at once
+    #: more output tokens than max_tokens, or dispatched while it was running
     REPEATED = "repeated"
-    #: its moves are none that lead where it is
+    #: events or counters that do not match the state, or moves that are not allowed
     REORDERED = "reordered"
-    #: what is left of a request that is not there
+    #: a key without a request, or a final request that a gateway still owns
     ORPHANED = "orphaned"
-    #: it would be kept for ever
+    #: a key that never expires
     IMMORTAL = "immortal"
-    #: its tenant does not see it among its requests, or a listing names it in vain and for ever
+    #: missing in its tenant's listing, or in a listing from which it is never removed
     MISLISTED = "mislisted"
 
 
@@ -34,14 +34,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Living:
-    """Gateways with a lease, and the workers of the table."""
+    """Ids of the living gateways, which have a lease, and of the workers in the ledger's table."""
 
     gateways: Set[str]
     workers: Set[str]
 
 
 def examine(item: Item, living: Living) -> list[Finding]:
-    """Return the violations of a request."""
+    """Return the violations that an item of the ledger's audit shows."""
     match item:
         case Audited():
             return [Finding(kind, item.request_id, detail) for kind, detail in _all(item, living)]
@@ -82,7 +82,7 @@ def _ownership(item: Audited, living: Living) -> Wrong:
     if not item.owned:
         yield Kind.LOST, f"gateway {entry.gateway} does not own it"
     if not living.gateways:
-        # The cluster is stopped, and goes on with it when it starts.
+        # The cluster is stopped, and continues the request at its next start.
         return
     if item.owned and entry.gateway not in living.gateways:
         yield Kind.LOST, f"its gateway {entry.gateway} is gone"
@@ -124,7 +124,7 @@ def _ends(entry: Entry) -> str:
     return ", ".join(reason.name.lower() if reason else "none" for reason in entry.finish_reasons)
 
 
-# events
+# Events.
 
 _TARGETS = {move.name.lower(): move for move in Move} | {"finish": Move.APPEND}
 _ANY = frozenset(State)

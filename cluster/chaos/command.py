@@ -1,4 +1,4 @@
-"""``everlift chaos``: faults on purpose, and the search for what they may have broken."""
+"""``everlift chaos``: commands that inject faults and check the ledger for broken requests."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Rank = Annotated[int, typer.Option(help="Rank of the worker.")]
 
 @app.command(epilog="**Example:** `everlift chaos kill any-worker`")
 def kill(target: Target, rank: Rank = 0, address: Address = None) -> None:
-    """End a process at once."""
+    """Kill the target's process."""
     _inject(address, pb.FAULT_KIND_KILL, target=target, rank=rank)
 
 
 @app.command(epilog="**Example:** `everlift chaos pause leader --seconds 3`")
 def pause(target: Target, seconds: Seconds = 3.0, rank: Rank = 0, address: Address = None) -> None:
-    """Stop a process for a while, as by SIGSTOP and SIGCONT."""
+    """Suspend the target's process, as SIGSTOP does, and resume it after some seconds."""
     _inject(address, pb.FAULT_KIND_PAUSE, target=target, seconds=seconds, rank=rank)
 
 
@@ -61,7 +61,7 @@ def partition(
     ] = "",
     address: Address = None,
 ) -> None:
-    """Let nothing through for a while."""
+    """Delay all messages between the target and its peers for some seconds."""
     _inject(address, pb.FAULT_KIND_PARTITION, target=target, seconds=seconds, peer=peer)
 
 
@@ -77,7 +77,7 @@ def slow(
     ] = 0.2,
     address: Address = None,
 ) -> None:
-    """Slow a worker or the ledger down for a while."""
+    """Slow down a worker or the ledger for some seconds."""
     kind = pb.FAULT_KIND_SLOW
     _inject(address, kind, target=target, seconds=seconds, factor=factor, delay_s=delay)
 
@@ -89,7 +89,10 @@ def run_many(
     seed: Annotated[int | None, typer.Option(help="Seed of the random faults.")] = None,
     address: Address = None,
 ) -> None:
-    """Inject random faults, which spare at least one worker. Ctrl-C ends them."""
+    """Inject random faults until the time is up or Ctrl-C is pressed.
+
+    At least one worker is always left healthy.
+    """
     seed = secrets.randbits(32) if seed is None else seed
     console = Console(highlight=False)
     asyncio.run(_run(address, minutes * 60, every, seed, console))
@@ -115,7 +118,8 @@ def check_ledger(
 ) -> None:
     """Search the ledger for lost, repeated, reordered and orphaned requests.
 
-    It is not changed, and the cluster may be running. The exit status is 1 if there are any.
+    The check changes nothing, and the cluster may be running. The exit status is 1 if any request
+    is broken.
     """
     config = configuration.load(None, os.environ, assignments or ())
     result = asyncio.run(_check(with_ledger(config, ledger), patience))
@@ -153,7 +157,7 @@ def _inject(address: str | None, kind: pb.FaultKind.ValueType, **how: Any) -> No
 async def _injected(address: str | None, fault: pb.Fault) -> str:
     async with connected(address) as client:
         running: dict[str, int] = {}
-        # A key may be for faults and not for the status.
+        # An API key may allow faults without allowing the status.
         with suppress(Forbidden):
             running = {it.worker_id: it.num_running for it in (await client.status()).workers}
         target = (await client.inject(fault)).target

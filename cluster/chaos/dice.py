@@ -1,4 +1,4 @@
-"""Random choice of the next fault, such that at least one worker stays healthy. Pure."""
+"""Random choice of the next fault that leaves at least one worker healthy. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from random import Random
 from everlift.v1 import chaos_pb2 as pb
 from router.faults.faults import ANY_ROUTER, LEADER, LEDGER
 
-#: A worker that has had its fault needs so long to be as before.
+#: Seconds that a worker needs to recover after the end of its fault.
 _RECOVERY_S = 3.0
 _FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Event to inject; ``fault`` is None for a drain of ``target``."""
+    """Event to inject into ``target``: the fault, or a drain if ``fault`` is None.
+
+    ``name`` is one of NAMES.
+    """
 
     name: str
     target: str
@@ -25,7 +28,8 @@ class Happening:
 
 Make = Callable[[Random], dict[str, float]]
 
-#: Of a worker: its kind, how long the worker is not healthy, and what else is said about it.
+#: Faults of a worker by name: the kind, and a function that returns further fields of the fault.
+#: The worker is unhealthy for ``seconds``, or for ever if this field is missing.
 _WORKER_FAULTS: dict[str, tuple[int, Make]] = {
     "kill worker": (pb.FAULT_KIND_KILL, lambda rng: {}),
     "pause worker": (pb.FAULT_KIND_PAUSE, lambda rng: {"seconds": rng.uniform(2, 3)}),
@@ -44,9 +48,9 @@ NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
 
 
 class Dice:
-    """Random choice of faults; the seed and the workers determine it.
+    """Random sequence of faults that the seed and the arguments of the calls determine.
 
-    Each fault comes as often as the others, as far as it is possible.
+    All faults are equally frequent, as far as they are possible.
     """
 
     def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:
@@ -56,9 +60,9 @@ class Dice:
         self._unwell_until: dict[str, float] = {}
 
     def throw(self, now: float, workers: Sequence[str]) -> Happening | None:
-        """Return a random fault at ``now`` (seconds) for the live, open ``workers``.
+        """Return a random fault to inject at ``now``; None if none is possible at present.
 
-        None where no fault is possible at this moment.
+        ``now`` is in seconds. ``workers`` are the ids of the live workers that are not draining.
         """
         if not (possible := self._possible(now, workers)):
             return None

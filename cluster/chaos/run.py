@@ -1,4 +1,4 @@
-"""Random faults in a running cluster."""
+"""Injection of random faults into a running cluster."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from everlift import AsyncClient
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2
 
-#: Drained workers are replaced for so long after the last fault.
+#: Seconds after the last fault during which drained workers are still replaced.
 _LAST_S = 10.0
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """Fault that was injected at ``at`` (seconds since 1970) into ``struck``.
+    """Attempt to inject a fault at the time ``at``, in seconds since 1970.
 
-    With an ``error`` nothing was struck.
+    ``struck`` is the id of the worker or router, or the ledger. It is empty if there was an
+    ``error``.
     """
 
     name: str
@@ -37,9 +38,10 @@ class Happened:
 async def run(
     client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
 ) -> list[Happened]:
-    """Inject random faults and return them.
+    """Inject a random fault every ``every_s`` seconds for ``seconds``, and return the attempts.
 
-    A fault that the cluster cannot take yet is skipped. Raises EverliftError if the first status
+    Each attempt is printed. A turn is skipped if the status call fails or no fault is possible.
+    After the last fault the drained workers are replaced. Raises EverliftError if the first status
     call fails.
     """
     await client.status()
@@ -70,11 +72,11 @@ async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
 
 
 async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
-    """Return the connected workers.
+    """Return the connected workers, and kill those that are drained and have no requests left.
 
-    Those that were drained, by us or by somebody else, and are empty by now are killed: they are
-    there for nothing, and what starts killed workers anew starts others in their place. Raises
-    EverliftError.
+    A drained worker is useless, whoever drained it. If it is killed, the supervisor that restarts
+    killed workers starts another one. The result includes the killed workers. Raises EverliftError
+    if the status call fails.
     """
     workers = [worker for worker in (await client.status()).workers if worker.alive]
     for worker in workers:
@@ -90,12 +92,12 @@ async def _replace(client: AsyncClient, worker_id: str) -> None:
 
 
 def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
-    """Return the workers that accept requests."""
+    """Return the ids of the workers that accept requests, because they are not draining."""
     return [worker.worker_id for worker in workers if not worker.draining]
 
 
 async def leave_none_drained(client: AsyncClient) -> None:
-    """Wait after the last fault until the drained workers are empty and gone."""
+    """Wait until the drained workers are empty and killed, for at most _LAST_S seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_S):
             while await _is_any_drained(client):
@@ -103,7 +105,7 @@ async def leave_none_drained(client: AsyncClient) -> None:
 
 
 async def _is_any_drained(client: AsyncClient) -> bool:
-    # A worker's word that it drains may be under way.
+    # The status does not yet show a drain whose notification is still in transit.
     await asyncio.sleep(_LOOK_S)
     try:
         return any(worker.draining for worker in await look(client))

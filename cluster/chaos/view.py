@@ -1,4 +1,4 @@
-"""Faults and findings as people and programs read them."""
+"""Output of faults and findings, as text and tables for people and as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from everlift.v1 import inference_pb2 as status_pb
 from router.faults.faults import LEDGER
 from router.ledger.entry import State
 
-#: Of very many findings the table shows the first ones; JSON has them all.
+#: Number of findings that the table shows, the first ones. The JSON output has all of them.
 _SHOWN = 50
 
 
 def done(fault: pb.Fault, target: str, running: Mapping[str, int]) -> str:
-    """Say what a fault did, which struck ``target``.
+    """Return a sentence that says what ``fault`` did to ``target``.
 
-    ``running`` has the sequences of each worker when it was made, by worker id.
+    ``running`` has, by worker id, the number of running sequences before the fault.
     """
     whom = _called(target, running)
     match fault.kind:
@@ -55,9 +55,10 @@ def _called(target: str, running: Mapping[str, int]) -> str:
 def outcome(
     log: Sequence[Happened], before: status_pb.GetStatusResponse, after: status_pb.GetStatusResponse
 ) -> str:
-    """Say what became of requests while the faults of ``log`` were made.
+    """Return the number of faults in ``log``, and of requests that ended or migrated meanwhile.
 
-    A router that was restarted counts from 0 again.
+    The requests are the increase of the router's counters from ``before`` to ``after``, at least 0
+    because a restarted router counts from 0 again.
     """
     made = sum(not each.error for each in log)
     counters = (
@@ -71,7 +72,7 @@ def outcome(
 
 
 def happened(log: Sequence[Happened]) -> Table:
-    """Return how often each fault was injected, and how often refused."""
+    """Return a table of how often each fault was injected and how often it was refused."""
     made = Counter(each.name for each in log if not each.error)
     refused = Counter(each.name for each in log if each.error)
     table = Table("fault", "made", "refused", box=SIMPLE_HEAD, pad_edge=False)

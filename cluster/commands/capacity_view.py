@@ -1,4 +1,4 @@
-"""Capacity of a cluster, for the terminal and for programs."""
+"""Capacity of a cluster, as tables for the terminal and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNKNOWN = "not known"
 
 
 def show(capacity: pb.CapacityResponse) -> Group:
-    """Return tables in which sizes are in tokens and times of steps in milliseconds."""
+    """Return tables of the capacity, with sizes in tokens and step times in milliseconds."""
     return Group(_cluster(capacity), _kinds(capacity))
 
 
@@ -57,10 +57,10 @@ def _times(step: pb.StepTimeModel) -> tuple[str, ...]:
 
 
 def as_json(capacity: pb.CapacityResponse) -> dict[str, object]:
-    """Return the numbers by field of the message; unknown ones are left out."""
+    """Return the fields of the message as JSON values, without unknown ones."""
     fields = MessageToDict(
         capacity, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    # 64-bit integers are text in protobuf's JSON.
+    # MessageToDict returns 64-bit integers as text.
     whole = {name: int(text) for name, text in fields.items() if isinstance(text, str)}
     return fields | whole

@@ -1,4 +1,4 @@
-"""``everlift chat``: a conversation with the model of a running cluster."""
+"""Command ``everlift chat``: conversation with the model of a running cluster."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def chat(
 
 
 async def _open(stack: AsyncExitStack, address: str | None) -> tuple[HttpApi, str]:
-    """Connect with a cluster whose model has a chat template, and return the model's name."""
+    """Connect to a cluster, and return its HTTP API and the name of its model.
+
+    Raises ClusterFailed if the model has no chat template.
+    """
     client = await stack.enter_async_context(connected(address))
     api = await stack.enter_async_context(connected_to_http(client, address))
     try:
@@ -75,7 +78,7 @@ async def _open(stack: AsyncExitStack, address: str | None) -> tuple[HttpApi, st
 
 @dataclass
 class Conversation:
-    """Messages so far, and the request for the next answer."""
+    """Conversation with a model: the messages so far, and the options of its requests."""
 
     api: HttpApi
     model: str
@@ -84,10 +87,10 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     async def answer(self, text: str) -> None:
-        """Write the answer to a message as it is generated.
+        """Send the message ``text``, and write the answer as it is generated.
 
-        Raises EverliftError; then the message is no part of the conversation. Cancelling ends the
-        request and keeps the text so far.
+        Raises EverliftError, after removing the message from the conversation. Cancelling this call
+        cancels the request; the text so far stays in the conversation.
         """
         self.messages.append({"role": "user", "content": text})
         said: list[str] = []
@@ -125,7 +128,7 @@ class Conversation:
 def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
     is_interactive = sys.stdin.isatty()
     if is_interactive:
-        # Line editing and history for input(); nothing is written to a file.
+        # This import gives input() line editing and a history, which is not written to a file.
         with suppress(ImportError):
             import readline  # noqa: F401
         _remark(f"{conversation.model}: {_COMMANDS}")
@@ -141,7 +144,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 def _read(prompt: str) -> str | None:
-    """Return the next line; None at the end of the input."""
+    """Return the next line, or None at the end of the input."""
     while True:
         try:
             return input(prompt)
@@ -189,5 +192,5 @@ def _obey(conversation: Conversation, line: str) -> None:
 
 
 def _remark(text: str) -> None:
-    """Write what is no part of the conversation to standard error."""
+    """Write a text that is not part of the conversation to standard error."""
     typer.secho(text, err=True, dim=True)

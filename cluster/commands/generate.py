@@ -1,4 +1,4 @@
-"""``everlift generate``: one prompt, through a cluster or in this process."""
+"""Command ``everlift generate``: output for one prompt, from a cluster or this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXAMPLES = """
 - `everlift generate --local --model ~/models/llama "Once" --set worker.dtype=float32`
 """
 
-#: The variable is the one by which OpenTelemetry's tools pass a context on to a process.
+#: OpenTelemetry's tools pass the trace context to a process in this environment variable.
 TraceParent = Annotated[
     str,
     typer.Option(envvar="TRACEPARENT", help="Trace context of the caller, in W3C's form."),
@@ -59,7 +59,7 @@ def generate(
     screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
     config = local_config(local, model, assignments)
     if config is None:
-        # The variable may have been meant for somebody else.
+        # An invalid value is ignored, because the variable may be meant for another program.
         known = traceparent if TraceContext.parse(traceparent) else ""
         asyncio.run(_through_cluster(address, prompt, known, given, screen))
     else:

@@ -1,4 +1,4 @@
-"""``everlift measure``: how long steps take on this machine."""
+"""Command ``everlift measure``: step times of this machine."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _measure(
 @contextmanager
 def _engine(config: Config) -> Iterator[Engine]:
     wait_passively()
-    # After that, since OpenMP reads it with torch's import.
+    # Imported only now, because OpenMP reads the variables when torch is imported.
     from cluster.model import fetched
     from worker.engine.engine import Engine
     from worker.engine.limits import Limits

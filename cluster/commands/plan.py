@@ -1,4 +1,4 @@
-"""``everlift plan``: how many workers are enough."""
+"""Command ``everlift plan``: number of workers that meets a target."""
 
 from __future__ import annotations
 

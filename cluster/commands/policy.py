@@ -1,4 +1,4 @@
-"""``everlift policy``: how queue and engines work, and where each setting is from."""
+"""Command ``everlift policy``: settings of queue and engines, and the source of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everlift.v1 import admin_pb2 as pb
 from router.config import RouterConfig
 from router.leader.policy_store import SETTINGS, Ruling
 
-#: In place of a value: the one that routers and workers are configured with.
+#: Given instead of a value to restore the one with which routers and workers are configured.
 _DEFAULT = "default"
 
 EXAMPLES = f"""

@@ -1,4 +1,4 @@
-"""``everlift replay``: what would have been under other policies."""
+"""Command ``everlift replay``: simulation of recorded requests under other policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ admission queue, and may have settings behind it. No prompt is shown.
 - `everlift replay --trace AzureLLMInferenceTrace_conv.csv --policy fifo,hrrn --workers l4=4`
 """
 
-#: What is known of the requests by themselves.
+#: Name of the recorded outcome, beside the names of the simulated policies.
 _WAS = "was"
 
 Policies = Annotated[
@@ -89,7 +89,7 @@ def replay(
 def _routers(
     policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return router settings by policy name; the configuration's without policies.
+    """Return the router settings of each policy by its name, by default the configured ones.
 
     Raises SettingsError and ForecastFailed.
     """

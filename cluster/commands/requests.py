@@ -1,4 +1,4 @@
-"""``everlift requests``: what the ledger knows of requests, newest first."""
+"""Command ``everlift requests``: list of the requests in the ledger, newest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from everlift.v1 import inference_pb2 as pb
 
 _States: TypeAlias = Sequence[pb.RequestState.ValueType]
 
-#: Columns of a terminal that is never too narrow.
+#: Width in columns that no table exceeds.
 _UNBOUNDED = 10_000
 
 EXAMPLES = """
@@ -75,7 +75,7 @@ async def _list(
                 table.add_row(*_cells(each))
     if not as_json:
         console = Console(highlight=False, markup=False)
-        # Ids are to be copied: in a narrow terminal lines wrap, and no cell is cut.
+        # No cell is cut, so that ids can be copied; in a narrow terminal, lines wrap instead.
         unbounded = console.options.update(max_width=_UNBOUNDED)
         console.width = max(console.width, console.measure(table, options=unbounded).maximum)
         console.print(table)

@@ -1,4 +1,4 @@
-"""``everlift simulate``: what a cluster would do with a workload."""
+"""Command ``everlift simulate``: simulation of a cluster with a workload."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _show(
     if json_file is not None:
         as_json.write(as_json.forecast_as_json(answer, wanted), json_file)
     if picture_directory is not None:
-        # Seconds to import, and most answers are not drawn.
+        # Imported here because it takes seconds, and most forecasts are not drawn.
         from cluster.simulator import pictures
 
         for path in pictures.draw(answer, wanted, picture_directory):

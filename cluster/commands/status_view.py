@@ -17,9 +17,10 @@ from router.ledger.config import PROMISES
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Return workers, their engines' figures, and then the cluster's counters.
+    """Return tables of the workers and of their engines, and then the cluster's counters.
 
-    With ``rates`` the workers' tokens are a second's.
+    With ``rates``, the workers' tokens are shown as tokens per second; ``now`` is the time of
+    ``status`` in seconds.
     """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
@@ -49,11 +50,12 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
 
 
 def _engines(status: pb.GetStatusResponse) -> Table:
-    """Return shares since each worker's start.
+    """Return a table with the figures of each worker's engine.
 
-    Used batch slots, prefix-cache hits and accepted drafts; recomputed tokens, and blocks swapped
-    out / in. At this moment: the share of its used KV blocks that is empty. At all times: the most
-    tokens of a step.
+    Since the worker's start: the shares of used batch slots, prefix-cache hits and accepted draft
+    tokens, and the numbers of preemptions, recomputed tokens and blocks swapped out / in. At this
+    moment: the empty share of the used KV blocks. The budget is the largest number of tokens that
+    a step may compute.
     """
     columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(

@@ -1,4 +1,4 @@
-"""``everlift up``: a cluster on this machine, from its start to Ctrl-C."""
+"""Command ``everlift up``: a cluster on this machine, from its start to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Cluster = ProcessCluster | RayCluster
 
 
 async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what the cluster's start raises."""
+    """Serve until SIGINT or SIGTERM. Raises the errors of the cluster's start."""
     log_dir = config.state_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("up", config.log_level, log_dir / "up.log")
@@ -54,7 +54,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
     async with AsyncExitStack() as stack:
         with stages.shown():
             await stack.enter_async_context(cluster)
-        # Ray takes SIGTERM for itself when it starts.
+        # The handlers are set again, because Ray replaces that of SIGTERM when it starts.
         on_signal(task.cancel)
         stack.enter_context(endpoint.published(config.state_dir, cluster.addresses))
         _welcome(config, cluster, await Served.by(config, cluster), console)
@@ -65,7 +65,10 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
 
 
 def on_signal(stop: Callable[[], object]) -> None:
-    """Call ``stop`` at the first signal; the next one ends this process as if nobody listened."""
+    """Call ``stop`` at the first SIGINT or SIGTERM.
+
+    The handlers are then removed, so that the next signal has its default effect.
+    """
     loop = asyncio.get_running_loop()
 
     def once() -> None:
@@ -78,7 +81,7 @@ def on_signal(stop: Callable[[], object]) -> None:
 
 
 def workers(config: Config) -> str:
-    """Return the number of workers in words."""
+    """Return a text with the number of workers, such as ``2 workers``."""
     count, scaling = config.num_workers, config.autoscale
     if scaling.is_on:
         return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
@@ -86,7 +89,7 @@ def workers(config: Config) -> str:
 
 
 def _check_alone(config: Config) -> None:
-    """Raise ClusterFailed if another cluster runs in the state directory."""
+    """Raise ClusterFailed if a cluster with the same embedded ledger is already running."""
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:
         raise ClusterFailed(

@@ -1,4 +1,4 @@
-"""`everlift demo`: a cluster on this machine that loses a worker and no token."""
+"""`everlift demo`: a local cluster that loses a worker but no token."""
 
 from __future__ import annotations
 
@@ -26,10 +26,23 @@ _SLOTS = 16
 
 
 async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Start a temporary cluster, show it at work, print the counts, and leave nothing behind.
+    """Run the demo on a temporary cluster, print its summary and return it.
 
-    ``model`` is COUNTING_MODEL or a model with a chat template. At SIGINT or SIGTERM it raises
-    CancelledError. Raises ModelUnavailable and NoChatTemplate, and what a cluster's start raises.
+    The cluster and its state directory are removed at the end; only the file ``picture`` is kept.
+
+    Args:
+        model: COUNTING_MODEL, or the id or directory of a model with a chat template.
+        picture: File to which the picture of the batch slots is written.
+        console: Terminal for the live view and the summary.
+        with_ray: Run the cluster under Ray Serve instead of in plain processes.
+
+    Raises:
+        CancelledError: The process received SIGINT or SIGTERM.
+        ModelUnavailable: The model cannot be loaded.
+        NoChatTemplate: The model has no chat template.
+        ClusterFailed: The cluster did not start, or did not answer a request of the undisturbed
+            run.
+        LedgerSetupError, SettingsError, OSError: The cluster did not start.
     """
     from cluster.demo.run import describe, run
 
@@ -43,7 +56,7 @@ async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: 
         cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
         with console.status("starting a ledger, a router and two workers"):
             await cluster.start()
-        # Ray takes SIGTERM for itself when it starts.
+        # Ray installs its own SIGTERM handler when it starts, so this one is installed again.
         on_signal(task.cancel)
         try:
             summary = await run(cluster.address, tasks, picture, console)
@@ -59,7 +72,7 @@ async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: 
 
 
 async def _tasks(model: str) -> list[Task]:
-    # The modules that one kind needs take a moment to import.
+    # Only the modules of the chosen kind are imported, because the imports take a moment.
     if model == COUNTING_MODEL:
         from cluster.demo.prompts import counting_tasks
 
@@ -72,8 +85,8 @@ async def _tasks(model: str) -> list[Task]:
 def _config(model: str, scratch: Path) -> Config:
     """Return the demo's configuration.
 
-    After the kill there are fewer slots than requests, so that some wait. In fp32 the texts do not
-    depend on which requests share a batch.
+    One worker has fewer slots than there are requests, so that requests wait after the kill. The
+    data type is fp32, because then the texts do not depend on which requests share a batch.
     """
     return Config(
         model=str(DEMO_MODEL) if model == COUNTING_MODEL else model,

@@ -1,4 +1,4 @@
-"""Chats of the demo: 32 requests of mixed length, greedy and seeded, to a model that answers."""
+"""Chat requests of the demo: mixed lengths, alternately greedy and sampled with a seed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ _TOKENS = (64, 24, 40, 52, 32)
 
 
 async def chat_tasks(model: str, count: int) -> list[Task]:
-    """Return ``count`` chats with the model. Raises NoChatTemplate, ModelUnavailable."""
+    """Return ``count`` chat requests for ``model``, without expected texts.
+
+    Raises NoChatTemplate, ModelUnavailable.
+    """
     served = ServedModel.load(model)
     directory = model_files.locate(model, weights=False)
     template = ChatTemplate.load(directory)
@@ -87,7 +90,7 @@ async def _task(served: ServedModel, template: ChatTemplate, number: int) -> Tas
 
 
 def _question(number: int) -> str:
-    """Return short questions, and after every third of them one about a passage."""
+    """Return the question of request ``number``; every fourth one is about a long passage."""
     if number % 4 == 3:
         place = number // 4
         passage = _PASSAGES[place % len(_PASSAGES)]

@@ -1,7 +1,7 @@
-"""The demo's clients: requests over gRPC, with everything that arrives written down.
+"""Clients of the demo: gRPC requests, with a transcript of everything that arrives.
 
-They speak the wire contract directly and not through the client library, which drops what is
-repeated: here it shall be counted.
+The clients call the gRPC API directly. The client library would drop repeated tokens, but the demo
+has to count them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from everlift.v1 import inference_pb2_grpc
 
 
 class Percentiles(TypedDict):
-    """Percentiles; None without values."""
+    """50th and 99th percentile in milliseconds; None if there were no values."""
 
     p50: float | None
     p99: float | None
 
 
 class Summary(TypedDict):
-    """Summary that `everlift demo --json` writes. Latencies are client-side milliseconds."""
+    """Summary that `everlift demo --json` prints; latencies are measured by the clients."""
 
     requests: int
     completed: int
-    #: texts that are as expected: the right answers, or those of the undisturbed run
+    #: outputs equal to the expected ones: the right answers, or the outputs of the undisturbed run
     identical: int
     output_tokens: int
     migrated: int
@@ -45,9 +45,9 @@ class Summary(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A request, and the prompt as people read it.
+    """Request with its prompt as shown to people, and the expected output.
 
-    ``expected`` is the text that must come, and ``expected_ids`` are its tokens, where known.
+    ``expected`` is the expected text and ``expected_ids`` are its token ids; None if unknown.
     """
 
     shown: str
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass
 class Transcript:
-    """A request as its client saw it. Times are monotonic seconds."""
+    """Everything that the client of one request received; times are monotonic seconds."""
 
     task: Task
     request_id: str = ""
@@ -69,7 +69,7 @@ class Transcript:
     times: list[float] = field(default_factory=list)
     #: offset of each token, in the order of arrival
     offsets: list[int] = field(default_factory=list)
-    #: of the attempts that made the tokens, in order
+    #: epochs of the attempts that generated the tokens, in order
     epochs: list[int] = field(default_factory=list)
     finished: bool = False
     stored_tokens: int = 0
@@ -88,12 +88,12 @@ class Transcript:
 
     @property
     def migrated(self) -> bool:
-        """Return whether its tokens came from more than one attempt."""
+        """Return whether more than one attempt generated the request's tokens."""
         return len(self.epochs) > 1
 
     @property
     def lost(self) -> int:
-        """Tokens that the ledger has and the client never saw."""
+        """Number of tokens that are in the ledger but never reached the client."""
         return self.stored_tokens - len(set(self.offsets))
 
     @property
@@ -107,12 +107,12 @@ class Transcript:
         return self.finished and self.text == task.expected and has_ids
 
     def as_task(self) -> Task:
-        """Return the same request, expected to be answered as it was."""
+        """Return the same request with the received output as the expected output."""
         return replace(self.task, expected=self.text, expected_ids=tuple(self.token_ids))
 
 
 class Load:
-    """Load of all tasks at once against one router."""
+    """Load that sends all tasks to one router at the same time."""
 
     def __init__(self, address: str, tasks: Sequence[Task]) -> None:
         self.transcripts = [Transcript(task) for task in tasks]
@@ -134,7 +134,8 @@ class Load:
             await asyncio.gather(*(_follow(stub, t) for t in self.transcripts))
             self.ended = time.monotonic()
             for transcript in self.transcripts:
-                # One that was refused before its first token has no name, and nothing to count.
+                # A request that was refused before its first response has no id, and the ledger
+                # has no tokens of it.
                 if transcript.request_id:
                     await _count_stored(stub, transcript)
 
@@ -174,7 +175,7 @@ async def _count_stored(
 def _percentiles(seconds: Sequence[float]) -> Percentiles:
     if not seconds:
         return Percentiles(p50=None, p99=None)
-    # It takes two values or more.
+    # ``quantiles`` needs at least two values.
     values = seconds if len(seconds) > 1 else [*seconds, *seconds]
     cuts = quantiles(values, n=100, method="inclusive")
     return Percentiles(p50=round(cuts[49] * 1e3, 2), p99=round(cuts[98] * 1e3, 2))

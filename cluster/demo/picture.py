@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 @dataclass
 class Stay:
-    """A request in a slot of a worker, in seconds since the load began."""
+    """Period that a request spent in one slot of a worker, in seconds since the load began."""
 
     worker_id: str
     slot: int
@@ -25,14 +25,17 @@ class Stay:
 
 
 class Occupancy:
-    """Stays, put together from snapshots of who runs where."""
+    """Stays of requests in slots, assembled from successive snapshots of the running requests."""
 
     def __init__(self) -> None:
         self.stays: list[Stay] = []
         self._open: dict[tuple[str, int], Stay] = {}
 
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
-        """Record the request in each (worker, slot) at ``now``."""
+        """Record the request id in each occupied (worker id, slot) at ``now``.
+
+        A stay lasts from the first to the last consecutive snapshot that contains it.
+        """
         for key, request_id in running.items():
             stay = self._open.get(key)
             if stay is None or stay.request_id != request_id:
@@ -51,9 +54,10 @@ class Occupancy:
 
 
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
-    """Draw one panel a worker, one row a slot, and one bar a stay.
+    """Draw the slots over time to ``path``: a panel per worker, a row per slot, a bar per stay.
 
-    Requests that moved have the same colour on both workers; the others are grey.
+    A request that moved has the same colour in all panels; the others are grey. A dashed line marks
+    ``killed_at``, the seconds since the load began when the worker ``killed`` was killed.
     """
     workers = list(dict.fromkeys(stay.worker_id for stay in occupancy.stays))
     workers.sort(key=lambda worker_id: worker_id != killed)

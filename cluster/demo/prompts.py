@@ -1,4 +1,4 @@
-"""Prompts of the demo's small model: tasks of mixed lengths, each with exactly one right answer."""
+"""Prompts for the demo's small model: tasks of mixed lengths with exactly one right answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cluster.demo.load import Task
 from cluster.demo.tasks import Example
 from everlift.v1 import inference_pb2 as pb
 
-#: The stream that the demo shows as it grows.
+#: Task whose output the demo displays while it is generated.
 SHOWN = Example(
     "count", "count from 17 to 200:", "".join(f" {number}" for number in range(17, 201))
 )
-#: Kinds of the other requests, long and short answers in turn, with the number of solved lines
-#: that stand before the question.
+#: Kinds of the other tasks, alternately with a long and a short answer. The number says how many
+#: solved tasks precede the question in the prompt, one per line.
 _MIX = (
     ("long_count", 0),
     ("json", 2),
@@ -28,7 +28,7 @@ _MIX = (
 
 
 def counting_tasks(count: int, seed: int) -> list[Task]:
-    """Return ``count`` requests whose right answer is known."""
+    """Return ``count`` requests with their right answers."""
     return [
         Task(
             shown=example.prompt,
@@ -40,7 +40,10 @@ def counting_tasks(count: int, seed: int) -> list[Task]:
 
 
 def mixed(count: int, seed: int) -> list[Example]:
-    """Return ``count`` tasks that the model was not trained on, SHOWN first."""
+    """Return SHOWN and ``count - 1`` tasks that the model was not trained on.
+
+    The same ``seed`` returns the same tasks.
+    """
     rng = Random(seed)
     picked = [SHOWN]
     while len(picked) < count:

@@ -1,4 +1,4 @@
-"""The demo from start to end: load, a kill in the middle, a comparison of what arrived."""
+"""Run of the demo: a load, a kill in the middle, and a comparison of the received outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from everlift.v1 import inference_pb2_grpc
 from router.console.rates import Rates
 
 _REFRESH_S = 0.1
-#: The kill comes when this part of the expected text has arrived.
+#: A worker is killed when this share of all expected characters has arrived.
 _KILL_AT = 0.3
 
 
@@ -40,10 +40,10 @@ class _Scene:
 
 
 async def run(address: str, tasks: Sequence[Task], picture: Path, console: Console) -> Summary:
-    """Run the demo on the cluster at ``address``; write the picture and return the counts.
+    """Run the demo on the cluster at ``address``, write the picture and return the summary.
 
-    Tasks without an expected text run undisturbed first. Raises ClusterFailed if one of these is
-    not answered.
+    If a task has no expected text, an undisturbed run of all tasks comes first. Its outputs are
+    then the expected ones. Raises ClusterFailed if a request of that run is not answered.
     """
     if any(task.expected is None for task in tasks):
         calm = _Scene(note="an undisturbed run, to compare with", kills=False)
@@ -120,7 +120,7 @@ def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
 
 
 def describe(summary: Summary) -> Table:
-    """Return the summary as people read it."""
+    """Return the summary as a table for people."""
     table = Table("what", "value", title="everlift demo", title_justify="left")
     rows = [
         ("requests", f"{summary['completed']} of {summary['requests']} complete"),

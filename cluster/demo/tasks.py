@@ -1,8 +1,8 @@
-"""The text of the demo model: small tasks whose right answer is computed, never judged.
+"""Tasks of the demo model: small texts whose only right answer can be computed.
 
 The demo model is a detector. A corrupted, misplaced or half-written KV cache shows as a wrong
-number in a count, a skipped letter, a broken JSON field; so every kind of example here has exactly
-one right continuation, and this module knows it:
+number in a count, a skipped letter or a broken JSON field. For that reason every kind of task has
+exactly one right continuation, which this module computes:
 
     count        "count from 17 to 30:"                 " 17 18 19 ... 30"    either direction
     long_count   "count from 100 to 300:"               the same with 60 to 240 numbers
@@ -14,13 +14,13 @@ one right continuation, and this module knows it:
     months       "months from november, 3:"             " november december january"
     json         "json name=ann age=31 city=rome:"      ' {"name": "ann", "age": 31, ...}'
 
-The form shown is the canonical one. A missing colon is also trained (`without_colon`), and so are
-several solved lines in front of the last one (`after_lines`), which is how prompts of any length
-are made. The answer starts with its space, so prompt + answer is the whole text; what ends it (an
-end-of-text token) is the tokenizer's business, unknown here.
+The list shows the canonical forms. The model is also trained on prompts without the colon
+(`without_colon`) and on prompts that begin with solved tasks, one per line (`after_lines`). The
+latter make prompts of any length. An answer starts with its space, so that prompt + answer is the
+whole text. The end-of-text token after the answer is added by the tokenizer, not by this module.
 
-About one prompt in ten is held out: a pure function of its text says so (`is_held_out`), and the
-training script never draws one. No clock, no global state, no torch.
+About one prompt in ten is held out from training. A pure function of the prompt's text decides this
+(`is_held_out`). The module uses no clock, no global state and no torch.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ WORDS = tuple(
     "rain red river road rose salt sand sea ship silver snow spring star stone storm sugar summer "
     "sun table tea tiger train tree water white wind window winter wolf yes yellow".split()
 )
-#: Every character here is two to four bytes, and the tokenizer merges none of them: one character
-#: arrives in several tokens, which is what incremental detokenisation must survive.
+#: Words with characters of two to four bytes that the tokenizer does not merge. Such a character
+#: arrives in several tokens, which incremental detokenisation has to handle.
 UNICODE_WORDS = tuple(
     "naïve café zürich münchen köln øre łódź señor ça été über größe århus são "
     "привет мир москва αβγ ωμέγα 日本 東京 你好 世界 한국 שלום سلام नमस्ते "
@@ -82,7 +82,7 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and the only right text after it (before the end-of-text token)."""
+    """Prompt with the only right text between it and the end-of-text token."""
 
     kind: str
     prompt: str
@@ -94,19 +94,22 @@ class Example:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether a one-line prompt in canonical form is kept from training."""
+    """Return whether a one-line prompt in canonical form is held out from training."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Example]:
-    """Return `n` draws of one kind; equal arguments give equal lists. Small kinds repeat."""
+    """Return `n` random examples of one kind; equal arguments return equal lists.
+
+    Examples may repeat, and do so in kinds with few different tasks.
+    """
     drawn = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
     return [next(drawn) for _ in range(n)]
 
 
 def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Example]:
-    """Yield examples of one kind without end, from one side of the split."""
+    """Yield random examples of one kind without end, all held out or all for training."""
     make = MAKERS[kind]
     while True:
         prompt, answer = make(rng)
@@ -115,12 +118,15 @@ def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Exampl
 
 
 def without_colon(example: Example) -> Example:
-    """Return the same task without the closing colon; it stays in the same split."""
+    """Return the same task without the closing colon of its prompt.
+
+    The canonical prompt still decides whether the task is held out.
+    """
     return replace(example, prompt=example.prompt.removesuffix(":"))
 
 
 def after_lines(lines: Sequence[Example], last: Example) -> Example:
-    """Return the last task after solved ones, one a line: a longer prompt, the same answer."""
+    """Return ``last`` with a longer prompt that begins with ``lines``, solved, one per line."""
     solved = "".join(f"{line.text}\n" for line in lines)
     return replace(last, prompt=solved + last.prompt)
 
@@ -142,7 +148,7 @@ def _count_of(rng: Random, size: int, step: int) -> tuple[str, str]:
     span = (size - 1) * step + 1
     ceiling = rng.choice([top for top in (100, 200, 500, 1000) if top >= span])
     low = rng.randint(0, ceiling - span)
-    if rng.random() < 0.3:  # people count from 1, and so cross from one digit to two and three
+    if rng.random() < 0.3:  # start near 1, as people do, so that the number of digits changes
         low = min(low, rng.randint(0, 10))
     numbers = range(low, low + span, step)
     if rng.random() < 0.4:
@@ -201,9 +207,9 @@ def _field_value(rng: Random, key: str) -> str | int:
 
 
 def _any_word(rng: Random) -> str:
-    """Return a known word, a word of random letters, or one of multi-byte characters.
+    """Return a known word, a word of random letters, or a word with multi-byte characters.
 
-    Random letters make the model learn to copy.
+    Words of random letters teach the model to copy.
     """
     pick = rng.random()
     if pick < 0.5:
@@ -214,7 +220,7 @@ def _any_word(rng: Random) -> str:
 
 
 def _skewed(rng: Random, low: int, high: int) -> int:
-    """Return an integer of [low, high], small ones more often."""
+    """Return a random integer from [low, high]; small ones are more frequent."""
     return low + int((high - low + 1) * rng.random() ** 3)
 
 
@@ -222,7 +228,7 @@ def _spaced(items: Sequence[object]) -> str:
     return "".join(f" {item}" for item in items)
 
 
-#: Kind -> maker of one (prompt, answer) pair.
+#: By kind, the function that makes a random (prompt, answer) pair.
 MAKERS: dict[str, Callable[[Random], tuple[str, str]]] = {
     "count": _count,
     "long_count": _long_count,

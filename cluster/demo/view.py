@@ -1,4 +1,4 @@
-"""The demo's screen: the cluster's status, and one stream as it grows."""
+"""Live view of the demo: the cluster's status, and the output of one request as it arrives."""
 
 from __future__ import annotations
 

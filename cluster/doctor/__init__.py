@@ -1,1 +1,1 @@
-"""``everlift doctor``: what is missing on a machine or in a cluster, and how to fix it."""
+"""``everlift doctor``: checks of a machine or a cluster, with advice on how to fix problems."""

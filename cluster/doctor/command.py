@@ -1,4 +1,4 @@
-"""``everlift doctor``: what it looks at, and how it says it."""
+"""``everlift doctor``: run all checks and show their findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def examine(config: Config) -> list[Finding]:
-    """Return the findings for this machine, the ledger and, with ``ray_address``, its nodes."""
+    """Return the findings for this machine, the certificates, the ledger and the nodes.
+
+    Nodes are checked only if ``ray_address`` names a Ray cluster.
+    """
     findings = [*machine.examine(config), *certificates.examine(config)]
     findings += asyncio.run(_ledger(config))
     if config.ray_address != LOCAL:
@@ -37,7 +40,7 @@ def _nodes(address: str) -> list[Finding]:
     from cluster.doctor import nodes
 
     try:
-        # Ray prints what happens to its nodes, whatever it is told of logs.
+        # Ray prints events of its nodes to the standard output, even if its logs are disabled.
         with redirect_stdout(sys.stderr):
             return list(nodes.examine(address))
     except ConnectionError as error:

@@ -1,4 +1,4 @@
-"""Findings of the doctor. Pure."""
+"""Findings of ``everlift doctor``. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from enum import Enum
 
 class Level(Enum):
     OK = "ok"
-    #: it works, worse than it could
+    #: works, but not as well as it could
     WARNING = "warning"
-    #: it does not work
+    #: does not work
     ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check; ``mend`` is how to fix it."""
+    """Result of a check of ``subject``.
+
+    ``says`` is the result for people. ``mend`` is advice on how to fix the problem; it is empty if
+    there is no problem.
+    """
 
     subject: str
     level: Level

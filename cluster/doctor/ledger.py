@@ -1,4 +1,4 @@
-"""Checks of the ledger: its presence, its durability and its distance."""
+"""Checks of the ledger: whether it is reachable, its durability, its latency and its clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from router.ledger.embedded.embedded import find_binary, running_url
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 
 _ASKED = 21
-#: Each step of a stream waits for one call: what is more than this is felt.
+#: Median latency of a call above which there is a warning, in seconds. Each step of a stream waits
+#: for one call, so users notice a longer latency.
 _SLOW_S = 0.005
-#: Deadlines and leases are the ledger's time; logs and traces are the machine's.
+#: Clock difference above which there is a warning, in seconds. Deadlines and leases use the
+#: ledger's clock; logs and traces use the machine's.
 _SKEW_S = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Checks of this machine for the configured workers and routers."""
+"""Checks whether this machine can run the configured workers and routers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from worker.config import FAKE
 
 _OLDEST_PYTHON = (3, 11)
 _DISTRIBUTION = "everlift"
-#: The only one that Everlift does without, as plain processes on one machine.
+#: The only dependency without which Everlift can run, as plain processes on one machine.
 _RAY = "ray"
 _CHOSEN = "make install, unless they were chosen"
 _MIB = 1 << 20
 _MEMINFO = Path("/proc/meminfo")
-#: Streams of clients and workers take a descriptor each.
+#: Number of file descriptors below which there is a warning. Each stream of a client or a worker
+#: takes one.
 _FEW_DESCRIPTORS = 4096
-#: The ledger's file, logs and the traces of a day.
+#: Free disk space below which there is a warning. The ledger's file, logs and the traces of a day
+#: need it.
 _LITTLE_DISK_MIB = 2048
-#: What a rank takes beside weights and KV cache.
+#: Estimated memory of a rank in addition to weights and KV cache.
 _RANK_MIB = 600
-#: Of weights: a model of as many is built to be tried.
+#: Maximum size of the weights for which the model is built in order to test its architecture.
 _TRIED_MIB = 2048
 
 
@@ -122,9 +124,9 @@ def _device(config: Config) -> Iterator[Finding]:
 
 
 def _cpu_kernels(config: Config) -> Finding:
-    """Return the products that a worker on this CPU will compute.
+    """Return a finding that describes the kernels of matrix products of a worker on this CPU.
 
-    The first time they are compiled.
+    The kernels are compiled if they are used for the first time.
     """
     import torch
 
@@ -140,7 +142,7 @@ def _cpu_kernels(config: Config) -> Finding:
     except ValueError as error:
         mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
         return broken("kernels", str(error), mend)
-    # Another finding says what is wrong with the model.
+    # A problem with the model has a finding of its own.
     with suppress(ValueError, ModelUnavailable):
         held = weights_dtype(worker, _directory(config), dtype, cpu)
     says = describe_kernels(dtype, quantised or held, threads_per_rank(config, _cores()))
@@ -208,7 +210,10 @@ def _available_mib() -> int:
 
 
 def _directory(config: Config) -> Path:
-    """Return the directory of a model that is on this machine. Raises ModelUnavailable."""
+    """Return the directory of the model; do not download it.
+
+    Raises ModelUnavailable if the model is not on this machine.
+    """
     return model_files.locate(config.model, config.model_revision, weights=False)
 
 
@@ -225,7 +230,7 @@ def _weights_mib(config: Config) -> int:
 def _loaded_bytes(file: Path) -> int:
     if not is_gguf(file.name):
         return file.stat().st_size
-    # Dequantised to float32.
+    # GGUF tensors are dequantised to float32 when they are loaded.
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(file).tensors)
 
 

@@ -1,4 +1,7 @@
-"""Checks of the nodes of a running Ray cluster: their equality and the network between ranks."""
+"""Checks of the nodes of a running Ray cluster, and of the network between ranks.
+
+The nodes should have equal versions, GPUs and clocks.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,22 @@ from typing import Any
 
 from cluster.doctor.finding import Finding, broken, doubtful, fine
 
-#: What has to be the same everywhere.
+#: Packages that must have the same version on all nodes.
 _PACKAGES = ("everlift", "torch", "ray", "transformers", "grpcio", "protobuf")
 _ANSWER_S = 120.0
 _KNOCK_S = 5.0
 _SKEW_S = 0.5
-#: Numbers of the all-reduce, as of a large layer.
+#: Number of elements of the all-reduce, as many as those of a large layer.
 _NUMBERS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Report of a node; ``clock_s`` is its clock less the caller's, in seconds."""
+    """Versions, GPUs and clock of a node.
+
+    ``versions`` are by the name of the package. ``gpus`` has the name of each GPU. ``clock_s`` is
+    the node's clock minus this machine's, in seconds.
+    """
 
     address: str
     versions: dict[str, str]
@@ -34,9 +41,9 @@ class NodeReport:
 
 
 def examine(address: str) -> Iterator[Finding]:
-    """Check the nodes of the Ray cluster at ``address``.
+    """Yield the findings on the nodes of the Ray cluster at ``address``.
 
-    Raises ConnectionError if there is none.
+    Raises ConnectionError if there is no cluster at this address.
     """
     with _joined(address):
         reports, silent = asked(_alive(), _ask)
@@ -63,7 +70,10 @@ class _joined:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _knock(self) -> None:
-        """Connect to the address, since Ray itself tries for minutes. Raises ConnectionError."""
+        """Raise ConnectionError if nothing listens at the address.
+
+        Ray itself would try for minutes. An address without a port is not checked.
+        """
         host, _, port = self._address.rpartition(":")
         if port.isdecimal():
             try:
@@ -80,7 +90,10 @@ class _joined:
 def asked(
     nodes: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any]], NodeReport]
 ) -> tuple[list[NodeReport], list[str]]:
-    """Ask all nodes; return their answers, or why one has none. A node may go at any time."""
+    """Call ``ask`` for each node; return the reports, and a message for each node without one.
+
+    A node may leave the cluster at any time.
+    """
     from ray.exceptions import RayError
 
     reports, silent = [], []
@@ -98,7 +111,7 @@ def _ask(node: dict[str, Any]) -> NodeReport:
 
     there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     asking = ray.remote(_look).options(num_cpus=0, scheduling_strategy=there)
-    # Its process is there at the second question.
+    # The first call starts the process, so that only the second one can measure the clock.
     ray.get(asking.remote(), timeout=_ANSWER_S)
     began = time.time()
     versions, gpus, its_time = ray.get(asking.remote(), timeout=_ANSWER_S)
@@ -118,7 +131,10 @@ def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
 def compare(
     subject: str, reports: Sequence[NodeReport], facts: Callable[[NodeReport], dict[str, str]]
 ) -> Finding:
-    """Compare the nodes' versions; the most frequent one counts as right."""
+    """Return a finding on whether the ``facts`` of all nodes are equal.
+
+    ``facts`` returns a node's values by name. The most frequent value of a name counts as right.
+    """
     different = []
     for name in facts(reports[0]):
         usual, _ = Counter(facts(each)[name] for each in reports).most_common(1)[0]
@@ -202,10 +218,10 @@ def _last_line(error: Exception) -> str:
 
 
 class Reducer:
-    """Actor that takes part in the all-reduce as one rank."""
+    """Actor that is one rank of the all-reduce."""
 
     def open(self) -> str:
-        """Return the address for the other ranks."""
+        """Create the store of the rendezvous, as rank 0, and return its address."""
         from ray.util import get_node_ip_address
 
         from worker.parallel.group import create_store
@@ -214,9 +230,10 @@ class Reducer:
         return address
 
     def reduce(self, meeting: str, rank: int, size: int, device: str) -> float:
-        """Return the seconds of the second reduction; the first one connects.
+        """Run two all-reduces and return the duration of the second one in seconds.
 
-        Raises ValueError for a wrong sum, and what torch raises.
+        The first one also establishes the connections. ``meeting`` is the address that rank 0's
+        ``open`` returned. Raises ValueError if a sum is wrong, and the errors of torch.
         """
         import torch
 

@@ -1,1 +1,1 @@
-"""``everlift explain``: where the time of a request went."""
+"""``everlift explain``: shows where the time of a request went."""

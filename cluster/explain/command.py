@@ -1,4 +1,4 @@
-"""``everlift explain``: where the time of a request went."""
+"""Command ``everlift explain``, which shows where the time of a request went."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def explain(
         console = Console(highlight=False)
         console.print(*tables.of(explanation), sep="\n")
     if png is not None:
-        # It imports what takes a while.
+        # Imported here because importing matplotlib is slow.
         from cluster.explain import picture
 
         picture.draw(explanation, png)

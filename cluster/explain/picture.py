@@ -1,4 +1,4 @@
-"""An explanation as a picture: a lane for each kind of time."""
+"""Picture of an explanation, with a lane for each kind of time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _INCHES_A_LANE = 0.32
 
 
 def draw(explanation: pb.Explanation, path: Path) -> Path:
-    """Write it there."""
+    """Save the picture of ``explanation`` as ``path``, and return ``path``. Raises OSError."""
     return save(figure(explanation), path)
 
 
 def figure(explanation: pb.Explanation) -> Figure:
-    # In the order of their numbers, which is about that in which they come.
+    # Sorted by their numbers, which approximately follow the order of occurrence.
     kinds = sorted({span.kind for span in explanation.spans})
     drawn, panel = pyplot.subplots(figsize=(12, 1.4 + _INCHES_A_LANE * max(1, len(kinds))))
     at = 0.0

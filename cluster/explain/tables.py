@@ -1,4 +1,4 @@
-"""An explanation as text. Pure."""
+"""Explanations as lines and tables for the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rich.table import Table
 from everlift.explanation import LABELS, state_name
 from everlift.v1 import inference_pb2 as pb
 
-#: Of the whole. What took less is one row.
+#: Share of the whole time; all shorter spans are combined in one row.
 _LEAST_PART = 1e-3
-#: Likewise. The last tokens are unread until their client has its turn.
+#: Share of the whole time above which unread output is shown. A short time is normal, because the
+#: last tokens are unread until their client runs.
 _MUCH_UNREAD = 0.05
 
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
-    """Return the tables for a rich console."""
+    """Return the lines and tables of an explanation, for a rich console."""
     return [
         *headline(explanation),
         *reading(explanation),
@@ -49,7 +50,7 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield what the client left unread, beside the spans."""
+    """Yield a line about output that the client left unread, which no span shows."""
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
         now = f"; {unread} unread now" if unread else ""
@@ -57,7 +58,7 @@ def reading(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def spans(explanation: pb.Explanation) -> Table:
-    """Return the spans, with their sum."""
+    """Return a table of the spans, with their sum."""
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
@@ -99,7 +100,7 @@ def attempts(explanation: pb.Explanation) -> Table:
             str(each.new_tokens),
             str(each.preemptions),
             str(each.recomputed_tokens),
-            # A worker that was lost soon told nothing.
+            # A worker that was lost early may have reported no steps.
             str(each.most_neighbours) if each.steps else "",
             escape(_state(each)),
         )
@@ -107,14 +108,18 @@ def attempts(explanation: pb.Explanation) -> Table:
 
 
 def _state(attempt: pb.ExplainedAttempt) -> str:
-    """Return how the attempt ended, or how far it is."""
+    """Return how the attempt ended, or how far it has progressed."""
     if attempt.end or not attempt.prefilled_tokens:
         return attempt.end or "goes on"
     return f"in prefill: {attempt.prefilled_tokens} of {attempt.known_tokens} tokens"
 
 
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
-    """Return the requests of its tenant that shared the worker, came later, or were elsewhere."""
+    """Yield lines that name other requests of the same tenant, for each attempt.
+
+    These requests were at other workers that had no room, were at the worker before the attempt, or
+    arrived there during the attempt.
+    """
     for attempt in explanation.attempts:
         number = attempt.number
         others = {
@@ -128,7 +133,7 @@ def neighbours(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def queue_waits(explanation: pb.Explanation) -> Iterator[str]:
-    """Return which requests left the queue first."""
+    """Yield a line for each attempt about the requests that left the queue before it."""
     for attempt in explanation.attempts:
         reasons = ", ".join(_reasons(attempt.queue))
         if reasons:

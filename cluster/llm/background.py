@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and the worker that lives there."""
+"""Event loop in a background thread, and the worker that runs in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from router.requests.tokenizer import ServedModel
 
 
 class Background:
-    """A background event loop; ``close`` ends it. Every method may be called from any thread."""
+    """Background event loop with a worker, until ``close``.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = _alone(config)
@@ -30,29 +33,29 @@ class Background:
         self._worker: LocalWorker
         self._living: asyncio.Task[None]
         self._has_loop = threading.Event()
-        #: whatever came through is still answered by the loop
+        #: makes sure that every task accepted by ``submit`` is answered before the worker stops
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="everlift-llm", daemon=True)
         self._thread.start()
 
     def ready(self) -> ServedModel:
-        """Wait for the worker. Raises whatever kept it from being built."""
+        """Wait until the worker has started; return its model. Raises any error of the start."""
         return self._ready.result()
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """See LocalWorker.submit. Raises RuntimeError after ``close``."""
+        """Submit a task as ``LocalWorker.submit`` does. Raises RuntimeError after ``close``."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
             self._loop.call_soon_threadsafe(self._worker.submit, task, done, show)
 
     def close(self) -> None:
-        """End worker and thread; what still runs is cancelled. A second time changes nothing."""
+        """Stop the worker and the thread, and cancel running tasks. A second call does nothing."""
         self._has_loop.wait()
-        with suppress(RuntimeError):  # the loop is closed already
+        with suppress(RuntimeError):  # raised if the loop is already closed
             self._loop.call_soon_threadsafe(self._living.cancel)
-        # Where garbage is collected in the loop's own thread, that cannot wait for its own end.
+        # Garbage collection may call this in the loop's own thread, which cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -94,7 +97,7 @@ class Background:
 
 
 def _alone(config: Config) -> Config:
-    """Return the configuration of the only worker, with a share of the cores for each rank.
+    """Return the configuration of a single worker, with a share of the cores for each rank.
 
     The number of queued grammars is unlimited, because the only caller waits for its requests.
     """

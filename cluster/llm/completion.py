@@ -14,9 +14,9 @@ from everlift.sampling import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice; ``logprobs`` are of ``token_ids``, empty if not requested.
+    """Choice of a completion; ``logprobs`` belong to ``token_ids`` and are empty if not requested.
 
-    ``finish_reason`` is None where its prompt failed before its end.
+    ``finish_reason`` is None if the request failed before the choice ended.
     """
 
     text: str
@@ -29,35 +29,35 @@ class Choice:
 class Completion:
     """Completion of one prompt.
 
-    ``prompt_logprobs`` begin with the prompt's second token, and are empty unless requested. With
-    an ``error`` the choices have what there was before it.
+    ``prompt_logprobs`` begin with the prompt's second token, and are empty unless requested. If
+    there is an ``error``, the choices have the output before it.
     """
 
     request_id: str
     num_prompt_tokens: int
     choices: tuple[Choice, ...]
-    #: empty where a cluster has tokenised the prompt
+    #: empty if a cluster has tokenised the prompt
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: EverliftError | None = None
 
     @property
     def text(self) -> str:
-        """Text of the first choice. Raises the ``error``, if there is one."""
+        """Text of the first choice. Raises ``error`` if it is set."""
         if self.error is not None:
             raise self.error
         return self.choices[0].text
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the output tokens of all choices."""
+        """Number of output tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
 async def gather(stream: Stream) -> Completion:
-    """Return the rest of a cluster's stream, whole.
+    """Return the completion that the remaining chunks of a cluster's stream make up.
 
-    Raises EverliftError. One who stops waiting for it only leaves the request.
+    Cancelling this call only disconnects from the request. Raises EverliftError.
     """
     gathering = Gathering()
     async for chunk in stream:
@@ -66,7 +66,7 @@ async def gather(stream: Stream) -> Completion:
 
 
 class Gathering:
-    """The choices of a request, out of the chunks of its stream."""
+    """Builder of a request's choices from the chunks of its stream."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, list[Chunk]] = defaultdict(list)

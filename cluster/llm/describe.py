@@ -1,4 +1,4 @@
-"""Completions as JSON: what ``everlift generate --json`` and ``everlift batch`` write."""
+"""Completions as JSON, for ``everlift generate --json`` and ``everlift batch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everlift.sampling import TokenLogprobs
 
 Json = dict[str, object]
 
-#: They are single precision.
+#: Digits of log probabilities, which are computed in single precision.
 _DIGITS = 6
 
 

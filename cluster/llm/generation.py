@@ -1,6 +1,6 @@
-"""Request of an LLM in this process: what its worker starts, and its output.
+"""Request of an LLM in this process: its Start messages and its output.
 
-It corresponds to the router's LiveRequest, without further attempts, ledger and other readers.
+It corresponds to the router's LiveRequest, but has a single attempt, no ledger and one reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FINISHED_BY = {
 
 
 class Generation:
-    """A request under the epoch that names it to its worker."""
+    """Request with its output; ``epoch`` identifies the request at the worker."""
 
     def __init__(self, epoch: int, request: Request, tokenizer: Tokenizer) -> None:
         self.epoch = epoch
@@ -65,7 +65,7 @@ class Generation:
         return len(self._outputs[choice])
 
     def add(self, progress: session_pb2.Progress) -> None:
-        """Add a worker's progress of a choice."""
+        """Add the progress of one choice that the worker reports."""
         self._prompt_logprobs += map(TokenLogprobs.from_proto, progress.prompt_logprobs)
         output = self._outputs[progress.choice]
         logprobs = [TokenLogprobs.from_proto(each) for each in progress.logprobs]

@@ -4,7 +4,7 @@
         for completion in llm.generate(["one,", "two,"], max_tokens=20):
             print(completion.text)
 
-Prompts become requests, and tokens text, by the gateway's own code; the engine is a worker's.
+The code of a router turns prompts into requests and tokens into text; the engine is a worker's.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from everlift.messages import Submission
 from everlift.options import GenerateOptions, Prompt, submission_message
 from worker.config import WorkerConfig
 
-#: So many times the engine's batch are with the engine at once: it never lacks any, and what waits
-#: takes no memory there.
+#: Number of choices at the engine at a time, in multiples of its batch. The engine then never lacks
+#: work, and the other prompts take no memory there.
 _WINDOW = 4
 
 
 class LLM:
-    """A model in this process.
+    """Model in this process.
 
-    Methods may be called from several threads. It closes itself when it is garbage collected or the
-    process ends.
+    Methods may be called from several threads. The model is closed when the object is garbage
+    collected or the process ends.
     """
 
     def __init__(self, model: str | Path, **overrides: object) -> None:
         """Load ``model``, as ``everlift up`` does; ``overrides`` are worker settings by name.
 
-        Raises SettingsError, UnknownModel, ModelUnavailable, and whatever keeps the engine from
-        being built.
+        Raises SettingsError, UnknownModel, ModelUnavailable, and any error of building the engine.
         """
         worker = settings.load(WorkerConfig, overrides)
         revision = worker.model_revision
@@ -54,7 +53,7 @@ class LLM:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Make an LLM of the model and worker settings of a cluster."""
+        """Create an LLM with the model and worker settings of a cluster's configuration."""
         llm = cls.__new__(cls)
         llm._open(config)
         return llm
@@ -78,15 +77,15 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """Return a completion for each prompt, in their order.
+        """Return a completion for each prompt, in the order of ``prompts``.
 
-        ``options`` are for all of them, those of ``each`` for one, by its place. ``progress`` shows
-        a bar; None does on a terminal.
+        ``options`` apply to all prompts; ``each`` has further options for each single prompt, in
+        the same order. ``progress`` shows a progress bar; None shows it on a terminal.
 
-        A prompt or an option that cannot be raises its EverliftError before anything runs. What
-        fails later is in ``Completion.error``, whose ``text`` raises it, and costs no other prompt.
-        Raises ClusterFailed when the engine ends. ``timeout_s`` counts from where a prompt comes
-        to the engine; ``on_disconnect`` means nothing here.
+        An invalid prompt or option raises its EverliftError before anything runs. A later failure
+        is in ``Completion.error``, is raised by ``Completion.text``, and does not affect other
+        prompts. Raises ClusterFailed if the engine ends. ``timeout_s`` counts from the moment when
+        a prompt is given to the engine. ``on_disconnect`` has no effect.
         """
         tasks = self._tasks(_listed(prompts), each, options)
         completions: dict[int, Completion] = {}
@@ -97,17 +96,23 @@ class LLM:
         return [completions[index] for index in range(len(tasks))]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompletionStream:
-        """Return the chunks of one prompt as they come. Raises EverliftError for what cannot be."""
+        """Return an iterator over the chunks of one prompt, as they are generated.
+
+        Raises EverliftError for an invalid prompt or option.
+        """
         return CompletionStream(self._task(prompt, options), self._background)
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Future[Completion]:
-        """Start one prompt and return a future of its completion. Cancelling the future ends it."""
+        """Start one prompt, and return a future of its completion.
+
+        Cancelling the future cancels the request.
+        """
         return self._begin(self._task(prompt, options))
 
     def close(self) -> None:
-        """End the engine, its threads and processes; what still runs is cancelled.
+        """Stop the engine, its threads and processes, and cancel running requests.
 
-        A second time changes nothing.
+        A second call does nothing.
         """
         self._finalizer()
 
@@ -150,7 +155,7 @@ class LLM:
         done: Future[Completion] = Future()
         try:
             self._background.submit(task, done)
-        except BaseException:  # Ctrl-C: nobody will have the future
+        except BaseException:  # such as Ctrl-C: the caller does not get the future
             done.cancel()
             raise
         return done
@@ -159,8 +164,8 @@ class LLM:
 def _listed(prompts: str | Iterable[Prompt]) -> list[Prompt]:
     """Return the prompts as a list.
 
-    Raises TypeError for other values, such as the token ids of one prompt without a list around
-    them.
+    Raises TypeError if an element is no prompt, for example if ``prompts`` are the token ids of a
+    single prompt.
     """
     listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
     for prompt in listed:

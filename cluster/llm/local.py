@@ -1,4 +1,4 @@
-"""Command line settings of a model in the command's own process."""
+"""Command line options of a model that runs in the command's own process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Assignments = Annotated[
 def local_config(
     local: bool, model: str | None, assignments: Sequence[str] | None
 ) -> Config | None:
-    """Return the settings of a local model; None if a cluster is meant. Raises SettingsError."""
+    """Return the settings of a local model; None without ``local``. Raises SettingsError."""
     if local:
         options = {} if model is None else {"model": model}
         return configuration.load(None, os.environ, assignments or (), options)
@@ -62,11 +62,11 @@ def local_config(
 
 @contextmanager
 def opened(config: Config) -> Iterator[LLM]:
-    """Yield the model, ready; its log goes to a file.
+    """Context manager: yield the loaded model; its log goes to a file.
 
-    Raises ClusterFailed where it cannot run here.
+    Raises ClusterFailed if the model cannot run on this machine.
     """
-    # Most commands speak to a cluster, and have nothing to do with an engine.
+    # Imported here because most commands use a cluster and need no engine.
     from cluster.llm.llm import LLM
     from worker.parallel.step_log import ChannelBroken
 

@@ -1,4 +1,4 @@
-"""The session of a worker whose only caller lives in the same process: a server without sockets."""
+"""Session of a worker with a single caller in the same process: a server without sockets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NAME = "local"
 class LocalSession:
     """Server of a Rank without sockets.
 
-    ``receive`` gets every frame of the worker, in the event loop's thread and never from inside
-    ``start_all`` or ``abort``.
+    ``receive`` is called with every progress of a request, in the event loop's thread and never
+    from inside ``start_all`` or ``abort``.
     """
 
     address = ""
@@ -33,7 +33,7 @@ class LocalSession:
         self._tell(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
-        """End ``choices``, or all where none is named; nothing more is said of them."""
+        """Abort ``choices``, or all if none is given; nothing more is reported about them."""
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._tell(session_pb2.RouterFrame(aborts=[abort]))
 
@@ -41,7 +41,7 @@ class LocalSession:
         self._sessions.receive(self._session, frame, self._loop.time())
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
-        """Do nothing: no router needs the worker's description."""
+        """Do nothing, because no router needs the worker's description."""
 
     def deliver(self, report: Report) -> None:
         self._sessions.deliver(report)
@@ -50,7 +50,7 @@ class LocalSession:
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """Do nothing: the requests have no other worker to move to."""
+        """Do nothing, because there is no other worker to which requests could be migrated."""
 
     async def stop(self) -> None:
         self._sessions.end_session(self._session)
@@ -62,6 +62,6 @@ class LocalSession:
 
     def _flush(self) -> None:
         self._is_due = False
-        # A router places by the worker's state; here there is nothing to choose.
+        # Routers need the worker's state for placement; with a single worker it is not used.
         for progress in self._session.outbox.cut(session_pb2.WorkerState()).progress:
             self._receive(progress)

@@ -1,4 +1,4 @@
-"""Output of prompts as it comes: of one, or of many of which the engine has a few at a time."""
+"""Output as it is generated: of one prompt, or of many with a limited number at the engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from everlift.client.reception import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):
-    """Iterator of completions; use it inside ``with``, which closes it.
+    """Iterator over the chunks of one prompt; use it in ``with``, which closes it.
 
-    After the last chunk ``completion`` is set, and its error raised if it has one.
+    After the last chunk ``completion`` is set, and its error, if any, is raised.
     """
 
     def __init__(self, task: Task, background: Background) -> None:
@@ -25,7 +25,7 @@ class CompletionStream(Iterator[Chunk]):
         self.completion: Completion | None = None
         self._is_over = False
         self._done: Future[Completion] = Future()
-        #: chunks, then the future itself
+        #: chunks, and after them the completed future ``_done``
         self._items: SimpleQueue[Chunk | Future[Completion]] = SimpleQueue()
         self._done.add_done_callback(self._items.put)
         background.submit(task, self._done, self._items.put)
@@ -43,7 +43,7 @@ class CompletionStream(Iterator[Chunk]):
         raise StopIteration
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Cancel the request if it has not ended."""
         self._is_over = True
         self._done.cancel()
 
@@ -63,10 +63,10 @@ Begin = Callable[[Task], Future[Completion]]
 
 
 def in_window(tasks: Iterable[Task], begin: Begin, size: int) -> Iterator[tuple[int, Completion]]:
-    """Yield each task's index and completion in the order of their ends.
+    """Yield the index and the completion of each task, in the order in which the tasks end.
 
-    At most ``size`` choices are unfinished. What is begun is cancelled when the iteration ends
-    before.
+    At most ``size`` choices are unfinished at a time. If the iteration ends early, all tasks that
+    have begun are cancelled.
     """
     window = _Window(begin, size)
     try:
@@ -91,7 +91,7 @@ class _Window:
         return len(self._begun)
 
     def has_room(self, task: Task) -> bool:
-        """Return whether the window has room. A prompt larger than the window gets it alone."""
+        """Return whether ``task`` can begin now; one that exceeds the window runs alone."""
         return not self._begun or task.request.n <= self._room
 
     def begin(self, index: int, task: Task) -> None:
@@ -100,7 +100,7 @@ class _Window:
         self._begun[index][1].add_done_callback(lambda _: self._ended.put(index))
 
     def next_done(self) -> tuple[int, Completion]:
-        """Wait for the next one that ends. Raises ClusterFailed."""
+        """Wait for the next task to end; return its index and completion. Raises ClusterFailed."""
         index = self._ended.get()
         task, done = self._begun.pop(index)
         self._room += task.request.n

@@ -3,7 +3,7 @@
     this process   event loop <-> engine's thread: rank 0
     children       ranks 1, 2, ...
 
-They end with this process, however it ends.
+The children end when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from worker.config import WorkerConfig
 from worker.serving.rank import Rank, RankFailed
 from worker.serving.sessions import Sessions
 
-#: Gets each chunk of a request, in the event loop's thread.
+#: Called with each chunk of a request, in the event loop's thread.
 Show = Callable[[Chunk], None]
 
-#: For a child to end after rank 0 has.
+#: Seconds for a child to end after rank 0 has ended.
 _STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A generation to run, and its timeout."""
+    """Request to run, and its timeout in seconds; None: no timeout."""
 
     request: Request
     timeout_s: float | None
@@ -58,7 +58,7 @@ class _Running:
 
 
 class LocalWorker:
-    """Worker for calls from one event loop, whose thread must outlive it."""
+    """Worker that is called from one event loop, whose thread must outlive the worker."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Create the worker. Raises ValueError for an invalid configuration."""
@@ -70,7 +70,7 @@ class LocalWorker:
         self._running: dict[int, _Running] = {}
         self._epochs = count(1)
         self._watch: asyncio.Task[None] | None = None
-        #: why nothing more can be started
+        #: error with which further tasks fail; None while the worker can run tasks
         self._end_cause: Exception | None = None
 
     def _join(self, config: WorkerConfig, sessions: Sessions) -> LocalSession:
@@ -78,13 +78,13 @@ class LocalWorker:
         return self._session
 
     async def start(self) -> session_pb2.WorkerInfo:
-        """Start all ranks.
+        """Start all ranks, and return the worker's description.
 
-        Raises the error of rank 0's construction, or ClusterFailed if another rank ends.
+        Raises the error of rank 0's start, or ClusterFailed if another rank fails.
         """
         size = self._config.worker.tensor_parallel
         rendezvous = await self._rank.open() if size > 1 else ""
-        # Rank 0 is in this process, where CUDA takes the first of them.
+        # Rank 0 runs in this process, where CUDA uses the first GPU.
         _, *gpus = gpus_of_ranks(self._config, visible_gpus(self._config, os.environ))
         for rank, gpu in enumerate(gpus, 1):
             await self._spawn(rank, rendezvous, gpu)
@@ -117,7 +117,7 @@ class LocalWorker:
             self._end(epoch, cause)
 
     async def stop(self) -> None:
-        """End everything; what still runs is cancelled. May be called in any state."""
+        """Stop all ranks, and cancel running tasks. May be called in any state."""
         self._end_all(Cancelled("the engine was stopped"))
         if self._watch is not None:
             self._watch.cancel()
@@ -125,10 +125,10 @@ class LocalWorker:
         await asyncio.gather(*(child.stop(_STOP_S) for child in self._children))
 
     def submit(self, task: Task, done: Future[Completion], show: Show | None = None) -> None:
-        """Start it.
+        """Start a task.
 
-        ``done`` gets its completion, or ClusterFailed where the engine has ended, or Cancelled
-        where it was stopped; to cancel ``done`` is to end it.
+        ``done`` receives its completion, or ClusterFailed if the engine has ended, or Cancelled if
+        it was stopped. Cancelling ``done`` aborts the task. ``show`` is called with each chunk.
         """
         if self._end_cause is not None:
             _resolve(done, self._end_cause)

@@ -1,11 +1,11 @@
-"""Ranks that are forked from a process that has imported what they need. Linux.
+"""Fork server: ranks are forked from a process that has imported what they need. Linux only.
 
     this process ── fork server ─┬─ worker-0
                                  └─ worker-1 ...
 
-They end with the fork server, and it ends with this process. A rank runs its first statement 25 ms
-after it is asked for. The forkserver of multiprocessing runs the `__main__` of the parent again in
-every child: 780 ms where that is the command line (medians of 5, two cores).
+The ranks end with the fork server, which ends with this process. A rank runs its first statement
+25 ms after it is requested. The forkserver of multiprocessing would run the `__main__` of the
+parent again in every child, which takes 780 ms for the command line (medians of 5, two cores).
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from worker.config import WorkerConfig
 
 log = logs.get_logger(__name__)
 
-#: To import all that a rank needs takes no longer.
+#: Maximum seconds until an answer; before the first one, all that a rank needs is imported.
 _LOAD_S = 120.0
-#: Of a fork server's answer, at most: a process id, or why there is none.
+#: Maximum size of a fork server's answer: a process id, or the reason why there is none.
 _ANSWER_BYTES = 256
-#: Fork servers that are asked for a rank.
+#: Maximum number of fork servers that are asked for one rank.
 _TRIES = 2
 
 
 def is_possible() -> bool:
-    """Return whether the platform has process descriptors and sequenced-packet sockets."""
+    """Return whether the platform has process descriptors and sequenced-packet sockets (Linux)."""
     return sys.platform == "linux"
 
 
 class ForkServer:
-    """A Launcher of ranks.
+    """Launcher of ranks that forks them from one process.
 
-    Its process starts with the first of them, and again when it has ended.
+    That process, the fork server, starts with the first rank. If it has ended, it is started again
+    for the next rank.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ForkServer:
         self._is_closed = False
 
     async def load(self) -> None:
-        """Start, and return when it can fork ranks. Raises ClusterFailed."""
+        """Start the fork server, and return when it can fork ranks. Raises ClusterFailed."""
         async with self._turn:
             await self._load()
 
@@ -71,7 +72,8 @@ class ForkServer:
         """Fork a process for ``launch``. Raises ClusterFailed if the fork server cannot start."""
         starting = asyncio.ensure_future(self._start(launch, log_path))
         try:
-            # Who stops waiting leaves no answer behind that the next one would take for its own.
+            # If the caller stops waiting, the answer is read all the same. Otherwise the next
+            # caller would take it for the answer to its own request.
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_kill)
@@ -79,8 +81,8 @@ class ForkServer:
 
     async def _start(self, launch: Launch, log_path: Path) -> Forked:
         async with self._turn:
-            # It may be about to end, whatever is known of it: what it forks ends with it, so
-            # that another one may be asked.
+            # The fork server may be about to end although it still seems to run. A rank that it
+            # forks ends with it, so another fork server can be asked for the same rank.
             for _ in range(_TRIES):
                 await self._load()
                 if (forked := await self._fork(launch, log_path)) is not None:
@@ -89,13 +91,13 @@ class ForkServer:
         raise ClusterFailed(f"the fork server of workers has ended (log: {self._log_path})")
 
     def close(self) -> None:
-        """End the fork server and the remaining ranks, for good."""
+        """Kill the fork server and the remaining ranks, for good."""
         self._is_closed = True
         self._end()
 
     def _end(self) -> None:
         if self._control is not None:
-            # Who waits for an answer gets none.
+            # A caller that waits for an answer is woken and gets an empty one.
             asyncio.get_running_loop().remove_reader(self._control)
             self._readable.set()
             self._control.close()
@@ -134,7 +136,7 @@ class ForkServer:
                 stderr=log_file,
                 pass_fds=[theirs.fileno()],
                 env=full_environment(self._environment),
-                # Ctrl-C is for the parent.
+                # Ctrl-C must reach only the parent.
                 start_new_session=True,
             )
 
@@ -158,7 +160,7 @@ class ForkServer:
         assert self._process is not None and self._control is not None
         pipes = _Pipes.opened(told(self._process.pid, launch), log_path)
         try:
-            # One that has ended cannot be asked, and gives no answer below.
+            # If the fork server has ended, sending fails, and the answer below is empty.
             with suppress(OSError):
                 socket.send_fds(self._control, [launch.role.encode()], pipes.theirs)
         finally:
@@ -174,10 +176,11 @@ class ForkServer:
 
 @dataclass(frozen=True, slots=True)
 class _Pipes:
-    """Send a start to the fork server.
+    """Descriptors for one forked process.
 
-    ``theirs`` are the process's standard input with its launch, output and error, and the
-    descriptor for its exit status. ``reports`` and ``status`` are our ends.
+    ``theirs`` go to the fork server: the process's standard input (with its launch), output and
+    error, and the pipe for its exit status. ``reports`` and ``status`` are the ends that this
+    process reads.
     """
 
     theirs: list[int]
@@ -187,7 +190,7 @@ class _Pipes:
     @classmethod
     def opened(cls, told: bytes, log_path: Path) -> Self:
         stdin, telling = os.pipe()
-        # A launch is far smaller than what a pipe holds.
+        # The write does not block, because a launch is far smaller than a pipe's buffer.
         os.write(telling, told)
         os.close(telling)
         reports, stdout = os.pipe()
@@ -202,10 +205,10 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 class Forked:
-    """A Started that is the fork server's child."""
+    """Process that the fork server has forked, with the interface of ``Started``."""
 
     def __init__(self, pid: int, descriptor: int, status: int) -> None:
-        """Create the object; ``descriptor`` is the pidfd, ``status`` carries the exit status."""
+        """Create the object from the process's pidfd, and the pipe with its exit status."""
         self.pid = pid
         self.returncode: int | None = None
         self.stdout = asyncio.StreamReader()
@@ -217,7 +220,7 @@ class Forked:
     async def of(cls, pid: int, descriptor: int, pipes: _Pipes) -> Self:
         forked, loop = cls(pid, descriptor, pipes.status), asyncio.get_running_loop()
         reports = os.fdopen(pipes.reports, "rb", buffering=0)
-        # Its transport closes itself when the process closes its end.
+        # The pipe's transport closes itself when the process closes its end.
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(forked.stdout), reports)
         loop.add_reader(pipes.status, forked._end)
         return forked
@@ -240,7 +243,8 @@ class Forked:
         if status:
             self._gone(int(status))
         else:
-            # Without a word the fork server itself is being killed, and then this process.
+            # The pipe is closed without a status because the fork server itself was killed. The
+            # kernel then kills this child too; its pidfd becomes readable when it has ended.
             loop.add_reader(self._descriptor, self._gone, -signal.SIGKILL)
 
     def _gone(self, returncode: int) -> None:

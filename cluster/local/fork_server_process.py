@@ -2,10 +2,11 @@
 
 Command: ``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``.
 
-It has imported the modules, once. A message on its control socket is a process's role and brings
-four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
-the process id and the process's descriptor, or with why it cannot fork. When the socket ends, it
-ends, and all that it forked. Its first word is "ready", or why it will never be.
+It imports the modules once, and then sends "ready" on its control socket, or the reason why it
+cannot fork. Each message that it receives is the role of a process to fork, with four descriptors:
+standard input, output and error, and a pipe for the exit status. It answers with the process id and
+the process's descriptor, or with the reason why the fork failed. When the socket is closed, it
+ends, and with it all processes that it forked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cluster.local import process
 from everlift import heap
 from worker.child_process import die_with_parent
 
-#: What an order brings, at most.
+#: Limits of a received message: the number of descriptors, and the bytes of the role.
 _NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64
 
 
@@ -34,7 +35,8 @@ def main() -> None:
     with heap.growing():
         for module in modules:
             importlib.import_module(module)
-    # What is shared stays shared: a collection would write to all of it.
+    # Keeps memory pages shared with the forked processes, because a garbage collection would
+    # otherwise write to all of them.
     gc.freeze()
     with socket.socket(fileno=int(descriptor)) as control:
         if company := _company():
@@ -47,9 +49,9 @@ def main() -> None:
 
 
 def _company() -> str:
-    """Return why this process must not fork, or empty.
+    """Return the reason why this process must not fork, or an empty text.
 
-    A fork keeps one of several threads, and the locks of all.
+    A fork copies only one of several threads, but the locks that any of them holds.
     """
     threads = os.listdir("/proc/self/task")
     return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
@@ -59,11 +61,14 @@ class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._fork_server = os.getpid()
-        #: where the status of each process goes that has not ended
+        #: pipe for the exit status of each process that has not ended, by process id
         self._statuses: dict[int, int] = {}
 
     def run(self) -> str:
-        """Return once in each forked process, with its role, and at the end with None."""
+        """Fork processes until the control socket is closed; then return an empty text.
+
+        In each forked process, return its role.
+        """
         self._woken, waking = os.pipe()
         os.set_blocking(waking, False)
         signal.set_wakeup_fd(waking)
@@ -89,7 +94,7 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            # The others go on.
+            # The processes that were forked before continue.
             _close(descriptors)
             self._control.send(str(error).encode())
             return -1
@@ -119,7 +124,7 @@ class ForkServer:
             if pid == 0:
                 return
             end = self._statuses.pop(pid)
-            # Who started it may have ended.
+            # The process that requested this one may have ended.
             with suppress(BrokenPipeError):
                 os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
             os.close(end)

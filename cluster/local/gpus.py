@@ -1,10 +1,10 @@
 """Assignment of GPUs to the ranks of a cluster without Ray.
 
-NVML is asked for them: CUDA is not touched, and torch not imported.
+NVML counts the GPUs, so that CUDA is not initialised and torch is not imported.
 
-    CUDA_VISIBLE_DEVICES of this process, where it is set    else all GPUs, as CUDA counts them
-    rank r of worker w                                       number w * tensor_parallel + r of them
-    more ranks than GPUs                                     in turn: some share one
+    available GPUs         CUDA_VISIBLE_DEVICES of this process if set, else all in CUDA's order
+    rank r of worker w     GPU number w * tensor_parallel + r of these
+    more ranks than GPUs   the GPUs are assigned in turn, so that some ranks share one
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cluster.config import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVML = "libnvidia-ml.so.1"
-#: What ends CUDA's list.
+#: Entries that end CUDA's list of devices.
 _NONE = ("", "-1")
 
 
 def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[str]:
-    """Return the GPU of each rank of a worker; empty if CUDA decides."""
+    """Return the name of the GPU of each rank of a worker; empty names if CUDA decides."""
     ranks = range(config.worker.tensor_parallel)
     if len(gpus) < 2:
         return ["" for _ in ranks]
@@ -30,7 +30,7 @@ def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[
 
 
 def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; none if no rank would use one."""
+    """Return the GPUs by their names in CUDA_VISIBLE_DEVICES; none if no rank would use one."""
     if config.worker.is_fake or config.worker.device == "cpu":
         return []
     if (visible := environment.get(VISIBLE)) is not None:
@@ -48,7 +48,7 @@ def _listed(visible: str) -> list[str]:
 
 
 def count_gpus(nvml: Any) -> int:
-    """Return the number of usable GPUs, by NVML: a container may not have all."""
+    """Return the number of GPUs that NVML can open, since a container may not have all of them."""
     if nvml.nvmlInit_v2():
         return 0
     try:

@@ -19,15 +19,19 @@ class RouterLaunch:
     name: str
     log_level: str
     router: RouterConfig
-    #: with the ledger's password in its url: goes over a pipe, never by command line or environment
+    #: its url contains the ledger's password, so that the launch is sent through a pipe, never in
+    #: the command line or the environment
     ledger: LedgerConfig
-    #: workers that there are to be
+    #: number of workers that the cluster is to have
     num_workers: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """Start parameters of a rank. Rank 0 of several reports the ``rendezvous`` of the others."""
+    """Start parameters of a rank.
+
+    ``rendezvous`` is the address that rank 0 reports and the other ranks need; empty for rank 0.
+    """
 
     role: ClassVar[str] = "rank"
 
@@ -36,14 +40,14 @@ class RankLaunch:
     worker: WorkerConfig
     rank: int = 0
     rendezvous: str = ""
-    #: as CUDA_VISIBLE_DEVICES calls it; empty: whichever CUDA takes
+    #: name of the GPU in CUDA_VISIBLE_DEVICES; empty: CUDA chooses
     gpu: str = ""
     #: internal addresses of the routers, to which rank 0 announces the worker
     routers: tuple[str, ...] = ()
 
 
 Launch = RouterLaunch | RankLaunch
-#: What a process says of itself, by name: its addresses, or the cause of its failure as "error".
+#: Report of a process, by name: its addresses, or the cause of its failure as "error".
 Report = dict[str, str]
 
 
@@ -52,7 +56,10 @@ def encode(launch: Launch) -> bytes:
 
 
 def decode(role: str, data: bytes) -> Launch:
-    """Return the launch that ``data`` holds. Raises SettingsError."""
+    """Return the launch of a process with this role from the encoded ``data``.
+
+    Raises SettingsError.
+    """
     values = json.loads(data)
     if role == RouterLaunch.role:
         return settings.load(RouterLaunch, values)

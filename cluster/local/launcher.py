@@ -21,9 +21,9 @@ from worker.child_process import full_environment
 
 
 class Started(Protocol):
-    """A process as in asyncio.
+    """Started process, with the interface of ``asyncio.subprocess.Process``.
 
-    ``stdout`` brings its reports; ``returncode`` is negative for a signal.
+    ``stdout`` carries its reports. ``returncode`` is negative if a signal ended the process.
     """
 
     @property
@@ -44,15 +44,19 @@ class Started(Protocol):
 
 class Launcher(Protocol):
     async def start(self, launch: Launch, log_path: Path) -> Started:
-        """Return a process that has been told its launch, its log at the end of ``log_path``.
+        """Start a process, send it ``launch``, and return it; its log is appended to ``log_path``.
 
-        The event loop's thread must live as long as it: the kernel ends it with that.
+        The event loop's thread must outlive the process, because the kernel kills the process when
+        that thread ends.
         """
         ...
 
 
 class SubprocessLauncher:
-    """A fresh interpreter each time. ``environment`` is added to this process's own."""
+    """Launcher that starts a new Python interpreter for each process.
+
+    ``environment`` is added to this process's own environment.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -66,7 +70,7 @@ class SubprocessLauncher:
                 stdout=PIPE,
                 stderr=log_file,
                 env=full_environment(self._environment),
-                # Ctrl-C is for the parent, which ends its children in good order.
+                # Ctrl-C must reach only the parent, which stops its children in order.
                 start_new_session=True,
             )
         assert process.stdin is not None
@@ -75,11 +79,11 @@ class SubprocessLauncher:
 
 
 async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """Write ``words``, and closes ``stdin``.
+    """Write ``words`` to the standard input of a process, and close it.
 
-    A process that has ended already is told nothing: its status says what there is to say.
+    It is no error if the process has already ended, because its exit status reports that.
     """
-    # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
+    # Writing to a pipe that is already closed raises RuntimeError in uvloop, not in asyncio.
     if stdin.is_closing():
         return
     with suppress(ConnectionError):
@@ -89,26 +93,26 @@ async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
 
 
 def told(parent: int, launch: Launch) -> bytes:
-    """Return the input of a process; ``parent`` is the process that started it."""
+    """Return the standard input of a process; ``parent`` is the id of its parent process."""
     return b"%d\n%s\n" % (parent, encode(launch))
 
 
 def python_module(name: str) -> list[str]:
-    """Return the command that runs it.
+    """Return the command that runs the module ``name``.
 
-    What lies in the working directory is not in its place ("-P").
+    The option -P keeps files in the working directory from shadowing modules.
     """
     return [sys.executable, "-P", "-m", name]
 
 
 log = logs.get_logger(__name__)
 
-#: Of what is no report, so much is shown.
+#: Number of bytes of an invalid report that an error shows.
 _SHOWN_BYTES = 80
 
 
 class Child:
-    """A child process. Its log is appended to ``log_path``."""
+    """Child process, whose log is appended to ``log_path``."""
 
     def __init__(self, launch: Launch, launcher: Launcher, log_path: Path) -> None:
         self.name = launch.name
@@ -126,12 +130,12 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process and return at once. Raises ClusterFailed."""
+        """Start the process, without waiting for a report. Raises ClusterFailed."""
         self._process = await self._launcher.start(self._launch, self._log_path)
         log.info("process started", child=self.name, child_pid=self.pid)
 
     async def report(self) -> Report:
-        """Return its next report. Raises ClusterFailed if it reports a failure or has ended."""
+        """Return the next report. Raises ClusterFailed if it is a failure, or the process ended."""
         assert self._running.stdout is not None
         line = await self._running.stdout.readline()
         report = _read(line) if line else {"error": await self._how_it_ended()}
@@ -147,7 +151,7 @@ class Child:
         await self._running.wait()
 
     async def stop(self, bound_s: float) -> None:
-        """End it in good order, or after ``bound_s`` without asking."""
+        """Stop the process with SIGTERM, or with SIGKILL if it still runs after ``bound_s``."""
         if not self.is_running:
             return
         self._signal(signal.SIGTERM)
@@ -159,7 +163,7 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """Kill with SIGKILL, and return when the process is gone. It need not have started."""
+        """Kill the process with SIGKILL if it was started, and return when it has ended."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             await self.wait()

@@ -1,4 +1,4 @@
-"""The ledger that a cluster runs itself."""
+"""Ledger server that a cluster runs itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from router.ledger.embedded.embedded import EmbeddedLedger
 
 log = logs.get_logger(__name__)
 
-#: Between two looks whether the server runs, and after a start of it that failed.
+#: Seconds between two checks whether the server runs, and after a failed restart.
 _LOOK_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(state_dir: Path) -> Path:
-    """Return the file with the ledger's URL, which has its password: only this user can read it."""
+    """Return the path of the file with the ledger's URL.
+
+    The URL contains the password, so that only this user can read the file.
+    """
     return state_dir / "ledger.url"
 
 
@@ -32,10 +35,10 @@ def write_url(config: Config, url: str) -> None:
 
 
 class OwnLedger:
-    """The embedded server, started again whenever it ends by itself.
+    """Embedded ledger server that is restarted whenever it ends by itself.
 
-    Where the configuration names another ledger there is nothing to run. ``listen`` as
-    EmbeddedLedger has it.
+    If the configuration names another ledger, no server is run. ``listen`` is passed to
+    ``EmbeddedLedger``.
     """
 
     def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:
@@ -45,18 +48,21 @@ class OwnLedger:
 
     @property
     def place(self) -> str:
-        """Return where it keeps its data, without a password."""
+        """Description of where the ledger keeps its data, without a password."""
         if self._config.ledger.url == EMBEDDED:
             return f"embedded, in {self._config.state_dir}"
         return "that of ledger.url"
 
     @property
     def pid(self) -> int:
-        """Process id of the server; 0 while none of this cluster runs."""
+        """Process id of the server; 0 if this cluster runs none."""
         return self._server.pid
 
     async def start(self) -> LedgerConfig:
-        """Start it and return its URL. Raises LedgerSetupError."""
+        """Start the server, if there is one, and return the ledger's settings with its URL.
+
+        Raises LedgerSetupError.
+        """
         config = self._config.ledger
         if config.url != EMBEDDED:
             return config

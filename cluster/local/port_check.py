@@ -1,4 +1,4 @@
-"""Ports of routers that are taken, and who holds them."""
+"""Check for router ports that are in use, and for the processes that use them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LISTENING = "0A"
 
 
 def check(routers: Iterable[RouterConfig]) -> None:
-    """Raise ClusterFailed if a port that a router is to listen on is taken.
+    """Raise ClusterFailed if a port that a router is to listen on is in use.
 
-    The error names each such setting and the process that holds the port.
+    The error names each of these settings and the process that uses the port.
     """
     listeners = [each for router in routers for each in router.listeners if each.host and each.port]
     taken = [_taken(each) for each in listeners if _is_taken(each)]
@@ -34,11 +34,12 @@ def _is_taken(listener: Listener) -> bool:
     try:
         found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM)
     except OSError:
-        # The router says what is wrong with its host.
+        # The router itself reports an invalid host.
         return False
     family, kind, _, _, address = found[0]
     with socket.socket(family, kind) as probe:
-        # As routers bind: a connection of before that is not over yet is no obstacle.
+        # As for routers, so that connections of an earlier process that are still closing do not
+        # count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -55,12 +56,12 @@ def _taken(listener: Listener) -> str:
 
 
 def _holders(port: int) -> Iterator[int]:
-    """Yield the processes that listen on ``port``, of those that this user may look at."""
+    """Yield the ids of the processes that listen on ``port``, as far as this user may see them."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     if not sockets:
         return
     for process in Path("/proc").glob("[0-9]*"):
-        # It may be gone by now, or another user's.
+        # The process may have ended, or belong to another user.
         with suppress(OSError):
             if any(os.readlink(each) in sockets for each in (process / "fd").iterdir()):
                 yield int(process.name)

@@ -1,13 +1,14 @@
-"""Process of a cluster without Ray: ``python -m cluster.local.process router`` or ``rank``.
+"""Process of a cluster without Ray: a router or a rank.
 
-``python -m cluster.local.process router`` or ``rank``.
+Command: ``python -m cluster.local.process router`` or ``rank``.
 
-    stdin     parent's process id, then its launch, each a line
-    stdout    reports, a line of JSON each: what it serves when it does, or the cause of its failure
-    stderr    its log
+    stdin     two lines: the parent's process id, and the launch
+    stdout    reports, each a line of JSON: the addresses when it serves, or the cause of a failure
+    stderr    log
 
-SIGTERM ends it in good order. SIGUSR1 tells it that its machine is about to be taken away: a router
-ends as well, a rank hands everything back and stays. It never outlives its parent.
+SIGTERM stops the process in order. SIGUSR1 notifies it that its machine is about to be reclaimed: a
+router stops as well, a rank returns all requests and keeps running. The process never outlives its
+parent.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ async def _run(launch: Launch, tell: Tell) -> None:
 
 
 async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> None:
-    # Imported here so that a router knows nothing of torch, and a rank nothing of Redis.
+    # Imported here so that a router does not import torch, and a rank does not import Redis.
     with heap.growing():
         from router.ledger.redis.redis_ledger import connect
         from router.router import Router
@@ -104,7 +105,7 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
 
 async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None:
     if launch.gpu:
-        # CUDA reads it once, when it is first used, and that is not before here.
+        # CUDA reads this variable when it is first used, which is later than here.
         os.environ[VISIBLE] = launch.gpu
         log.info("GPU assigned", gpu=launch.gpu)
     routers = launch.routers if launch.rank == 0 else ()
@@ -119,7 +120,7 @@ async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None
         finally:
             await rank.stop()
             if rank.is_stuck:
-                # Comes before what CUDA does at an exit, which waits for the step.
+                # Exits the process before CUDA's own exit handler would wait for the stuck step.
                 atexit.register(os._exit, 1)
 
 

@@ -1,11 +1,11 @@
-"""A cluster in plain processes, without Ray: the embedded ledger, routers, workers.
+"""Cluster of plain processes, without Ray: the embedded ledger, routers and workers.
 
     this process ─┬─ valkey-server          unless the ledger has a url
                   ├─ router-0 ...
-                  └─ worker-0, worker-0.1 ... one process a rank; out of a fork server where what
-                                              ends is started again
+                  └─ worker-0, worker-0.1 ... one process per rank; forked by a fork server if
+                                              ended processes are restarted
 
-All of them end with this process, however it ends.
+All of them end when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from router.ledger.config import LedgerConfig
 
 log = logs.get_logger(__name__)
 
-#: Until every router is connected with every worker, at most; and between two looks.
+#: Maximum seconds until every router is connected to every worker, and seconds between two checks.
 _SETTLE_S, _LOOK_S = 60.0, 0.05
-#: Between two looks whether a replica runs that is to be kept alive.
+#: Seconds between two checks whether a replica has to be restarted.
 _RESTART_S = 1.0
 
 
 class ProcessCluster:
     """Cluster of processes without Ray.
 
-    Inside ``async with``, every router knows every worker.
+    Inside ``async with``, the cluster runs and every router is connected to every worker.
 
-    Routers and workers are counted from 0. A router keeps its addresses over a restart; a restarted
-    worker is another worker.
+    Routers and workers are numbered from 0. A router keeps its addresses when it is restarted. A
+    restarted worker is a new worker with another id.
     """
 
     def __init__(
         self, config: Config, *, revive: bool = False, stages: Stages | None = None
     ) -> None:
-        """Restart processes that end if ``revive``; ``stages`` show the start."""
+        """Create the cluster; ``revive`` restarts ended processes, ``stages`` show the start."""
         self.config = config
         self._stages = stages or Stages()
         self._revive = revive
@@ -85,12 +85,12 @@ class ProcessCluster:
 
     @property
     def http_addresses(self) -> list[str]:
-        """Addresses of OpenAI's API; empty if it is not served."""
+        """Address of OpenAI's API at each router; an empty text if it is not served."""
         return [router.http_address for router in self.routers]
 
     @property
     def metrics_addresses(self) -> list[str]:
-        """Addresses of the metrics; empty if they are not served."""
+        """Address of the metrics of each router; an empty text if they are not served."""
         return [router.metrics_address for router in self.routers]
 
     @property
@@ -103,8 +103,8 @@ class ProcessCluster:
     async def start(self) -> None:
         """Start all processes.
 
-        Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError; then
-        nothing of it is left.
+        Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError, after
+        stopping all processes that were started.
         """
         try:
             await self._start()
@@ -164,7 +164,7 @@ class ProcessCluster:
             stage.result = listening(self.config, self.addresses, self.http_addresses)
 
     async def stop(self) -> None:
-        """End everything: routers finish or hand on what they have, then workers, then ledger."""
+        """Stop the routers, which finish or hand over their requests, then workers and ledger."""
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)
@@ -174,7 +174,7 @@ class ProcessCluster:
             self._fork_server.close()
         await self._ledger.stop()
 
-    # for tests and demonstrations: one replica by its number
+    # methods for tests and demonstrations, which name one replica by its number
 
     async def kill_router(self, index: int) -> None:
         await self.routers[index].kill()
@@ -249,7 +249,7 @@ class ProcessCluster:
             ) from None
 
     async def _knows_all(self, router: RouterReplica) -> bool:
-        # Inside, where nobody asks for a key or for a certificate of clients.
+        # The internal address requires neither a key nor a client certificate.
         async with AsyncClient(
             router.internal_address, retry_s=0, transport=self._transport
         ) as client:
@@ -283,5 +283,5 @@ async def _revive(replica: Replica) -> None:
     except ClusterFailed as error:
         log.error("restart failed", replica=replica.name, cause=str(error))
     except Exception:
-        # A machine that lacks processes or descriptors for a while is tried again, too.
+        # Also retried, because the machine may lack processes or descriptors only temporarily.
         log.exception("restart failed", replica=replica.name)

@@ -13,12 +13,12 @@ from cluster.local.launch import Launch, RankLaunch, RouterLaunch
 from cluster.local.launcher import Child, Launcher
 from cluster.local.router_ports import KeptPorts
 
-#: Beyond what a process may take by its own configuration to end.
+#: Seconds to stop beyond the time that a process may take by its own configuration.
 _STOP_MARGIN_S = 5.0
 
 
 class Replica(ABC):
-    """The first of its processes is the one that others speak with."""
+    """Replica of one or more processes; other components connect to the first process."""
 
     def __init__(self, name: str, launcher: Launcher, log_dir: Path) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class Replica(ABC):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of its processes, in order."""
+        """Ids of the replica's processes, in order."""
         return [child.pid for child in self._children]
 
     @property
@@ -36,7 +36,10 @@ class Replica(ABC):
         return bool(self._children) and all(child.is_running for child in self._children)
 
     async def start(self) -> None:
-        """Start, and return when it serves. Raises ClusterFailed and then leaves nothing."""
+        """Start all processes, and return when the replica serves.
+
+        Raises ClusterFailed, after killing the processes.
+        """
         self._children = []
         try:
             await self._start()
@@ -53,12 +56,12 @@ class Replica(ABC):
         pass
 
     async def stop(self) -> None:
-        """Stop in good order; the first process coordinates it."""
+        """Stop the processes in order, beginning with the first one, which coordinates the stop."""
         for child in self._children:
             await child.stop(self._bound_s + _STOP_MARGIN_S)
 
     async def kill(self) -> None:
-        """Kill each process with SIGKILL, and return when they are gone."""
+        """Kill each process with SIGKILL, and return when all have ended."""
         await asyncio.gather(*(child.kill() for child in self._children))
 
     async def _spawn(self, launch: Launch) -> Child:
@@ -69,7 +72,7 @@ class Replica(ABC):
 
 
 class RouterReplica(Replica):
-    """Router process; it takes its ports at the first start and keeps them until it is stopped."""
+    """Router process that keeps the ports of its first start until it is stopped."""
 
     def __init__(self, launch: RouterLaunch, launcher: Launcher, log_dir: Path) -> None:
         super().__init__(launch.name, launcher, log_dir)
@@ -98,12 +101,12 @@ class RouterReplica(Replica):
 
 
 class WorkerReplica(Replica):
-    """A worker, one process for each rank. Every start makes a new worker."""
+    """Worker with one process per rank; every start creates a new worker."""
 
     def __init__(
         self, launch: RankLaunch, launcher: Launcher, log_dir: Path, gpus: Sequence[str]
     ) -> None:
-        """Create the replica; ``gpus`` are by rank."""
+        """Create the replica; ``gpus`` has the GPU of each rank."""
         super().__init__(launch.name, launcher, log_dir)
         self._launch = launch
         self._gpus = gpus

@@ -1,4 +1,4 @@
-"""Ports of the routers on one machine, fixed for their restarts."""
+"""Ports of the routers on one machine, which stay the same when a router is restarted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from router.config import RouterConfig, overlapping
 
 
 class KeptPorts:
-    """Reservation of a router's ports on this host while the router is away.
+    """Reservation of a router's ports on this host, also while the router is not running.
 
-    A socket that is bound to a port and does not listen keeps other processes from the port, but
-    not a listener with SO_REUSEADDR.
+    A reservation is a socket that is bound to the port and does not listen. It keeps other
+    processes from getting the port, but not the router, which listens with SO_REUSEADDR.
     """
 
     def __init__(self) -> None:
         self._kept = ExitStack()
 
     def of(self, router: RouterConfig) -> RouterConfig:
-        """Reserve a port wherever any free one is wanted. Raises OSError."""
+        """Return ``router`` with a newly reserved port for each port 0. Raises OSError."""
         return replace(
             router,
             port=router.port or self._keep(router.host),
@@ -53,9 +53,9 @@ class KeptPorts:
 def consecutive(router: RouterConfig, count: int) -> list[RouterConfig]:
     """Return the configurations of ``count`` routers on one machine.
 
-    The first router has the ports that are set, and each other router the next ones. Port 0 stays
-    0. Raises SettingsError where two routers would listen on the same port, or a port would be
-    above 65535.
+    The first router has the configured ports, and each further router the next higher ones. Port 0
+    stays 0. Raises SettingsError if two routers would listen on the same port, or if a port would
+    exceed 65535.
     """
     try:
         routers = [_with_ports_from(router, index) for index in range(count)]

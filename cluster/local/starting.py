@@ -1,4 +1,4 @@
-"""Reports of a starting worker to the routers, without Ray."""
+"""Reports of a worker to the routers, during its start and after it, without Ray."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 
 log = logs.get_logger(__name__)
 
-#: How often it is said.
+#: Seconds between two reports of a start.
 _SAY_S = 1.0
-#: To import torch holds up the event loop for seconds.
+#: Seconds for which a report is valid: importing torch blocks the event loop for seconds.
 _HOLDS_S = 15.0
 _TIMEOUT_S = 1.0
 
 
 class Starting:
-    """Announcement that a worker starts, until its ``end``.
+    """Context manager that reports, until its ``end``, that a worker is starting.
 
-    Any router will do: it tells the leader. What they do not hear changes nothing for the worker.
+    Each report goes to one router, which notifies the leader. If no router receives it, the worker
+    starts all the same.
     """
 
     def __init__(self, routers: Sequence[str], transport: Transport) -> None:
@@ -39,7 +40,7 @@ class Starting:
         self._saying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        # What comes next may hold up the loop before a task has its turn.
+        # Sent at once, because the caller may block the event loop before the task runs.
         await self._say(_HOLDS_S)
         self._saying = asyncio.create_task(self._say_on())
         return self
@@ -53,7 +54,7 @@ class Starting:
         await self.end()
 
     async def end(self) -> None:
-        """Note that it is ready, or will never be. A second call does nothing."""
+        """Report that the start has ended, successfully or not. A second call does nothing."""
         if self._saying is not None:
             self._saying.cancel()
             await asyncio.gather(self._saying, return_exceptions=True)
@@ -80,13 +81,13 @@ class Starting:
 
 _ANNOUNCER_TIMEOUT_S = 2.0
 _RETRY_S = 0.1
-#: Without a router for so long, it may be that nobody knows the worker any more.
+#: Seconds without a connected router after which possibly no router knows the worker any more.
 _ALONE_S = 1.0
 _LOOK_S = 0.1
 
 
 class Announcer:
-    """Announcer of a worker to any router, which writes it into the ledger for the others."""
+    """Announcer of a worker to one of the routers, which writes it to the ledger for the others."""
 
     def __init__(
         self,
@@ -99,7 +100,10 @@ class Announcer:
         self._transport = transport
 
     async def announce(self) -> None:
-        """Announce until a router accepts the worker. Raises InvalidRequest if one refuses it."""
+        """Announce the worker until a router accepts it.
+
+        Raises InvalidRequest if a router rejects the worker.
+        """
         while True:
             for router in self._routers:
                 if await self._told(router):
@@ -107,7 +111,7 @@ class Announcer:
             await asyncio.sleep(_RETRY_S)
 
     async def keep(self, is_alone: Callable[[], bool]) -> None:
-        """Announce the worker again whenever no router has been connected for a while."""
+        """Announce the worker again, forever, whenever ``is_alone`` has been True for a while."""
         while True:
             await _lonely(is_alone)
             log.info("registering again", worker_id=self._message.worker.worker_id)

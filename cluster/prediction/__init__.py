@@ -1,1 +1,1 @@
-"""``everlift train-predictor``: how long outputs become, learnt from those that ended."""
+"""``everlift train-predictor``: training of a predictor of output lengths."""

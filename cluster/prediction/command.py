@@ -1,4 +1,4 @@
-"""``everlift train-predictor``: how long outputs become, learnt from those that ended."""
+"""Command ``everlift train-predictor``: train a predictor of output lengths."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Outputs that ended, and what was asked of them: of the ledger, or of a file.
+"""Training examples: lengths of finished outputs, with the features of their requests.
 
-A file has an example a line, as JSON, in one of two forms:
+Examples are read from the ledger or from files. A file has one example per line, as JSON, in one of
+two forms:
 
-    {"prompt": "...", "output_tokens": 57}         and what else is known of the request
-    {"static": [...], "groups": [...], ...}        what is made of it: no prompt, no names
+    {"prompt": "...", "output_tokens": 57, "arrived": 1.5, ...}    a request, with optional fields
+    {"static": [...], "groups": [...], "output_tokens": 57, ...}   features, without the prompt
 
-``arrived`` is ledger time in seconds. ``expected_tokens`` is the length that who made the example
-knew to expect, which nobody can predict better.
+``arrived`` is ledger time in seconds. ``expected_tokens`` is the length that the source of the
+example expected, for instance because it generated the workload. No prediction can be better.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from router.prediction.model import GROUPS, STATIC
 from router.prediction.predictor import Asked, asked, asked_of
 from router.requests.tokenizer import ServedModel
 
-#: Requests whose records are asked for at once.
+#: Number of requests that are read from the ledger concurrently.
 _AT_ONCE = 64
-#: What may be said beside a prompt.
+#: Optional fields of an example with a prompt, and their defaults.
 _DEFAULTS: dict[str, Any] = {
     "max_tokens": 1 << 20,
     "choices": 1,
@@ -42,7 +43,10 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An output of a request. ``application`` is its name, if it has one."""
+    """Length of one output, with the features of its request.
+
+    ``application`` is empty if the request names none. ``expected_tokens`` is None if unknown.
+    """
 
     asked: Asked
     output_tokens: int
@@ -51,11 +55,14 @@ class Example:
 
     @property
     def prompt_tokens(self) -> float:
-        """Return the logarithm of the prompt's tokens, which has the same order."""
+        """Return the logarithm of the prompt length, log(1 + tokens).
+
+        It orders examples as the length itself does.
+        """
         return self.asked.static[0]
 
     def line(self) -> str:
-        """Return the line of a file, without the prompt."""
+        """Return the example as a line of a file, in the form without the prompt."""
         plain = {**self.asked._asdict(), "output_tokens": self.output_tokens}
         plain["arrived"] = plain.pop("moment")
         optional = {"application": self.application, "expected_tokens": self.expected_tokens}
@@ -63,18 +70,18 @@ class Example:
 
 
 def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
-    """Yield the outputs of each, all of which are predicted before any of them ends.
+    """Yield the features of each request with its examples, which have to be adjacent.
 
-    Those of one stand together.
+    Callers predict all outputs of a request before they record the length of any of them.
     """
     for what, alike in groupby(examples, key=lambda example: example.asked):
         yield what, list(alike)
 
 
 def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
-    """Return the examples in ``lines``.
+    """Return the examples in ``lines``, which are JSON.
 
-    Raises SettingsError, which names the line and quotes nothing of it.
+    Raises SettingsError, which has the number of an invalid line but none of its content.
     """
     examples = []
     for number, line in enumerate(lines, 1):
@@ -114,7 +121,7 @@ def _asked_by_prompt(plain: dict[str, Any], model: ServedModel) -> Asked:
 
 
 class Requests(Protocol):
-    """A ledger, as far as it is read here."""
+    """Part of a ledger that reads requests."""
 
     async def list_requests(
         self,
@@ -129,9 +136,10 @@ class Requests(Protocol):
 
 
 async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
-    """Return the examples of up to ``limit`` finished requests, newest first.
+    """Return the examples of the newest ``limit`` finished requests, newest first.
 
-    Outputs that only max_tokens could end are left out. Raises LedgerUnavailable.
+    Requests of other models are left out, and so are requests without stop strings and stop tokens,
+    whose outputs only max_tokens could end. Raises LedgerUnavailable.
     """
     examples = []
     async for page in _pages(ledger, limit):

@@ -1,4 +1,4 @@
-"""Report on a predictor, and its table for the terminal."""
+"""Report on the accuracy of a predictor, and its table for the terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from router.prediction.trust import kendall_tau
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Accuracy of the predictions of ``outputs`` outputs.
+    """Accuracy of predicted output lengths.
 
-    Kendall's tau of the model, of prompt lengths, and of expected lengths (None without them); the
-    coverage of each quantile; total predicted over total actual tokens; the mean absolute error in
-    tokens, and that of a running mean.
+    Attributes:
+        outputs: Number of outputs.
+        tau: Kendall's tau of predicted and actual lengths.
+        tau_prompt_length: Kendall's tau of prompt lengths and actual lengths.
+        tau_oracle: Kendall's tau of expected and actual lengths; None unless all are known.
+        coverage: For each of QUANTILES, the share of outputs that stay within it.
+        total_ratio: Sum of predicted tokens / sum of actual tokens.
+        mean_absolute_error: Mean absolute error of the predictions, in tokens.
+        mean_absolute_error_of_mean: The same if the running mean of earlier outputs is predicted.
     """
 
     outputs: int
@@ -45,9 +51,10 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Accuracy on the outputs that followed the training examples.
+    """Accuracy of a predictor on outputs that arrived after its ``learnt_from`` training examples.
 
-    An application without a name stands for the narrowest group of its requests.
+    ``by_application`` has figures by the name of the application. Requests without one are grouped
+    by the digest of their narrowest group.
     """
 
     learnt_from: int
@@ -55,7 +62,7 @@ class Report:
     by_application: dict[str, Figures]
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as stored with a model."""
+        """Return the report as JSON values, the form in which a predictor's file contains it."""
         groups = {name: asdict(figures) for name, figures in self.by_application.items()}
         return {
             "learnt_from": self.learnt_from,
@@ -66,9 +73,10 @@ class Report:
 
 
 def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> Report:
-    """Measure predictions on ``held_out`` examples, by arrival.
+    """Return the accuracy of ``learned`` on ``held_out`` examples, which are in order of arrival.
 
-    Each request's outputs are noted before the next one is predicted, as in service.
+    As in a router, the outputs of earlier requests are recorded before a request is predicted.
+    ``learnt_from`` is the number of training examples, for the report.
     """
     mean, seen = OutputLengths(), list[_Seen]()
     for asked, outputs in by_request(held_out):
@@ -115,9 +123,9 @@ def _mean(values: Iterable[float]) -> float:
     return sum(told) / len(told)
 
 
-#: Applications that are shown, those with the most outputs.
+#: Number of applications that the table shows, those with the most outputs.
 _ROWS = 20
-#: Of a name.
+#: Number of characters of an application's name that the table shows.
 _CHARACTERS = 12
 
 

@@ -1,4 +1,4 @@
-"""Training of a predictor: from ended outputs, in files or in a ledger, to a file for routers."""
+"""Training of a predictor: read examples from files or a ledger, and write a file for routers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ async def train(
     ledger_url: str | None,
     limit: int,
 ) -> Report:
-    """Train a predictor and write it to ``out``, and the examples to ``keep``.
+    """Train a predictor, write it to ``out`` and return the report on its accuracy.
+
+    Args:
+        config: Configuration of the cluster; names the model and the ledger.
+        out: File of the predictor.
+        keep: File to which the examples are written without prompts; None for no such file.
+        files: Files of examples; if empty, the examples are read from the ledger.
+        ledger_url: URL of the ledger if it is not the configured one.
+        limit: Maximum number of requests to read from the ledger, the newest.
 
     Raises SettingsError, ClusterFailed, ModelUnavailable, UnknownModel, LedgerSetupError,
     LedgerUnavailable, OSError.
@@ -71,7 +79,7 @@ def _write(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        # As a file that is made without care: routers may be somebody else's processes.
+        # mkstemp lets only the owner read the file, but routers may be processes of another user.
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

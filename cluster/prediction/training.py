@@ -1,4 +1,4 @@
-"""A predictor made from outputs that ended: its trees are grown by LightGBM."""
+"""Training of a predictor from the lengths of finished outputs, with LightGBM."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from router.prediction.predictor import Histories, Learned
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-#: Fewer examples say nothing.
+#: Least number of examples; fewer are not representative.
 _LEAST = 200
-#: The first ones by arrival are learnt from, the others are what it is examined by.
+#: Share of the examples, the first by arrival, that is used for training. The others are used for
+#: the report.
 _LEARNT = 0.8
-#: Trees of each quantile.
+#: Number of trees of each quantile.
 ROUNDS = 60
-#: Quantiles keep their order under a logarithm, and trees have it easier with what is less skewed.
-#: Nothing is ever missing; the same examples make the same trees.
+#: Parameters of LightGBM. The trees predict logarithms of lengths, which are less skewed; this is
+#: allowed because the logarithm of a quantile is the quantile of the logarithm. No feature is ever
+#: missing. The same examples make the same trees.
 PARAMETERS: Mapping[str, Any] = {
     "learning_rate": 0.1,
     "num_leaves": 15,
@@ -42,7 +44,7 @@ PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(slots=True)
 class Nodes:
-    """Nodes of all trees, as in Forest."""
+    """Nodes of all trees, one list per field as in Forest; ``roots`` has a list per quantile."""
 
     roots: list[list[int]] = field(default_factory=list)
     feature: list[int] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Nodes:
     value: list[float] = field(default_factory=list)
 
     def add(self, node: Mapping[str, Any]) -> int:
-        """Add a node as LightGBM dumps it, and those below it; return its index."""
+        """Add a node in the form of LightGBM's dump, and all nodes below it; return its index."""
         place = len(self.value)
         self.feature.append(node.get("split_feature", 0))
         self.threshold.append(node.get("threshold", 0.0))
@@ -66,10 +68,10 @@ class Nodes:
 
 
 def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
-    """Return the file of a predictor of the outputs of ``served``, and what it is worth.
+    """Return the text of a predictor's file, and the report on its accuracy.
 
-    ``examples`` are by arrival. Raises ClusterFailed where LightGBM is missing, or where they are
-    too few.
+    ``served`` is the name of the model that generated the outputs. ``examples`` must be in order of
+    arrival. Raises ClusterFailed if LightGBM is missing or there are too few examples.
     """
     if len(examples) < _LEAST:
         raise ClusterFailed(f"{len(examples)} outputs to learn from are too few: {_LEAST} it takes")
@@ -77,16 +79,18 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
     learnt, held_out = examples[:count], examples[count:]
     histories = Histories()
     nodes = asdict(_nodes(learnt, histories))
-    # Examined as a router has it: read from its file, and told of what ends.
+    # The report measures the predictor as a router uses it: parsed from its file, and updated with
+    # every output that ends.
     model = Model.parse(text(served, nodes, histories.as_dict(), {"tau": 1.0}))
     report = examine(Learned(model, histories, min_tau=0.0), held_out, count)
     return text(served, nodes, histories.as_dict(), report.plain()), report
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Return features, a row for each example, and logarithms of lengths.
+    """Return the features [examples, features] and the logarithms of the lengths [examples].
 
-    Each request is asked with what ended before it; after it ``histories`` know of all.
+    The features of a request depend only on the outputs of earlier requests. At the end all outputs
+    are recorded in ``histories``.
     """
     rows = []
     for asked, outputs in by_request(examples):

@@ -1,1 +1,1 @@
-"""A cluster under Ray Serve."""
+"""Cluster under Ray Serve."""

@@ -1,10 +1,8 @@
-"""Application for Ray Serve's own tools.
+"""Serve application for Ray Serve's own tools.
 
-``everlift build`` writes what ``serve deploy`` and KubeRay read, and they call ``application`` with
-its args.
-
-Settings that change without a restart of actors are not among the args
-(cluster/ray/deployments.py).
+``everlift build`` writes a file that ``serve deploy`` and KubeRay read. They call ``application``
+with the ``args`` from that file. The args do not contain the settings that change without a restart
+of actors (cluster/ray/deployments.py).
 """
 
 from __future__ import annotations
@@ -35,11 +33,12 @@ _HEAD = f"""\
 
 
 def application(args: Mapping[str, object]) -> Application:
-    """Return the Serve application of ``args``, nested settings. Ray must run.
+    """Return the Serve application of the nested settings ``args``. Ray must be running.
 
     Raises:
-        SettingsError: An argument is no setting, or one that deployments have.
-        ModelUnavailable: The model cannot be had.
+        SettingsError: An argument is not a setting, belongs in ``deployments``, or is the
+            ledger's URL.
+        ModelUnavailable: The model cannot be found.
     """
     _, run_time = _divided(args)
     if run_time:
@@ -55,7 +54,10 @@ def application(args: Mapping[str, object]) -> Application:
 
 
 def serve_yaml(config: Config) -> str:
-    """Return a file for ``serve deploy`` with all that ``config`` sets. Raises SettingsError."""
+    """Return the text of a file for ``serve deploy`` with the settings of ``config``.
+
+    Raises SettingsError if ``config`` contains the ledger's URL.
+    """
     check_shown(config)
     deployed = {
         "proxy_location": "Disabled",
@@ -76,7 +78,10 @@ def serve_yaml(config: Config) -> str:
 
 
 def _divided(values: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that restart actors, and the paths of the others."""
+    """Return the nested settings that restart actors, and the dotted paths of all others.
+
+    ``path`` is the prefix of ``values``: empty, or a dotted path that ends with a dot.
+    """
     args: dict[str, Any] = {}
     run_time: list[str] = []
     for name, value in values.items():
@@ -93,7 +98,10 @@ def _divided(values: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any],
 
 
 def check_shown(config: Config) -> None:
-    """Serve shows the args of an application to whoever may look at it. Raises SettingsError."""
+    """Raise SettingsError if ``config`` contains the ledger's URL, which has a password.
+
+    Serve shows the args of an application to everyone who has access to Serve.
+    """
     if config.ledger.url != EMBEDDED:
         raise SettingsError(
             f"ledger.url: must not be among the settings that Serve shows; set {URL_VARIABLE} where"
@@ -102,8 +110,9 @@ def check_shown(config: Config) -> None:
 
 
 def _set(config: Config) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, and always the model."""
-    # What is set for the whole cluster is no setting of a part.
+    """Return the nested settings that differ from the defaults, and always the model."""
+    # Config copies these settings into its sections. The sections are compared with those of a
+    # configuration that has the same values, so that the copies do not count as different.
     whole = Config(
         model=config.model,
         model_revision=config.model_revision,

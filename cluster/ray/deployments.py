@@ -1,7 +1,8 @@
 """Options of the Serve deployments that take effect without a restart of actors.
 
-Serve restarts every actor of an application when one of its ``args`` changes. Numbers of actors and
-the ``user_config`` of a deployment change in place. So ``args`` has none of the settings below.
+Serve restarts every actor of an application when one of its ``args`` changes. The number of actors
+and the ``user_config`` of a deployment change in place. Therefore the settings of this module are
+options of the deployments and not ``args``.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from cluster.config import Config
 from everlift import settings
 from router.leader.policy_store import ROUTER_SETTINGS
 
-#: The Serve application.
+#: Name of the Serve application.
 APPLICATION = "everlift"
 ROUTER, WORKER = "router", "worker"
-#: Paths of the settings that deployments have. ``autoscale`` is the whole section.
+#: Dotted paths of the settings that are options of deployments. ``autoscale`` is a whole section.
 RUN_TIME_SETTINGS = (
     *("num_routers", "num_workers", "log_level", "autoscale"),
     *(f"router.{name}" for name in ROUTER_SETTINGS),
 )
 WORKER_POLICY = "cluster.autoscale.serve_policy:QueuePolicy"
 ROUTER_POLICY = "cluster.autoscale.router_policy:RouterPolicy"
-#: Bounds of Serve's autoscaling, which come to a policy with each call.
+#: Bounds of Serve's autoscaling, which Serve passes to a policy with each call.
 _BOUNDS = ("min_workers", "max_workers", "max_routers")
 
 
 def options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the options of each deployment by its name, in Serve's terms."""
+    """Return, by the name of the deployment, the options with the names that Serve uses."""
     return {
         ROUTER: {**_routers(config), "user_config": _router_settings(config)},
         WORKER: {**_workers(config), "user_config": {"log_level": config.log_level}},
@@ -76,11 +77,11 @@ def _autoscaled(config: Config, least: int, most: int, policy: str) -> dict[str,
         "autoscaling_config": {
             "min_replicas": least,
             "max_replicas": most,
-            # The policy decides when to change the number; Serve is to carry it out at once.
+            # The policy decides when to change the number, and Serve applies it without a delay.
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
-            # Serve counts the policy's arguments among what restarts actors: nothing that may
-            # change at run time is among them.
+            # A change of the policy's arguments restarts all actors, so they contain no setting
+            # that may change at run time.
             "policy": {"policy_function": policy, "policy_kwargs": _policy_arguments(config)},
         }
     }
@@ -88,6 +89,6 @@ def _autoscaled(config: Config, least: int, most: int, policy: str) -> dict[str,
 
 def _policy_arguments(config: Config) -> Mapping[str, Any]:
     ledger = asdict(config.ledger)
-    # Serve shows and logs the arguments, and the URL may hold a password.
+    # Serve shows and logs the arguments, and the URL may contain a password.
     del ledger["url"]
     return {"ledger": ledger, "state_dir": str(config.state_dir)}

@@ -1,10 +1,14 @@
-"""Settings of a local Ray (2.60) that its interface does not offer.
+"""Settings of a local Ray (2.60) that its public interface does not offer.
 
-Its servers listen where their node is, so the node has to be 127.0.0.1; ``ray.init`` turns that
-address into the machine's outer one unless clusters are off. Serve's replicas open one more port,
-for pickled calls between deployments, on every interface. What Ray has to say of its own accord it
-prints to the standard output of whoever started it. And on a machine that the engine needs, what it
-looks at ten times a second takes 3 % of a core while nothing happens.
+Listening addresses: Ray's servers listen on the address of their node, which therefore has to be
+127.0.0.1. ``ray.init`` replaces that address by the machine's external one unless clusters are
+disabled. Each replica of Serve opens another port on every interface, for pickled calls between
+deployments.
+
+Messages: Ray prints its messages to the standard output of the process that started it.
+
+Load: by default Serve's controller runs ten times a second, which takes 3 % of a core even while
+the cluster is idle. On a small machine the engine needs that time.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from everlift import logs
 log = logs.get_logger(__name__)
 
 _SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-#: Between two looks of Serve's controller, and two times that its metrics are sent. Who has set one
-#: has decided.
+#: Intervals of the loop of Serve's controller and of the export of its metrics. A value that is
+#: already set in the environment stays.
 _INTERVALS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
@@ -27,14 +31,20 @@ _INTERVALS = {
 
 
 def prepare() -> None:
-    """Prepare the process that starts Ray, before ray is imported; Ray's processes inherit it."""
+    """Set the environment of the process that starts Ray, which Ray's processes inherit.
+
+    Must be called before ray is imported.
+    """
     os.environ.update(_SETTINGS)
     for name, value in _INTERVALS.items():
         os.environ.setdefault(name, value)
 
 
 def bind_replicas() -> None:
-    """Bind servers to loopback, in each of Ray's worker processes, before a replica starts."""
+    """Make replicas of Serve listen on loopback instead of every interface.
+
+    Must be called in each of Ray's worker processes before a replica starts.
+    """
     from ray.serve._private import replica
 
     module: Any = replica
@@ -45,7 +55,7 @@ def bind_replicas() -> None:
 
 
 def log_messages() -> None:
-    """Send Ray's messages to our log, in the process that starts Ray."""
+    """Write Ray's messages to Everlift's log. To be called in the process that starts Ray."""
     from ray._private import worker
 
     module: Any = worker

@@ -1,9 +1,9 @@
-"""A cluster under Ray Serve: the same routers and workers, placed and restarted by Ray.
+"""Cluster under Ray Serve: Ray places and restarts the routers and workers.
 
-this process ─┬─ valkey-server    unless the ledger has a url
-              └─ Ray              its own on this machine, or one that runs at ray_address
+this process ─┬─ valkey-server    unless ledger.url names another server
+              └─ Ray              started on this machine, or already running at ray_address
                    ├─ router deployment
-                   └─ worker deployment, a placement group a replica, an actor a rank
+                   └─ worker deployment: one placement group per replica, one actor per rank
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 log = logs.get_logger(__name__)
 
 LOCAL = "local"
-#: Little passes through Ray, and no token.
+#: Little data passes through Ray's object store, and no tokens.
 _OBJECT_STORE_BYTES = 100 << 20
 _POLL_S = 0.1
 
 
 class RayCluster:
-    """Cluster under Ray Serve.
+    """Cluster under Ray Serve; all of it is ready inside ``async with``.
 
-    Inside ``async with``, all of it is ready.
+    The addresses below are those of one router, because Serve lets any one router answer.
     """
 
     def __init__(self, config: Config, *, stages: Stages | None = None) -> None:
-        """Create the cluster; ``stages`` show its start."""
+        """Create the cluster without starting it; ``stages`` shows the progress of its start."""
         self.config = config
         self._stages = stages or Stages()
-        #: where clients connect: of one replica, for Serve answers for any
+        #: the router's gRPC address for clients
         self.addresses: list[str] = []
-        #: of the same one
+        #: the router's address for the other routers and the workers
         self.internal_address = ""
-        #: of the same one; empty where OpenAI's API is served nowhere
+        #: the router's HTTP address; an empty string if it does not serve the OpenAI API
         self.http_addresses: list[str] = []
-        #: of the same one; empty where metrics are read nowhere
+        #: the router's address of metrics; an empty string if it does not serve them
         self.metrics_addresses: list[str] = []
         self._ledger_config = config.ledger
         self._ledger = OwnLedger(config)
@@ -64,13 +64,14 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Address of the first router."""
+        """Address of the router for gRPC clients."""
         return self.addresses[0]
 
     async def start(self) -> None:
-        """Start Ray and the application.
+        """Start the ledger, Ray and the application, and wait until the application runs.
 
-        Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left.
+        Raises ModelUnavailable, LedgerSetupError, ClusterFailed. After an error everything that was
+        started is stopped.
         """
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
@@ -114,7 +115,8 @@ class RayCluster:
 
         router = serve.get_deployment_handle(deployments.ROUTER, deployments.APPLICATION)
         found = await router.describe.remote()
-        # Else it would tell Serve of its calls for ever, also when Ray has gone.
+        # Without a shutdown the handle would report its calls to Serve for ever, even after Ray has
+        # stopped.
         await router.shutdown_async()
         self.addresses = [found["address"]]
         self.internal_address = found["internal_address"]
@@ -132,10 +134,10 @@ class RayCluster:
         )
 
     async def _until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
-        """Wait for a state of the application.
+        """Wait until the application's status fulfils ``condition``.
 
-        Serve's own wait would let nobody hear a signal meanwhile, and where a worker cannot be
-        placed it has no end. Raises ClusterFailed.
+        Serve's own wait would block the event loop, so that signals were not handled, and would
+        never end if a worker cannot be placed. Raises ClusterFailed if the deployment fails.
         """
         from ray import serve
 
@@ -156,7 +158,7 @@ class RayCluster:
         import ray
         from ray import serve
 
-        # Serve would start, or join, a Ray to be stopped in.
+        # Without a connection to Ray, Serve would first start or join one in order to stop.
         if not ray.is_initialized():
             return
         if self.config.ray_address == LOCAL:
@@ -166,9 +168,13 @@ class RayCluster:
         ray.shutdown()
 
     def application(self, config: Config) -> Application:
-        """Return the Serve application of ``config`` on this cluster's ledger. Ray must run."""
+        """Return the Serve application of ``config`` with this cluster's ledger.
+
+        Ray must be running.
+        """
         if config.autoscale.is_on or config.autoscale.max_routers is not None:
-            # Serve's controller finds it there, and not in Serve's own records.
+            # The autoscaling policies in Serve's controller read the URL from the state directory,
+            # so that Serve's own records do not contain it.
             write_url(config, self._ledger_config.url)
         return application(replace(config, ledger=self._ledger_config))
 
@@ -194,7 +200,8 @@ class RayCluster:
         import ray
 
         local_ray.log_messages()
-        # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
+        # The path must be short because Ray's sockets are in it, and the path of a socket has at
+        # most 107 bytes.
         self._scratch = Path(tempfile.mkdtemp(prefix="everlift-ray-"))
         ray.init(
             address=LOCAL,
@@ -220,9 +227,10 @@ def _has_router(application: ApplicationStatusOverview) -> bool:
 
 
 def _cause(application: ApplicationStatusOverview) -> str:
-    """Return why Serve does not run the application, in one line a deployment.
+    """Return why Serve does not run the application: the cause for each failed deployment.
 
-    Serve's message has only their names and tracebacks; the log has the whole.
+    A cause is the last line of the deployment's message. The whole messages are logged. The message
+    of the application would only list the deployments, with tracebacks.
     """
     said = {
         name: each.message
@@ -247,15 +255,18 @@ def log_dir(config: Config) -> Path:
 
 
 def application(config: Config) -> Application:
-    """Return the Serve application of a configuration.
+    """Return the Serve application of a configuration. Ray must be running.
 
-    Routers find a ledger without a url in their environment. Ray must run.
+    If the ledger's settings have no URL, the routers read it from their environment.
     """
     return _workers(config, _routers(config))
 
 
 def upgradable_application(config: Config) -> Application:
-    """Return the application of clusters that replace each other (cluster/ray/upgrade_gate.py)."""
+    """Return the Serve application with a gate, for clusters that replace each other.
+
+    Ray must be running. cluster/ray/upgrade_gate.py describes the gate.
+    """
     from cluster.ray.upgrade_gate import UpgradeGate
 
     routers = _routers(config)
@@ -290,7 +301,7 @@ def _workers(config: Config, routers: Application) -> Application:
         **deployments.options(config)[deployments.WORKER],
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
-        # Nodes that are to come cannot be looked at.
+        # The resources of nodes that do not exist yet are unknown.
         placement_group_strategy="PACK"
         if config.nodes_per_worker > 1
         else _strategy(nodes, resources, size),
@@ -319,7 +330,11 @@ def _rank_resources(
 def _strategy(
     nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float], size: int
 ) -> str:
-    """Place all ranks on one node if one is large enough, or if no node can hold a rank yet."""
+    """Return the placement strategy of the ``size`` ranks of a worker.
+
+    STRICT_PACK places all ranks on one node. It is returned if a node is large enough for this, or
+    if no node can hold even one rank yet. Otherwise PACK lets the ranks use several nodes.
+    """
 
     def fit(count: int) -> bool:
         needed = {name: count * each for name, each in resources.items()}

@@ -1,10 +1,11 @@
-"""Deployment that keeps a new cluster's application from running until it carries the load.
+"""Gate that delays the RUNNING state of a new cluster until it has enough workers for the load.
 
-In an upgrade KubeRay starts a second Ray cluster on the same ledger. It removes the first one a
-while after the application of the second one runs. Serve says that an application runs as soon as
-its autoscaler asks for more workers, however long these take to load. An application with a replica
-that still starts does not run yet: the gate is such a replica. A cluster of another model becomes
-the active one when its gate opens (router/active.py).
+During an upgrade KubeRay starts a second Ray cluster on the same ledger. It removes the first one
+some time after the application of the second one is in the state RUNNING. Serve reports this state
+as soon as its autoscaler asks for more workers, even if these still load their model for long. But
+Serve does not report it while a replica of the application is starting. The gate is a replica whose
+start ends when enough workers run. A cluster of another model becomes the active one when its gate
+opens (router/active.py).
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from everlift import logs
 log = logs.get_logger(__name__)
 
 _LOOK_S = 0.5
-#: The autoscaler has seen the other cluster's workers by then, and asked for all that it may.
+#: Seconds for which all workers must have been running before the gate opens with fewer workers
+#: than the other clusters have. By then the autoscaler has seen the other clusters' workers and has
+#: asked for as many as it may.
 _SETTLED_S = 10.0
 
 
 class Progress:
-    """Progress of an upgrade: whether this cluster's workers carry the load. Pure."""
+    """Progress of an upgrade: decides whether this cluster has enough workers. Pure."""
 
     def __init__(self) -> None:
         self._complete_since: float | None = None
 
     def is_enough(self, own: int, total: int, *, is_complete: bool, now: float) -> bool:
-        """Return whether the other clusters on the ledger may go.
+        """Return whether this cluster has enough workers, so that the others may be removed.
 
         Args:
-            own: Running workers of this cluster.
-            total: Workers of all clusters that serve: those that the router is connected with, and
-                those of a cluster of another model.
-            is_complete: All workers that this cluster is to have run.
+            own: Number of running workers of this cluster.
+            total: Number of workers of all serving clusters. These are the workers to which the
+                router is connected, and the workers of an active cluster of another model.
+            is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """
         if not is_complete:
@@ -57,12 +60,19 @@ class Progress:
 
 @serve.deployment(name="gate", ray_actor_options={"num_cpus": 0})
 class UpgradeGate:
-    """Deployment with one replica that is ready when the new workers carry the load."""
+    """Deployment of one replica that becomes ready when the cluster has enough workers."""
 
     async def __init__(  # type: ignore[misc]
         self, workers: DeploymentHandle[Any], router: DeploymentHandle[Any], log_dir: Path
     ) -> None:
-        """Add the gate to the application ``workers``."""
+        """Wait until the gate opens; for Serve the replica is starting until then.
+
+        Args:
+            workers: The worker deployment, which thereby belongs to the application.
+            router: Router deployment. It returns the number of workers, and makes this cluster the
+                active one.
+            log_dir: Directory of the log file.
+        """
         logs.configure("gate", path=log_dir / f"gate-{os.getpid()}.log")
         self._workers = workers
         self._router = router
@@ -77,7 +87,7 @@ class UpgradeGate:
             total = await self._router.num_workers.remote()
             if not self._progress.is_enough(own, total, is_complete=is_complete, now=now):
                 return False
-            # Clients of a cluster of another model come here from now on.
+            # From now on this cluster serves clients, and a cluster of another model does not.
             await self._router.activate.remote()
         except RayError as error:
             log.warning("router not responding", cause=str(error))
@@ -87,6 +97,6 @@ class UpgradeGate:
 
 
 def _workers() -> tuple[int, bool]:
-    """Return how many workers of this cluster run, and whether these are all that it is to have."""
+    """Return the number of running workers of this cluster, and whether the target is reached."""
     found = serve.status().applications[deployments.APPLICATION].deployments[deployments.WORKER]
     return found.replica_states.get(ReplicaState.RUNNING, 0), found.status == "HEALTHY"

@@ -1,1 +1,1 @@
-"""Simulator of a cluster: the product's decisions in virtual time."""
+"""Simulator of a cluster, in which the product's own classes decide in virtual time."""

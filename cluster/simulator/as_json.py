@@ -1,4 +1,4 @@
-"""A forecast for programs."""
+"""Forecasts as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cluster.simulator.summary import Slo, Summary
 
 
 def write(content: Mapping[str, object], path: Path) -> None:
-    """Write ``content`` as JSON. Raises OSError."""
+    """Write ``content`` as JSON to ``path``, and create its folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:
-    """Return summaries by field name, and the samples of the time series."""
+    """Return the summaries of all requests and of each group, and the samples over time."""
     return {
         "slo": plain(asdict(slo)),
         "all": summary_as_json(forecast.summary(slo)),
@@ -38,7 +38,10 @@ def summary_as_json(summary: Summary) -> object:
 
 
 def plain(value: object) -> object:
-    """Return ``value`` with null for infinities, since JSON has no such number."""
+    """Return ``value`` with None for infinite numbers and NaN, which JSON cannot express.
+
+    Mappings become dicts and sequences become lists, recursively.
+    """
     match value:
         case float():
             return value if isfinite(value) else None

@@ -26,12 +26,15 @@ _COLUMNS = (
 
 
 def past(records: list[Record]) -> Forecast:
-    """Return the recorded requests in the form of a forecast."""
+    """Return recorded requests as a forecast without samples."""
     return Forecast(tuple(records), (), 0, 0, 0.0)
 
 
 def table(answers: Mapping[str, Forecast]) -> Table:
-    """Return a table of the results of all requests, of each class, and of each tenant."""
+    """Return a table with a row per policy for each group of requests.
+
+    The groups are all requests, each class, each tenant and each application.
+    """
     shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -45,7 +48,7 @@ def table(answers: Mapping[str, Forecast]) -> Table:
 
 
 def as_json(answers: Mapping[str, Forecast]) -> dict[str, object]:
-    """Summaries by policy and group."""
+    """Return the summaries by policy and group."""
     return {
         policy: {group: summary_as_json(summary) for group, summary in groups(answer)}
         for policy, answer in answers.items()

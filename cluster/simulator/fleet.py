@@ -1,4 +1,4 @@
-"""The simulated workers, their coming and going, and the links to them. Pure."""
+"""Simulated workers: their starts, drains and losses, and the links to the router. Pure."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from cluster.simulator.worker import SimulatedWorker
 
 
 class Router(Protocol):
-    """Receiver of the workers' messages."""
+    """Receiver of the workers' messages and of changes in the fleet."""
 
     def worker_up(self, worker: SimulatedWorker) -> None: ...
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
-        """Handle a lost worker; ``occupants`` are the ids of the requests that had its slots."""
+        """Handle a lost worker; ``occupants`` are the ids of the requests that had a slot."""
         ...
 
     def on_message(self, frame: Frame) -> None: ...
 
 
 class Fleet:
-    """A message to a worker or from it takes ``scenario.link_s``.
+    """All workers of a simulation, and the links to them.
 
-    Workers are numbered in the order of their coming.
+    A message to or from a worker takes ``scenario.link_s`` seconds. Workers are numbered in the
+    order in which they become available.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Fleet:
         self._timeline = timeline
         self._one_by_one = one_by_one
         self._num_came = 0
-        #: those that the router takes to be there, with the moment of their coming; of others only
-        #: sums are kept
+        #: workers that the router regards as connected, with the time at which they became
+        #: available; for all earlier workers only sums are kept
         self._up: dict[str, tuple[SimulatedWorker, float]] = {}
         self._worker_s = 0.0
         self._num_steps = self._num_jumped = 0
@@ -57,12 +58,12 @@ class Fleet:
 
     @property
     def staying(self) -> list[SimulatedWorker]:
-        """Return the worker that stays: the last one that was added."""
+        """Workers that are neither draining nor lost, in the order of their numbers."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
     @property
     def max_model_lens(self) -> Iterator[int]:
-        """Longest sequence in tokens of each worker that the router believes connected."""
+        """Maximum sequence length in tokens of each worker that the router regards as connected."""
         return (worker.limits.max_model_len for worker, _ in self._up.values())
 
     @property
@@ -75,12 +76,12 @@ class Fleet:
 
     @property
     def worker_s(self) -> float:
-        """Seconds that workers were there."""
+        """Connected time in seconds, summed over all workers."""
         now = self._timeline.now
         return self._worker_s + sum(now - came for _, came in self._up.values())
 
     def occupants(self, worker_id: str) -> set[str]:
-        """Ids of the requests that have a slot there."""
+        """Return the ids of the requests that have a slot at this worker."""
         return self._up[worker_id][0].occupants() if worker_id in self._up else set()
 
     # links
@@ -95,7 +96,7 @@ class Fleet:
     def _tell(self, frame: Frame) -> None:
         self._timeline.after(self._link_s, self._router.on_message, frame)
 
-    # coming and going
+    # starts, drains and losses
 
     def come(self, spec: WorkerSpec) -> None:
         name = _name(self._num_came)
@@ -113,7 +114,7 @@ class Fleet:
         self.come(spec)
 
     def gone(self, worker: SimulatedWorker) -> None:
-        """Record that the router declared the worker lost."""
+        """Remove a worker, and report its loss to the router."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)
             self._worker_s += self._timeline.now - came
@@ -122,7 +123,7 @@ class Fleet:
             self._router.worker_lost(worker.worker_id, worker.occupants())
 
     def drained(self, worker_id: str) -> None:
-        """Note that a worker has handed back everything."""
+        """Remove a draining worker that has no requests any more."""
         if worker_id in self._up:
             self.gone(self._up[worker_id][0])
 

@@ -13,14 +13,15 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Cluster at one moment.
+    """State of the cluster at one moment; ``at`` is the virtual time in seconds.
 
-    ``waiting`` are at workers, without a slot there. All of it but ``queued`` is of workers that
-    take requests: what a lost one had runs nowhere, though the router does not know it yet.
+    ``waiting`` counts the requests that are at a worker without a slot. All fields except
+    ``queued`` cover only the workers that accept requests. The requests of a lost worker are not
+    running, even if the router has not detected the loss yet.
     """
 
     at: float
-    #: in the admission queue
+    #: requests in the admission queue
     queued: int
     running: int
     waiting: int
@@ -42,14 +43,15 @@ class Sample:
 class Forecast:
     """Result of a simulation: ``records`` by arrival, ``samples`` by time.
 
-    ``num_steps`` were computed by all workers together, ``num_jumped`` of them several at once.
+    ``num_steps`` is the number of steps of all workers; ``num_jumped`` of them were not scheduled
+    separately.
     """
 
     records: tuple[Record, ...]
     samples: tuple[Sample, ...]
     num_steps: int
     num_jumped: int
-    #: seconds that workers were there, of all together
+    #: connected time in seconds, summed over all workers
     worker_s: float
 
     def summary(

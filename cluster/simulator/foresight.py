@@ -1,8 +1,8 @@
 """Prediction of output lengths in a simulation. Pure.
 
-A workload has no texts for a model. Lengths are predicted as routers predicted them if that is
-known; else by the mean of the outputs that ended before, as a router without a model does, or by
-the true length with a random error.
+A workload has no texts that a prediction model could read. If an error is configured, the
+prediction is the true length with that random error. Otherwise it is the length that a router
+recorded, or else the mean of the outputs that have ended, as in a router without a model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import NamedTuple
 from cluster.simulator.workloads.arrivals import Arrival
 from router.prediction.predictor import LEAST, LengthDistribution, OutputLengths, RecentRanks
 
-#: As in router.prediction, where nothing tells requests apart.
+#: Rank of all requests without a prediction of their own, as in ``router.prediction``.
 _NO_RANK = 0.0
 
 
 class Foretold(NamedTuple):
-    """Ranks of a request among recent ones, by predicted outputs and by predicted work.
+    """Predicted output length of a request, and its ranks among recent requests.
 
-    What ``is_distrusted`` leaves the queue by arrival. Nearly all outputs of which this is foretold
-    get ``least_tokens``.
+    ``rank`` compares predicted output tokens, ``work_rank`` the sum of prompt and predicted output
+    tokens. If ``is_distrusted``, the request leaves the queue in order of arrival. Nearly all
+    outputs with this prediction have at least ``least_tokens`` tokens.
     """
 
     length: LengthDistribution
@@ -33,10 +34,10 @@ class Foretold(NamedTuple):
 
 
 class Foresight:
-    """Create a prediction.
+    """Predictor of the output lengths of simulated requests.
 
-    ``sigma`` is the standard deviation of the error of the logarithm; None: only recorded
-    predictions are used.
+    ``sigma`` is the standard deviation of the predicted length's natural logarithm around the true
+    one. If it is None, recorded predictions or the mean of ended outputs are used instead.
     """
 
     def __init__(self, sigma: float | None, seed: int) -> None:
@@ -68,5 +69,5 @@ class Foresight:
         return arrival.output_tokens * exp(self._dice.gauss(0.0, self._sigma))
 
     def note(self, num_tokens: int) -> None:
-        """Record the length of an output that ended."""
+        """Record the length in tokens of an output that has ended."""
         self._lengths.note(num_tokens)

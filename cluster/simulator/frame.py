@@ -1,4 +1,4 @@
-"""Message of a simulated worker. Pure."""
+"""Message of a simulated worker to the router. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from worker.engine.outcome import Outcome
 
 
 class Frame(NamedTuple):
-    """State after a step, or at the start of counting what was ``accepted``.
+    """State of a worker after a step, at the start of a request, or as a heartbeat.
 
-    ``outcomes`` are of who draws its first or last token, and of who has other news: all others
-    draw one in each step.
+    ``accepted`` are the epochs that this frame acknowledges; ``load`` includes their requests.
+    ``outcomes`` are those of sequences with their first or last token or with another change. Every
+    other decoding sequence samples one token in each step and has no outcome.
     """
 
     worker_id: str

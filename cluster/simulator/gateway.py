@@ -1,13 +1,13 @@
-"""Unfinished requests, as ``router.requests.attempts`` treats them, without clients and ledger.
+"""Gateway of a simulated cluster: unfinished requests, without clients and ledger. Pure.
 
-Pure.
+Requests are treated as in ``router.requests.attempts``:
 
     queued   --dispatched-->  running  --last token-->  finished
       ^                         |
-      +- lost, given back, -----+        either  --end-->  failed, expired
+      +- lost, returned, -------+        either  --end-->  failed, expired
          moved or evicted
 
-An attempt is known by its epoch: what is said of one that is over changes nothing.
+An attempt is identified by its epoch. Messages about an attempt that has ended are ignored.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from worker.engine.outcome import NO_NEWS, News, Outcome, Residence, Stop
 
 
 class Workers(Protocol):
-    """The streams to the workers."""
+    """Connections from the gateway to the workers."""
 
     @property
     def max_model_lens(self) -> Iterable[int]:
-        """Longest sequence of each worker, in tokens."""
+        """Maximum sequence length of each worker, in tokens."""
         ...
 
     def start(self, worker_id: str, sequence: NamedSequence) -> None: ...
@@ -65,7 +65,7 @@ class Gateway:
         foresight: Foresight,
     ) -> None:
         self._config = config
-        #: tokens of prompt and output that each of the workers can hold
+        #: maximum sequence length, prompt and output, that every worker accepts
         self._max_model_len = 0
         self._dispatcher = dispatcher
         self._workers = workers
@@ -73,11 +73,11 @@ class Gateway:
         self._foresight = foresight
         self._lives: dict[str, Life] = {}
         self._by_epoch: dict[int, Life] = {}
-        #: by worker, the steps that are over, as far as is known here
+        #: number of completed steps that each worker last reported
         self._steps: dict[str, int] = {}
         self._served = ServedOutputs()
         self._has_worker = False
-        #: how often there was no worker, and one came
+        #: number of times that a worker became available while there was none
         self._outages = 0
         self.records: list[Record] = []
 
@@ -91,7 +91,7 @@ class Gateway:
     def arrive(self, arrival: Arrival) -> None:
         index = len(self.records)
         room = self._max_model_len - arrival.prompt_tokens
-        # Traces have no max_tokens: the assumed number is lowered, as with router.clamp_max_tokens.
+        # Traces have no max_tokens, so the assumed one is clamped as by router.clamp_max_tokens.
         if arrival.max_tokens > room > 0:
             arrival = replace(arrival, max_tokens=room)
         record = Record(index, arrival)
@@ -145,7 +145,7 @@ class Gateway:
         self._over(life)
 
     def decide(self) -> None:
-        """Make all decisions that are due."""
+        """Expire, move and dispatch all requests for which this is due now."""
         for refusal in self._dispatcher.expired(self._timeline.now):
             self._refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
@@ -166,7 +166,10 @@ class Gateway:
             self._take_off(victim.epoch)
 
     def _take_off(self, epoch: int) -> Life | None:
-        """Remove the request with this epoch from its worker and return it."""
+        """Abort the attempt with this epoch, queue its request again, and return the request.
+
+        Return None if the attempt has already ended.
+        """
         life = self._by_epoch.get(epoch)
         if life is not None:
             self._workers.abort(life.worker_id, epoch)
@@ -185,7 +188,7 @@ class Gateway:
     # workers
 
     def tell_served(self) -> None:
-        """Report output tokens since the last call."""
+        """Report the output tokens since the last call to the dispatcher."""
         for life in self._by_epoch.values():
             self._count_served(life)
         if self._served:
@@ -250,7 +253,11 @@ class Gateway:
         self._over(life)
 
     def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
-        """Queue everything that ran there again, with its tokens. ``occupants`` had a slot."""
+        """Queue the requests of a lost worker again; they keep their output tokens.
+
+        ``occupants`` are the ids of the requests that had a slot. Requests that have been lost too
+        often fail.
+        """
         self._limit()
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
             self._leave(life)
@@ -267,7 +274,7 @@ class Gateway:
     def _limit(self) -> None:
         self._max_model_len = min(self._workers.max_model_lens, default=self._max_model_len)
 
-    # no worker at all, as router.requests.worker_wait has it
+    # timeout while there is no worker, as in ``router.requests.timeouts``
 
     def worker_up(self) -> None:
         self._limit()

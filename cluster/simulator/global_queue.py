@@ -1,6 +1,6 @@
-"""The product's queue, with what ``router.leader.leader`` has around it but for ledger and lines.
+"""Admission queue and placement of a simulated cluster, made of the product's classes. Pure.
 
-Pure.
+They are combined as in ``router.leader.leader``, but without the ledger and the connections.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 
-#: The only gateway there is.
+#: Name of the only gateway of a simulation.
 GATEWAY = "gateway"
 _TERM = 1
 
 
 class GlobalQueue:
-    """Admission queue; tenants have ``weights`` (default 1), None does not tell them apart."""
+    """Admission queue of a simulated cluster.
+
+    ``occupants`` returns the ids of the requests that have a slot at a worker. ``weights`` are the
+    fair-share weights of tenants, 1 by default; if it is None, tenants are not distinguished.
+    """
 
     def __init__(
         self,
@@ -54,11 +58,11 @@ class GlobalQueue:
 
     @property
     def has_work(self) -> bool:
-        """Return whether free capacity at a worker would be used."""
+        """Return whether a request is queued or preempted and would use free capacity."""
         return self._leader_state.has_work
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
-        """Return the load for the autoscaler."""
+        """Return the load by which the autoscaler decides."""
         return cluster_load(_TERM, self._leader_state, self._placement.workers.values(), now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
@@ -82,25 +86,28 @@ class GlobalQueue:
         self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
-        """Record that a worker preempted the request, or continues with it."""
+        """Record that a worker preempted the request or resumed it."""
         self._hear(session_pb2.GatewayMessage(running=[running]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
     def finished(self, tpot_ratio: float, now: float) -> None:
-        """Record the measured time per output token over the predicted one."""
+        """Record the ratio of measured to predicted time per output token of one request."""
         self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
 
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._leader_state.on_message(GATEWAY, message, now).refused
 
     def expired(self, now: float) -> list[Refusal]:
-        """Remove the requests that have waited too long."""
+        """Remove the requests that have waited too long, and return their refusals."""
         return self._leader_state.expire(now)
 
     def moves(self, now: float) -> list[Move]:
-        """Return the preempted requests that continue sooner at another worker."""
+        """Return the moves of preempted requests that resume sooner on another worker.
+
+        Return none if the last search was less than ``MOVES_S`` seconds ago.
+        """
         if now < self._move_after:
             return []
         self._move_after = now + MOVES_S

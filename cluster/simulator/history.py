@@ -1,4 +1,4 @@
-"""Finished requests in a ledger, without their prompts."""
+"""Records of the finished requests in a ledger, without their prompts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from router.requests.explanation import accepting_s, kept
 
 
 def records(stored: Stored, events: Sequence[Event]) -> Iterator[Record]:
-    """Yield a record of each choice, in ledger time, without the prompt.
+    """Yield a record of each choice of a request, in ledger time.
 
-    The first token is that of all choices, infinite where it is not known.
+    ``first_token`` is the time of the first token of any choice, and infinite if unknown.
     """
     explanation = kept(stored, events)
     entry, moments = stored.entry, _moments(events)
@@ -80,12 +80,12 @@ def _moments(events: Iterable[Event]) -> dict[str, float]:
     return moments
 
 
-#: Requests that are read at the same time.
+#: Number of requests that are read concurrently.
 _AT_ONCE = 64
 
 
 class Reading(Protocol):
-    """A ledger, as far as it is read here."""
+    """Methods of a ledger that this module needs."""
 
     async def list_requests(
         self,
@@ -102,9 +102,10 @@ class Reading(Protocol):
 
 
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
-    """Return the choices of the ``limit`` newest finished requests, by arrival from 0.
+    """Return a record of each choice of the ``limit`` newest finished requests, by arrival.
 
-    The first token is that of all choices, infinite if unknown. Raises LedgerUnavailable.
+    Times are in seconds since the first arrival. ``first_token`` is the time of the first token of
+    any choice, and infinite if unknown. Raises LedgerUnavailable.
     """
     found: list[Record] = []
     async for entries in _listed(ledger, limit):
@@ -128,8 +129,9 @@ def _shifted(record: Record, begin: float, index: int) -> Record:
 async def weights(
     ledger: Ledger, config: RouterConfig, tenants: Iterable[str]
 ) -> Mapping[str, float]:
-    """Return the weights of ``tenants`` that are not 1, by the cluster's access.
+    """Return the fair-share weight of each of ``tenants`` whose weight is not 1.
 
+    The weights are those of the cluster's access settings; without access control there are none.
     Raises SettingsError, LedgerUnavailable.
     """
     if (store := store_of(config, ledger)) is None:
@@ -140,7 +142,7 @@ async def weights(
 
 
 async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
-    """Yield the ``limit`` newest finished requests, in pages."""
+    """Yield the entries of the ``limit`` newest finished requests, page by page."""
     before: Position | None = None
     while limit > 0:
         page = await ledger.list_requests(
@@ -153,9 +155,9 @@ async def _listed(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]
 
 
 async def _read_all(ledger: Reading, entries: Sequence[Entry]) -> list[Record]:
-    """Return the records of ``entries`` in their order, without requests forgotten meanwhile.
+    """Return the records of ``entries`` in their order.
 
-    No output token is read.
+    Requests that the ledger has forgotten in the meantime are left out. No output token is read.
     """
     found: list[Record] = []
     for start in range(0, len(entries), _AT_ONCE):

@@ -1,6 +1,6 @@
-"""Request from its arrival to its end, as its router knows it. Pure.
+"""State of a request from its arrival to its end, as its router knows it. Pure.
 
-Its states and moves are the ledger's.
+The states and moves are those of the ledger (``router.ledger.entry``).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Life:
     request_id: str
     names: BlockNames
     foretold: Foretold
-    #: seconds that what waited when it came will take
+    #: queue wait in seconds, as estimated when the request arrived
     estimated_wait_s: float = 0.0
-    #: seconds for each token after the first one, as the leader predicted it
+    #: seconds per output token after the first one, as predicted by the leader
     predicted_tpot_s: float | None = None
     state: State = State.QUEUED
     worker_id: str = ""
     epoch: int = 0
-    #: output tokens that have come, until step ``draws_since`` of its worker: from then on one in
-    #: each step, if it is not None
+    #: number of output tokens up to step ``draws_since`` of the worker; if ``draws_since`` is not
+    #: None, each later step adds one token
     num_tokens: int = 0
     draws_since: int | None = None
-    #: output tokens of which the leader was told as served
+    #: number of output tokens reported to the leader as served
     num_served: int = 0
-    #: known tokens that were ever computed
+    #: number of known tokens that any worker has computed
     num_computed: int = 0
-    #: the leader has had it before
+    #: whether the leader has dispatched the request before
     accepted: bool = False
     is_preempted: bool = False
     num_moved: int = 0
@@ -84,37 +84,37 @@ class Life:
         )
 
     def said(self, outcome: Outcome, step: int) -> None:
-        """Apply a worker's report after a step."""
+        """Apply the outcome that a worker reported after its step ``step``."""
         self.num_tokens = outcome.offset + len(outcome.tokens)
         self.num_computed = max(self.num_computed, outcome.num_computed)
         self.draws_since = step if outcome.tokens and outcome.stop is None else None
 
     def drew(self, step: int) -> None:
-        """Record that a token was drawn in every step up to ``step``."""
+        """Record that the worker sampled one token in each step up to ``step``."""
         if self.draws_since is not None:
             self.num_tokens += step - self.draws_since
             self.draws_since = step
 
     def take_served(self) -> int:
-        """Tokens that came and were not told as served."""
+        """Return the number of output tokens not yet reported as served, and count them as so."""
         number, self.num_served = self.num_tokens - self.num_served, self.num_tokens
         return number
 
     def release(self) -> None:
-        """Note that its worker is gone or gave it back."""
+        """Return the request to the queue after its worker was lost or returned it."""
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.draws_since = "", 0, None
 
-    # what the leader and its worker are told
+    # messages to the leader and to the worker
 
     @property
     def predicted_output(self) -> int:
-        """Output tokens predicted at its arrival."""
+        """Number of output tokens that was predicted when the request arrived."""
         return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
 
     @property
     def predicted_work(self) -> int:
-        """Prompt and predicted output tokens."""
+        """Sum of the prompt tokens and the predicted output tokens."""
         return self.record.arrival.prompt_tokens + self.predicted_output
 
     @property

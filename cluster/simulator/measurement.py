@@ -1,4 +1,4 @@
-"""Steps of an engine whose sizes are known, and how long they take."""
+"""Measurement of how long an engine's steps of known sizes take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence as EngineSequence
 
-#: Of each size so many are measured, and the median counts.
+#: Number of steps that are measured of each size; their median is used.
 _REPETITIONS = 5
-#: In which the prompts of a batch are computed.
+#: Maximum number of steps in which the prompts of a decoding batch are computed.
 _MOST_STEPS = 32
-#: The first ones decode while the last prompts are computed.
+#: Output tokens of each sequence of a decoding batch: one per measured step, and enough for the
+#: first sequences to decode while the last prompts are computed.
 _OUTPUTS = _REPETITIONS + 2 * _MOST_STEPS
 _PROMPTS = (1, 8, 32, 128, 512, 2048, 8192)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -29,7 +30,7 @@ _CONTEXTS = (32, 256, 1024, 4096)
 
 
 class Measurement:
-    """Yield the steps to measure: prompts, chunks of a long prompt, and decoding batches."""
+    """Measurement of prompts, of chunks of a long prompt, and of decoding batches."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
@@ -44,7 +45,10 @@ class Measurement:
         return len(self._prompts()) + chunks + len(self._batches())
 
     def steps(self) -> Iterator[Step]:
-        """Yield the measured steps, after a warm-up round of each kind."""
+        """Yield the measured steps.
+
+        The first run of each prompt size and the first chunk are warm-up and are not counted.
+        """
         for tokens in self._prompts():
             yield _median([self._prompt(tokens)[-1] for _ in range(_REPETITIONS + 1)][1:])
         if self._chunked:
@@ -76,9 +80,10 @@ class Measurement:
         ]
 
     def _most_rows(self, context: int) -> int:
-        """Return how many rows of this context can decode at once.
+        """Return how many sequences with this context, in tokens, can decode at once.
 
-        There must be blocks to grow into, and room in a step for their prompts beside decodes.
+        The KV cache must hold their contexts and outputs. The token budgets of ``_MOST_STEPS``
+        steps must hold their prompts beside the sequences that already decode.
         """
         blocks = self._limits.num_blocks - self._limits.watermark_blocks
         in_cache = blocks // blocks_for(context + _OUTPUTS)

@@ -1,7 +1,8 @@
 """The engine's scheduler, with many uniform decode steps computed at once. Pure.
 
-A step is uniform if every sequence of the batch draws one token in it and nothing else happens: no
-sequence is admitted, preempted or ended before its last step is over.
+A step is uniform if every sequence of the batch samples one token in it and nothing else happens.
+In a run of uniform steps no sequence is admitted or preempted, and a sequence can end only with the
+last step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from worker.engine.slot_table import SlotTable
 
 
 class MultiStepScheduler(Scheduler):
-    """A Scheduler whose sampled tokens are known in advance."""
+    """Scheduler for sequences whose sampled tokens are known in advance."""
 
     _batch: MultiStepBatch
 
@@ -30,9 +31,10 @@ class MultiStepScheduler(Scheduler):
         super().__init__(limits, MultiStepBatch(limits))
 
     def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
-        """Commit ``plan``, in which every sampling row draws ``token``, which is no stop token.
+        """Commit ``plan`` and return the outcomes; ``token`` is the token that each row samples.
 
-        Return no outcome for sequences that go on and have no news.
+        ``token`` is no stop token. A sequence that received one token and continues without any
+        other change has no outcome.
         """
         self._batch.copied()
         self._executed(plan)
@@ -60,7 +62,7 @@ class MultiStepScheduler(Scheduler):
     def num_uniform_steps(self, most: int) -> int:
         """Return how many of the next ``most`` steps are uniform.
 
-        No sequence is added or removed before, and no stop token is drawn.
+        The number is valid as long as no sequence is added or removed and no stop token is sampled.
         """
         batch, limits = self._batch, self._limits
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
@@ -75,8 +77,8 @@ class MultiStepScheduler(Scheduler):
     def _may_admit(self, steps: int) -> bool:
         """Return whether the head of the queue could be admitted within ``steps`` uniform steps.
 
-        They use up free blocks, but the head needs fewer if one of them fills the next block of its
-        prefix.
+        Although these steps only use up free blocks, the head of the queue may become admissible:
+        if a running sequence fills the next block of its prefix, it needs one free block less.
         """
         if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
             return False
@@ -85,16 +87,17 @@ class MultiStepScheduler(Scheduler):
         return may_hit_more or self._batch.has_room(head, hits)
 
     def blocks_allocated(self, steps: int) -> list[int]:
-        """Return the cumulative KV blocks allocated after each of ``steps`` uniform steps."""
+        """Return the cumulative KV blocks allocated after each of the next uniform ``steps``."""
         return self._batch.slot_table.allocated(steps)
 
     def decode(self, token: int, steps: int) -> list[Outcome]:
-        """Compute ``steps`` uniform steps in which every sequence draws ``token``.
+        """Compute ``steps`` uniform steps in which every sequence samples ``token``.
 
-        The result is that of ``steps`` calls of ``schedule`` and ``commit_drawn``.
+        Return the outcomes of the sequences that end with the last step. The result is the same as
+        that of ``steps`` calls of ``schedule`` and ``commit_drawn``.
         """
         num_tokens = len(self._batch) * steps
-        # Each one reads all that is known, and one more in each step than in the one before.
+        # A sequence reads all its known tokens, which are one more with each step.
         num_read = steps * self._batch.slot_table.num_known + num_tokens * (steps - 1) // 2
         self._kv_tokens += num_read
         self._num_pairs += num_read
@@ -108,7 +111,7 @@ class MultiStepScheduler(Scheduler):
         return [self._ended(each) for each in self._batch.at(self._batch.slot_table.ended())]
 
     def _ended(self, sequence: Sequence) -> Outcome:
-        """Return the outcome of a sequence that its last token ended."""
+        """Remove a sequence that its last token ended, and return its outcome."""
         offset, told = sequence.num_output - 1, sequence.tokens[-1:]
         stop = sequence.stop(self._limits)
         stop, error = (stop, None) if stop else self._outgrown(sequence)
@@ -124,9 +127,10 @@ class MultiStepBatch(Batch):
         super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many of the next ``most`` steps have blocks for every sequence.
+        """Return how many of the next ``most`` steps are uniform as far as the batch decides.
 
-        They end at the first limit of a sequence.
+        There are free blocks for all sequences in these steps, and no sequence reaches one of its
+        limits before the last of them.
         """
         steps = min(most, self.slot_table.num_uniform_steps())
         free = self._pool.num_free
@@ -135,7 +139,7 @@ class MultiStepBatch(Batch):
         return steps
 
     def decode(self, token: int, times: int) -> None:
-        """Compute ``times`` uniform steps in which every sequence draws ``token``."""
+        """Compute ``times`` uniform steps in which every sequence samples ``token``."""
         slot_table = self.slot_table
         changes, slots = slot_table.changes(times), slot_table.decoding()
         for sequence in self.at(slots):
@@ -150,11 +154,11 @@ class MultiStepBatch(Batch):
 
 
 class Change(NamedTuple):
-    """Change of the block table in step ``step`` (from 0).
+    """Change of one block table in the uniform step ``step``, counted from 0.
 
-    The sequence in ``slot`` fills or takes a block.
-
-    ``place`` is its place among the changes of that step, ``num_known`` its number of known tokens.
+    The sequence in ``slot`` fills a block if ``fills``, and allocates one otherwise. ``place``
+    orders the changes of the same step and type. ``num_known`` is the sequence's number of known
+    tokens at the start of the step.
     """
 
     step: int
@@ -166,7 +170,7 @@ class Change(NamedTuple):
 
 class MultiStepSlotTable(SlotTable):
     def draw(self, slots: Ints, token: int, times: int) -> None:
-        """Append ``token`` to each of ``slots`` ``times`` times, as ``draw_one`` does."""
+        """Append ``token`` to each of ``slots``, like ``times`` calls of ``draw_one``."""
         self._num_known[slots] += times
         self._num_computed[slots] = self._num_known[slots] - 1
         self._last_tokens[slots] = token
@@ -176,9 +180,9 @@ class MultiStepSlotTable(SlotTable):
         return self._num_known.nonzero()[0]
 
     def num_uniform_steps(self) -> int:
-        """Return the steps in which every slot draws one token, until a limit ends one.
+        """Return the number of steps until a limit ends a sequence, if all of them decode.
 
-        0 if a slot prefills or recomputes.
+        Return 0 if no slot is occupied, or if a sequence has to prefill or recompute tokens.
         """
         slots = self.occupied()
         known, computed = self._num_known[slots], self._num_computed[slots]
@@ -189,23 +193,23 @@ class MultiStepSlotTable(SlotTable):
         return int((self._ends[slots] - known).min())
 
     def ended(self) -> Ints:
-        """Return the slots that a limit ends, in order of arrival."""
+        """Return the slots whose sequences have reached a limit, in order of arrival."""
         return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
 
     def num_lacking(self, steps: int) -> int:
-        """Return the blocks that ``steps`` steps need beyond the tables."""
+        """Return the number of blocks that all slots have to allocate in ``steps`` steps."""
         slots = self.occupied()
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
     def may_fill(self, index: int, steps: int) -> bool:
-        """Return whether a sequence may fill block ``index`` of its table in ``steps`` steps."""
+        """Return whether any sequence may fill block ``index`` of its table in ``steps`` steps."""
         computed = self._num_computed[self.occupied()]
         first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
         return bool(((first <= index) & (index <= last)).any())
 
     def allocated(self, steps: int) -> list[int]:
-        """Return the cumulative blocks allocated after each of ``steps`` steps."""
+        """Return the cumulative number of blocks allocated after each of ``steps`` steps."""
         slots = self.occupied()
         lacks = self._num_blocks[slots] * BLOCK_SIZE - self._num_known[slots] + 1
         first = np.bincount(lacks[lacks < steps], minlength=steps)
@@ -214,7 +218,7 @@ class MultiStepSlotTable(SlotTable):
         return allocated
 
     def changes(self, steps: int) -> list[Change]:
-        """Return the blocks filled and allocated in ``steps`` steps, in order."""
+        """Return the changes of all block tables in ``steps`` steps, in order."""
         changes: list[Change] = []
         slots = self.occupied()
         known, orders = self._num_known[slots], self._orders[slots]

@@ -1,4 +1,4 @@
-"""A forecast as pictures."""
+"""Pictures of a forecast: distributions of latencies, and the cluster's state over time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from cluster.simulator.forecast import Forecast, Sample
 from cluster.simulator.summary import Record, Slo
 
 _DPI = 110
-#: Below it nobody sees a difference, and a logarithm needs a floor.
+#: Shorter latencies are plotted as this one: the difference is invisible, and a logarithmic axis
+#: needs a minimum.
 _LEAST_MS = 0.1
 
 
 def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
-    """Write the pictures there; which ones is the answer."""
+    """Write the pictures to ``directory``, and return their paths. Raises OSError."""
     pictures = {
         "latency.png": latencies(forecast, slo),
         "over_time.png": over_time(forecast.samples),
@@ -34,7 +35,7 @@ def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Save the figure. Raises OSError."""
+    """Save the figure as ``path``, close it, and return ``path``. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
@@ -42,11 +43,14 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-# how long requests took
+# latencies of requests
 
 
 def latencies(forecast: Forecast, slo: Slo) -> Figure:
-    """Draw the distribution of each latency; unfinished requests never reach 1."""
+    """Draw the cumulative distribution of each latency.
+
+    The curves are shares of all requests, so they end below 1 if some did not finish.
+    """
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.6), sharey=True)
     kinds = by_class(forecast.records)
     _cumulative(panels[0], kinds, lambda record: record.ttft_s, "time to first token", slo.ttft_s)
@@ -59,7 +63,10 @@ def latencies(forecast: Forecast, slo: Slo) -> Figure:
 
 
 def by_class(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return all records, and those of each class if there are several, highest first."""
+    """Return all records as "all", and those of each class if there are several classes.
+
+    Higher classes come first.
+    """
     classes = sorted({record.arrival.priority for record in records}, reverse=True)
     kinds = {"all": list(records)}
     if len(classes) > 1:
@@ -107,7 +114,7 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_minor_formatter(LogFormatter())
 
 
-# what the cluster was doing
+# state of the cluster over time
 
 
 def over_time(samples: Sequence[Sample]) -> Figure:

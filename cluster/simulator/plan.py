@@ -14,16 +14,16 @@ from everlift.step_time import StepSize
 
 
 def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
-    """Return the requests per second of this mix at saturation.
+    """Return the requests per second of this mix that saturate one worker.
 
-    A full worker decodes ``rows`` sequences, limited by slots, KV cache and token budget; in each
-    step rows / mean output of them end, and as many prompts are computed. Prompts are assumed not
-    to be cached.
+    A saturated worker decodes ``rows`` sequences at once, limited by slots, KV cache and token
+    budget. In each step rows / (mean output) of them end, and as many prompts are computed. No part
+    of a prompt is assumed to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]
     output, prompt = fmean(outputs), fmean(prompts)
-    # While it runs: a long output is seen for longer.
+    # Mean context of a running sequence: long outputs weigh more, because they run for longer.
     context = fmean(o * (p + o / 2) for o, p in zip(outputs, prompts, strict=True)) / output
     rows = _rows(spec, output, prompt, context)
     ending = rows / output
@@ -49,9 +49,10 @@ def _rows(spec: WorkerSpec, output: float, prompt: float, context: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one number of workers: seconds by target, in their order.
+    """Result of a simulation with ``workers`` workers.
 
-    ``refused`` are the requests that did not finish, by cause.
+    ``attained`` has the attained seconds for each target, in the targets' order. ``refused`` counts
+    the requests that did not finish, by cause.
     """
 
     workers: int
@@ -62,18 +63,18 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan; ``workers`` is None if not even the most allowed are enough."""
+    """Result of a search; ``workers`` is None if even the most allowed workers are too few."""
 
     workers: int | None
-    #: by their number of workers
+    #: in ascending order of their number of workers
     trials: tuple[Trial, ...]
 
 
 def fewest(attempt: Callable[[int], Trial], guess: int, most: int) -> Plan:
-    """Return the plan with the fewest workers from 1 to ``most``.
+    """Return the plan with the fewest workers, from 1 to ``most``, that are enough.
 
-    The search doubles its steps around ``guess``, then bisects; it assumes that more workers are
-    never worse.
+    The search moves away from ``guess`` in steps that double, then bisects. It assumes that more
+    workers are never worse.
     """
     search = _Search(attempt, most)
     below, above = search.bracket(min(max(1, guess), most))
@@ -99,7 +100,7 @@ class _Search:
         return self._known[workers].is_enough
 
     def bracket(self, guess: int) -> tuple[int, int]:
-        """Return a number that is not enough (or 0) and one that is (or one beyond the most)."""
+        """Return a number that is not enough (or 0), and one that is (or one more than allowed)."""
         if self.is_enough(guess):
             return self._down(guess)
         return self._up(guess)

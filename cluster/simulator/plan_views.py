@@ -1,4 +1,4 @@
-"""Views of a plan, for people and for programs."""
+"""Plans as tables, sentences, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cluster.simulator.target import Target
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: More workers that change what is attained by less than this part do not change it.
+#: Relative improvement of an attained value below which more workers count as having no effect.
 _SAME = 0.02
 
 
 def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
-    """Return a table of the trials of each kind."""
+    """Return a table with a row for each trial, grouped by kind of worker."""
     wanted = (f"{target.name}\n(at most {seconds(target.most_s)})" for target in targets)
     shown = Table("kind", "workers", *wanted, "", box=SIMPLE_HEAD)
     for column in shown.columns[1:-1]:
@@ -40,7 +40,7 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 
 
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
-    """Return the result in a sentence or two."""
+    """Return the result for one kind of worker as one or two sentences."""
     if plan.workers is not None:
         enough = next(trial for trial in plan.trials if trial.workers == plan.workers)
         return f"{kind}: {plan.workers} {_are(plan.workers)} enough{_refused(enough)}"
@@ -100,8 +100,11 @@ def as_json(plans: Mapping[str, Plan], targets: Sequence[Target]) -> dict[str, o
 
 
 def draw(plans: Mapping[str, Plan], targets: Sequence[Target], path: Path) -> Path:
-    """Draw a panel for each target and a line for each kind; rings mark the least enough."""
-    # Seconds to import, and most plans are not drawn.
+    """Draw a panel for each target and a line for each kind, save the figure, return ``path``.
+
+    A ring marks the fewest workers that are enough. Raises OSError.
+    """
+    # Importing matplotlib takes seconds, and most plans are not drawn.
     from matplotlib import pyplot
 
     from cluster.simulator.pictures import plain_numbers, save

@@ -1,4 +1,4 @@
-"""A cluster whose future is asked for: its workers, its settings, and what happens to it."""
+"""Scenario of a simulation: a cluster's workers, its settings, and the events during it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from worker.config import WorkerConfig
 from worker.device.device_kind import DeviceKind
 from worker.engine.limits import Limits
 
-#: How a request finds its worker when it is not the product that decides.
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Simulated worker.
+    """Settings and speed of a simulated worker.
 
     ``config.num_blocks`` and ``config.max_model_len`` must be set. Each step takes ``slowness``
-    times its ``step_time``.
+    times the seconds of ``step_time``. Raises ValueError for settings that are not modelled.
     """
 
     config: WorkerConfig
@@ -48,16 +46,16 @@ class WorkerSpec:
 class _Device:
     num_blocks: int
     max_model_len: int
-    #: nobody looks at tokens, and nothing is copied to the host's memory
+    #: token values are never used, and no block is copied to host memory
     vocab_size: int = 2
     num_host_blocks: int = 0
-    #: what a kind of worker has on GPUs, it says itself
+    #: no defaults for GPUs are needed, because a kind of GPU worker sets these values itself
     device_kind: DeviceKind = DeviceKind.CPU
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoss:
-    """Loss of ``worker`` (by number, from 0), detected ``detection_s`` later."""
+    """Loss of worker number ``worker`` (from 0), which is detected ``detection_s`` later."""
 
     at: float
     worker: int
@@ -66,7 +64,7 @@ class WorkerLoss:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrain:
-    """Drain: ``worker`` returns its requests and leaves."""
+    """Drain of worker number ``worker`` (from 0), which returns its requests and leaves."""
 
     at: float
     worker: int
@@ -74,7 +72,7 @@ class WorkerDrain:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """Start of another worker, which takes requests ``start_s`` later."""
+    """Start of another worker, which accepts requests ``start_s`` seconds later."""
 
     at: float
     spec: WorkerSpec
@@ -86,27 +84,29 @@ Event: TypeAlias = WorkerLoss | WorkerDrain | WorkerStart
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Scenario of a simulation.
+    """Cluster to simulate, with its settings and events.
 
-    ``link_s`` is the delay of a message, one way; ``start_s`` the start time of a worker that the
-    autoscaler requests. Times are seconds from the workload's begin.
+    ``link_s`` is the one-way delay of a message between router and worker. ``start_s`` is the time
+    that a worker requested by the autoscaler needs to start. Event times are in seconds since the
+    start of the workload. Raises ValueError for invalid values.
     """
 
     workers: tuple[WorkerSpec, ...]
     router: RouterConfig = field(default_factory=RouterConfig)
-    #: with max_workers the product's autoscaler decides how many there are; those that come are as
-    #: the first, at its usual speed
+    #: if max_workers is set, the product's autoscaler adds and drains workers; added ones are like
+    #: the first one, at its normal speed
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     start_s: float = 30.0
-    #: of tenants, 1 where there is none; None: tenants are not told apart
+    #: fair-share weights of tenants, by default 1; None: tenants are not distinguished
     weights: Mapping[str, float] | None = field(default_factory=dict)
-    #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)
+    #: error of predicted output lengths, as the standard deviation of their logarithm; 0: exact;
+    #: None: no error is simulated, and recorded predictions or a mean are used (foresight.py)
     foresight_sigma: float | None = None
     events: tuple[Event, ...] = ()
     link_s: float = 0.001
-    #: between two samples of the time series
+    #: seconds between two samples of the time series
     sample_s: float = 1.0
-    #: of the errors that foresight_sigma draws
+    #: seed of the random errors of predicted lengths
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -117,5 +117,5 @@ class Scenario:
 
     @classmethod
     def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:
-        """Return a scenario with ``num_workers`` of one kind."""
+        """Return a scenario with ``num_workers`` equal workers; ``others`` are further fields."""
         return replace(cls((spec,) * num_workers), **others)  # type: ignore[arg-type]

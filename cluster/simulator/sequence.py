@@ -1,8 +1,9 @@
 """Sequence of a simulated engine: token counts and block names instead of tokens. Pure.
 
-Two blocks are equal if their names are, as in the product if their hashes are. A block within the
-shared parts of a prompt is named by these parts and its place, any other one by its request and its
-place. Hashing the tokens of a long prompt would take longer than the rest of a simulation.
+Two blocks are equal if their names are equal, like blocks with equal hashes in the product. The
+name of a block within the shared parts of a prompt is made of the tenant, these parts and the
+block's index. Any other name is made of the request and the block's index. Names replace hashes
+because hashing the tokens of a long prompt would take longer than the rest of a simulation.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from worker.engine.limits import Limits
 from worker.engine.outcome import Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence
 
-#: Every token is this one: nobody looks at them.
+#: Value of every token, because token values are never used.
 TOKEN = 1
 _SAMPLING = SamplingParams(temperature=0.0)
 _STEM_BYTES = 16
 
 
 class BlockNames:
-    """Names of the blocks of the ``index``-th request."""
+    """Names of the blocks of request number ``index``."""
 
     __slots__ = ("_own", "_part_tokens", "_shared_tokens", "_stems")
 
@@ -48,14 +49,14 @@ class BlockNames:
 
 
 class NamedSequence(Sequence):
-    """Sequence with block names instead of hashes and a ``length`` instead of a stop token.
+    """Sequence with block names instead of hashes, and a ``length`` instead of a stop token.
 
-    The worker's policy does not know the length.
+    The scheduling policy of the worker does not use the length.
     """
 
     __slots__ = ("length", "names")
     names: BlockNames
-    #: output tokens that end it
+    #: number of output tokens after which the sequence ends
     length: int
 
     @classmethod
@@ -69,10 +70,10 @@ class NamedSequence(Sequence):
         output_tokens: int = 0,
         num_computed: int = 0,
     ) -> NamedSequence:
-        """Create a sequence with ``output_tokens`` of earlier attempts.
+        """Create a sequence that continues after ``output_tokens`` tokens of earlier attempts.
 
-        ``num_computed`` tokens were computed in them. ``predicted_tokens`` is the predicted whole
-        output; 0: unknown.
+        ``num_computed`` known tokens were computed in these attempts. ``predicted_tokens`` is the
+        predicted length of the whole output; 0 means unknown.
         """
         sequence = cls(
             key=SequenceKey(epoch, 0),
@@ -103,9 +104,9 @@ class NamedSequence(Sequence):
         return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
-        """Return how a worker ends the sequence instead of starting it.
+        """Return the outcome if a worker ends the sequence instead of starting it, else None.
 
-        As in ``worker.serving.sessions``.
+        The rules are those of ``worker.serving.sessions``.
         """
         most = limits.max_model_len
         if is_draining:

@@ -1,4 +1,4 @@
-"""A workload and a cluster in virtual time. Pure.
+"""Simulation of a workload on a cluster in virtual time. Pure.
 
 arrivals --> Gateway --waiting--> GlobalQueue --placed--> Gateway --start--> SimulatedWorker
                 ^                     ^                                           |
@@ -31,12 +31,12 @@ def simulate(
     one_by_one: bool = False,
     dispatcher: GlobalQueue | None = None,
 ) -> Forecast:
-    """Simulate ``arrivals``, which are in order of time, until all of them have ended.
+    """Simulate ``arrivals``, which are sorted by time, until all requests have ended.
 
-    ``one_by_one`` plans every step of every engine by itself, which changes nothing but the time
-    that it takes. ``dispatcher`` takes the place of the product's queue. Raises ValueError for an
-    arrival before its predecessor, and for a dispatcher with an autoscaler, which follows the
-    product's queue.
+    ``one_by_one`` schedules every step of every engine separately, which changes only how long the
+    simulation takes. ``dispatcher`` replaces the product's queue. Raises ValueError if an arrival
+    precedes the previous one, or if both a dispatcher and an autoscaler are set, because the
+    autoscaler needs the product's queue.
     """
     simulation = _Simulation(scenario, one_by_one, dispatcher)
     simulation.run(iter(arrivals))
@@ -91,7 +91,7 @@ class _Simulation:
             worker_s=self._fleet.worker_s,
         )
 
-    # what happens
+    # events
 
     def _expect(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
@@ -160,7 +160,7 @@ class _Simulation:
 
 class _Scaler:
     def __init__(self, scenario: Scenario, queue: GlobalQueue, fleet: Fleet) -> None:
-        # Slow is a machine that is there, and not those that come.
+        # Slowness belongs to the first worker's machine; added workers have the normal speed.
         self._spec = replace(scenario.workers[0], slowness=1.0)
         self._start_s = scenario.start_s
         self._queue = queue

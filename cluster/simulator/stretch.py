@@ -1,4 +1,4 @@
-"""Steps of an engine that are computed at once when they are over. Pure."""
+"""Run of uniform decode steps that are computed together at its end. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from worker.engine.load import Load
 
 
 class More(NamedTuple):
-    """Differences of two loads."""
+    """Difference between two loads of an engine."""
 
     steps: int = 0
     tokens: int = 0
     blocks: int = 0
-    #: read, which are as many pairs
+    #: KV tokens read; the number of attention pairs is the same, since each row has one token
     kv_tokens: int = 0
 
 
@@ -23,18 +23,18 @@ NOTHING = More()
 
 
 class Stretch:
-    """Run of equal steps, in each of which ``num_rows`` sequences draw a token.
+    """Run of uniform steps, in each of which ``num_rows`` sequences sample one token.
 
-    ``before`` is the load at its begin; of each step ``taken`` has the blocks that are taken until
-    it is over.
+    ``before`` is the load at the start of the run. ``taken`` has one element per step: the
+    cumulative number of blocks allocated by the end of that step.
     """
 
     def __init__(self, before: Load, taken: Sequence[int]) -> None:
         self.before = before
         self.num_rows = before.num_running
-        #: steps that are over
+        #: number of completed steps
         self.num_done = 0
-        # Nobody prefills: what is pending waits.
+        # No running sequence prefills, so all pending tokens belong to queued sequences.
         self._known_tokens = before.committed_tokens - before.pending_prefill_tokens
         self._taken = taken
 
@@ -43,12 +43,12 @@ class Stretch:
         return self.num_done == len(self._taken)
 
     def step_size(self) -> StepSize:
-        """Return the size of its next step."""
+        """Return the size of the next step of the run."""
         known = self._known_tokens + self.num_rows * self.num_done
         return StepSize(self.num_rows, self.num_rows, known, known)
 
     def more(self) -> More:
-        """Return what the finished steps add to ``before``."""
+        """Return the load that the completed steps add to ``before``."""
         if not self.num_done:
             return NOTHING
         tokens = self.num_rows * self.num_done

@@ -13,33 +13,31 @@ from cluster.simulator.workloads.arrivals import Arrival
 
 @dataclass(slots=True)
 class Record:
-    """Record of a request, in seconds since the start of the workload at the gateway.
+    """Record of a request; times are in seconds since the start of the workload.
 
-    Infinite means never.
-
-    ``refused`` is the error's slug where it did not come to its end: ``queue_full``,
-    ``deadline_exceeded``, ...
+    Times are taken at the gateway, and infinity means never. If the request did not finish,
+    ``refused`` is the slug of the error that ended it: ``queue_full``, ``deadline_exceeded``, ...
     """
 
-    #: its place in the workload, from 0
+    #: position in the workload, from 0
     index: int
     arrival: Arrival
-    #: to its first worker
+    #: time of the first dispatch to a worker
     dispatched: float = inf
     first_token: float = inf
     finished: float = inf
-    #: the last that it went to
+    #: id of the worker to which it was dispatched last
     worker: str = ""
     output_tokens: int = 0
     attempts: int = 0
-    #: times that it gave up its KV blocks
+    #: number of times that it was preempted
     preemptions: int = 0
-    #: attempts that went on with tokens of an earlier one
+    #: number of attempts that continued with output tokens of an earlier one
     migrations: int = 0
-    #: of its prompt, in the cache of its first worker
+    #: prefix-cache hits of its first attempt, in tokens
     cached_tokens: int = 0
     recomputed_tokens: int = 0
-    #: requests that came later and left the queue before it
+    #: number of later requests that left the queue before this one
     bypassed: int = 0
     refused: str = ""
 
@@ -49,7 +47,7 @@ class Record:
 
     @property
     def queued_s(self) -> float:
-        """Return the seconds until the first dispatch."""
+        """Seconds from the arrival to the first dispatch."""
         return self.dispatched - self.arrival.at
 
     @property
@@ -62,26 +60,26 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """Return the mean seconds between output tokens; 0 if there is only one."""
+        """Mean seconds between output tokens; 0 if there are fewer than two."""
         if self.output_tokens < 2:
             return 0.0
         return (self.finished - self.first_token) / (self.output_tokens - 1)
 
     @property
     def normalised_latency_s(self) -> float:
-        """Latency per output token."""
+        """Latency in seconds per output token."""
         return self.latency_s / max(1, self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits of a good request: seconds to the first token, and mean seconds between tokens."""
+    """Limits for a good request: seconds to the first token, and mean seconds between tokens."""
 
     ttft_s: float = inf
     tpot_s: float = inf
 
     def holds(self, record: Record) -> bool:
-        """Return whether it finished within the limits, its own deadline and its own target."""
+        """Return whether a request finished within these limits, its TTFT target and deadline."""
         arrival = record.arrival
         return (
             record.is_finished
@@ -93,9 +91,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Mean and percentiles of values, all 0 without values.
+    """Mean and percentiles of some values; without values all of them are 0.
 
-    At least 99 % of the values do not exceed p99.
+    At least 99 % of the values do not exceed p99, and likewise for p50 and p90.
     """
 
     mean: float
@@ -114,10 +112,11 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of requests; ``queued_s`` is the time until the first dispatch.
+    """Summary of requests; quantiles are those of the finished requests.
 
-    Rates are a second of ``duration_s``, from the first arrival to the last end. ``goodput`` counts
-    the requests that kept the SLO and their own targets. ``refused`` are counted by the cause.
+    ``queued_s`` is the time until the first dispatch. Rates are per second of ``duration_s``, which
+    lasts from the first arrival to the last arrival or end. ``goodput_per_s`` counts the requests
+    that met the SLO and their own targets. ``refused`` counts unfinished requests by cause.
     """
 
     requests: int
@@ -128,12 +127,12 @@ class Summary:
     ttft_s: Quantiles
     tpot_s: Quantiles
     latency_s: Quantiles
-    #: seconds for each output token
+    #: latency in seconds per output token
     normalised_latency_s: Quantiles
     requests_per_s: float
     output_tokens_per_s: float
     goodput_per_s: float
-    #: part of all requests that kept the SLO
+    #: share of all requests that met the SLO and their own targets
     good_share: float
     preemptions: int
     migrations: int

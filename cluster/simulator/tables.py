@@ -1,4 +1,4 @@
-"""A forecast for people, as tables."""
+"""Forecasts as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from cluster.simulator.forecast import Forecast
 from cluster.simulator.summary import Slo, Summary
 
-#: Narrow enough for 80 characters.
+#: Titles of the columns, short enough for a table of 80 characters.
 _COLUMNS = (
     "\nasked",
     "\nended",
@@ -26,7 +26,10 @@ _COLUMNS = (
 
 
 def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Summary]]:
-    """Yield a summary of all requests, then of each class, tenant and application."""
+    """Yield names and summaries: of all requests, then of each class, tenant and application.
+
+    Classes, tenants or applications are left out if there is only one.
+    """
     yield "all", forecast.summary(slo)
     for word, parts in (
         ("class", forecast.by_class(slo)),
@@ -38,9 +41,12 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
 
 
 def requests_table(forecast: Forecast, slo: Slo, *, by_group: bool = False) -> Table:
-    """Return a row of all requests, and with ``by_group`` one per class, tenant and application."""
+    """Return a table with a row for all requests.
+
+    With ``by_group`` it also has a row for each class, tenant and application.
+    """
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
-    # Where it is too wide the names take more lines: no number is cut off.
+    # If the table is too wide, only the names wrap, so that no number is cut off.
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     shown = groups(forecast, slo) if by_group else [("all", forecast.summary(slo))]

@@ -1,4 +1,4 @@
-"""Targets of a cluster: ``ttft_p99=1s,tpot_p99=50ms``. Pure."""
+"""Latency targets of a cluster, such as ``ttft_p99=1s,tpot_p99=50ms``. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATISTIC = re.compile(r"p(\d\d?(?:\.\d+)?)|mean")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Target: the ``statistic`` (p50, p99.9, mean) of a ``measure`` is at most ``most_s``."""
+    """Limit of ``most_s`` seconds for a ``statistic`` (p50, p99.9, mean) of a ``measure``."""
 
     measure: str
     statistic: str
@@ -35,25 +35,28 @@ class Target:
         return f"{self.measure}_{self.statistic}"
 
     def attained(self, records: Sequence[Record]) -> float:
-        """Return the attained value in seconds; infinite for requests that did not end."""
+        """Return the value in seconds that ``records`` attain.
+
+        An unfinished request counts as infinite. Without records the value is infinite.
+        """
         value = MEASURES[self.measure]
         ascending = sorted(value(each) if each.is_finished else inf for each in records)
         if not ascending:
             return inf
         if self.statistic == "mean":
             return fmean(ascending)
-        # Exactly: 0.999 of a thousand floats is more than 999.
+        # A Fraction is exact: as a float, 99.9 / 100 * 1000 is more than 999.
         part = Fraction(self.statistic[1:]) / 100
         return ascending[max(0, ceil(part * len(ascending)) - 1)]
 
 
 def targets(text: str) -> tuple[Target, ...]:
-    """Return the targets in ``text``. Raises ForecastFailed."""
+    """Parse targets such as ``ttft_p99=1s``, separated by commas. Raises ForecastFailed."""
     return tuple(_target(name, most) for name, most in _pairs(text))
 
 
 def slo(text: str | None) -> Slo:
-    """Parse ``ttft=1s,tpot=50ms``, or one of them; None sets no limits. Raises ForecastFailed."""
+    """Parse limits such as ``ttft=1s,tpot=50ms``; None sets no limits. Raises ForecastFailed."""
     if text is None:
         return Slo()
     wishes = {name: _seconds(most) for name, most in _pairs(text)}

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in the order of its moments. Pure."""
+"""Virtual time, and the calls that are scheduled in it. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _Event: TypeAlias = tuple[float, int, Callable[..., object], tuple[object, ...]]
 
 
 class Timeline:
-    """Timeline of events; ``now`` is in seconds.
+    """Queue of scheduled calls, ordered by time; ``now`` is the virtual time in seconds.
 
-    What is to happen at the same moment happens in the order in which that was said.
+    Calls for the same moment are made in the order in which they were scheduled.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class Timeline:
         self._events: list[_Event] = []
 
     def at(self, moment: float, call: Callable[..., object], *args: object) -> None:
-        """Schedule a call at ``moment``, which is not before now."""
+        """Schedule a call at ``moment``, which must not be before ``now``."""
         heappush(self._events, (moment, next(self._numbers), call, args))
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
         heappush(self._events, (self.now + seconds, next(self._numbers), call, args))
 
     def step(self) -> None:
-        """Advance to the next event. Raises IndexError without one."""
+        """Advance ``now`` to the next call and make it. Raises IndexError if there is none."""
         self.now, _, call, args = heappop(self._events)
         call(*args)

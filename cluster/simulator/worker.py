@@ -2,12 +2,13 @@
 
 Pure.
 
-    start, abort  -->  inbox  --turn-->  schedule, commit  --step is over-->  frame
+    start, abort  -->  inbox  --turn-->  schedule, commit  --end of the step-->  frame
 
-as in ``worker.serving.loop`` and ``worker.serving.sessions``: what comes during a step waits for
-the next one, and what a step made is there when its time is over. Steps that do nothing but decode
-the same sequences are not planned one by one: they are counted as their time goes by, each with its
-frame, and computed at once before anything else is.
+As in ``worker.serving.loop`` and ``worker.serving.sessions``, messages that arrive during a step
+are applied before the next step, and the results of a step are reported when its time has passed.
+Consecutive steps that only decode the same sequences are not scheduled one by one. Each of them
+still takes its time and sends its frame, but the scheduler computes them together when the run of
+steps ends or another message has to be applied.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from worker.engine.plan import Plan, Rows
 from worker.engine.sequence import NO_SLOT
 from worker.serving.pending import Pending
 
-#: Of the steps that might be computed at once, as many are looked at: in these nobody takes more
-#: than two blocks.
+#: Most steps that are computed at once. In this many steps a sequence fills at most one block and
+#: allocates at most one.
 _MOST_AT_ONCE = BLOCK_SIZE
 
 
 class SimulatedWorker:
-    """Call ``tell`` with a frame after each step, and every ``heartbeat`` seconds without one.
+    """Worker in virtual time that reports to the router by calling ``tell`` with a frame.
 
-    ``one_by_one`` plans every step by itself.
+    It sends a frame when it receives a request, after each step, and after ``heartbeat`` seconds
+    without a frame. With ``one_by_one`` every step is scheduled separately.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class SimulatedWorker:
     ) -> None:
         self.worker_id = worker_id
         self.limits = spec.limits
-        #: steps, and those of them that were not planned one by one
+        #: number of steps, and how many of them were not scheduled separately
         self.num_steps = self.num_jumped = 0
         self.is_draining = self.is_gone = False
         self._spec = spec
@@ -67,7 +69,7 @@ class SimulatedWorker:
         self._starts: list[NamedSequence] = []
         self._pending = Pending()
         self._load = self._scheduler.load()
-        # of the step in progress
+        # State of the step in progress.
         self._step_s = 0.0
         self._started: list[SequenceKey] = []
         self._outcomes: list[Outcome] = []
@@ -84,7 +86,7 @@ class SimulatedWorker:
         """Return the ids of the requests that have a slot."""
         return {it.request_id for it in self._scheduler if it.slot != NO_SLOT}
 
-    # the router speaks
+    # messages from the router
 
     def start(self, sequence: NamedSequence) -> None:
         if self.is_gone:
@@ -104,7 +106,7 @@ class SimulatedWorker:
             self._wake()
 
     def drain(self) -> None:
-        """Take nothing more, and hand back everything after the current step."""
+        """Accept no more requests, and return all unfinished ones after the current step."""
         if not self.is_gone:
             self.is_draining = True
             self._wake()
@@ -112,7 +114,7 @@ class SimulatedWorker:
     def lose(self) -> None:
         self.is_gone = True
 
-    # its loop
+    # step loop
 
     @property
     def _is_stepping(self) -> bool:
@@ -187,7 +189,7 @@ class SimulatedWorker:
         self._step_s = self._seconds(stretch.step_size())
         self._timeline.after(self._step_s, self._step_is_over)
 
-    # what it says
+    # messages to the router
 
     def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
         self._told_at = self._timeline.now
@@ -242,6 +244,6 @@ class SimulatedWorker:
 
 def step_size(rows: Rows) -> StepSize:
     counts, ends = rows.counts, rows.known_ends
-    # Each of a row's tokens attends to all before it and to itself.
+    # Each token of a row attends to itself and to all tokens before it.
     pairs = (counts * (2 * ends - counts + 1)).sum() / 2
     return StepSize(len(rows), rows.num_tokens, float(ends.sum()), float(pairs))

@@ -1,7 +1,7 @@
-"""Everlift's client library and wire contract: all that a customer imports.
+"""Everlift's client library and wire protocol: everything that a client program imports.
 
-Names are imported when they are first used (PEP 562): a process that needs only ``everlift.logs``
-does not load grpc.
+Names are imported when they are first used (PEP 562), so that a process that needs only
+``everlift.logs`` does not load grpc.
 """
 
 from importlib import import_module
@@ -148,7 +148,7 @@ __all__ = [
     "UnsupportedMediaType",
 ]
 
-#: The modules of the names that are not in ``everlift.errors``.
+#: Modules of the public names that are not in ``everlift.errors``.
 _MODULES = {
     "AsyncClient": "everlift.client.client",
     "BlockingManyStream": "everlift.client.blocking",
@@ -167,7 +167,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name.
+    """Import the public name ``name``, and return its value.
 
     Raises:
         AttributeError: The package has no such name.

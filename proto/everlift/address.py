@@ -1,10 +1,10 @@
-"""Hosts and ports as one text. Pure."""
+"""Addresses that consist of a host and a port. Pure."""
 
 from __future__ import annotations
 
 
 def joined(host: str, port: int) -> str:
-    """Join ``host`` and port; an IPv6 address in ``host`` has no brackets."""
+    """Return the address of ``host`` and ``port``; an IPv6 ``host`` has no brackets yet."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,6 +1,6 @@
-"""The files of a ``Tls``, read and checked: for gRPC as they are, for others as contexts of ssl.
+"""Loader of the files of a ``Tls``: their contents for gRPC, and ssl contexts for HTTP.
 
-Each function raises SettingsError, which names the file that cannot be read or be used.
+Each function raises SettingsError, which names the file that cannot be read or used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everlift.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """Contents of the files; None for those that are not set."""
+    """Contents of PEM files; None for a file that is not set."""
 
     ca: bytes | None
     cert: bytes | None
@@ -29,14 +29,15 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """Return the context for clients; without a ``ca`` it trusts the system's authorities."""
+    """Return the ssl context of clients; without ``ca`` it trusts the system's authorities."""
     return Reloaded(tls.files, lambda: _client_context(tls))
 
 
 def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    """Return a context for a server, which may keep it.
+    """Return an ssl context that a server can keep for its lifetime.
 
-    New connections use what the files hold then. ``protocols`` are ALPN's, the preferred first.
+    Each new connection uses the contents of the files at that time. ``protocols`` are the ALPN
+    protocols, the preferred one first.
     """
     contexts = Reloaded(tls.files, lambda: _server_context(tls, protocols))
 
@@ -45,7 +46,7 @@ def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
     ) -> None:
         connection.context = contexts.current()
 
-    # Called for every client, also for those that name no server.
+    # The callback is called for every client, even for those that send no server name.
     context = _server_context(tls, protocols)
     context.sni_callback = use_current
     return context
@@ -61,7 +62,7 @@ def _client_context(tls: Tls) -> ssl.SSLContext:
 
 def _server_context(tls: Tls, protocols: Sequence[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # A session that is resumed would be of what the files held when it began.
+    # Sessions cannot be resumed, because they would use the former contents of the files.
     context.num_tickets = 0
     if tls.ca:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -72,7 +73,7 @@ def _server_context(tls: Tls, protocols: Sequence[str]) -> ssl.SSLContext:
 
 
 def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
-    # ssl names no file that it cannot read.
+    # The files are read here first, because errors of ssl do not name an unreadable file.
     found = Pem(
         *(Path(path).read_bytes() if path else None for path in (tls.ca, tls.cert, tls.key))
     )
@@ -81,7 +82,7 @@ def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
     if tls.cert:
         _trust(_nobodys(), tls.cert)
         try:
-            # Without a password ssl would ask for one at the terminal.
+            # Without a password, ssl would ask for one on the terminal.
             context.load_cert_chain(tls.cert, tls.key, password="")
         except ssl.SSLError:
             raise SettingsError(

@@ -1,8 +1,8 @@
-"""Connections between clients and routers: their options, and why one failed."""
+"""Options of gRPC connections, and explanations of connections that failed."""
 
 from __future__ import annotations
 
-#: Of one message, at either end: also between routers and workers.
+#: Largest message that clients, routers and workers send and accept.
 MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_MS = 10_000
 
@@ -13,12 +13,13 @@ _BOTH_ENDS = [
 
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
-    # A router that froze, or a network that drops, is noticed after 15 s, also by a stream that
-    # says nothing because its request waits in the queue.
+    # These options detect a frozen router or a broken network after 15 s, even on a stream that is
+    # silent because its request is queued.
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A router that comes back is found soon: by default gRPC looks away for up to two minutes.
+    # A restarted router is found soon. By default, gRPC waits up to two minutes between attempts to
+    # reconnect.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
@@ -26,21 +27,21 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
-    # By default a server hangs up on whoever asks more than every five minutes whether it lives.
+    # By default, a server closes connections with keepalive pings at intervals below five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-    # What one connection may have open: a client with more waits for its own streams, and one that
-    # opens streams for nothing takes only so much memory.
+    # Limit of the open streams of one connection: a client with more requests waits for its own
+    # streams to end, and a client that opens useless streams takes a limited amount of memory.
     ("grpc.max_concurrent_streams", 1 << 14),
     # Two servers must not share a port by accident.
     ("grpc.so_reuseport", 0),
 ]
 
 
-#: At this end nothing more is known: the server says nothing, or says it too late.
+#: The client cannot know more, because the server sends no reason, or sends it too late.
 _HUNG_UP = (
     "connection closed during the handshake; the server may require TLS or a client certificate"
 )
-#: What gRPC's details contain, and what that means. The first one that fits counts.
+#: Texts that gRPC's details may contain, and the cause that each implies. The first match counts.
 _REFUSALS = (
     ("certificate has expired", "the server's certificate has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by a trusted authority"),
@@ -55,7 +56,10 @@ _REFUSALS = (
 
 
 def refusal(details: str) -> str:
-    """Return how TLS, or its absence, explains a failed connection; empty if it does not."""
+    """Return the cause of a failed connection if TLS or its absence is the cause, else "".
+
+    ``details`` are those of gRPC's error.
+    """
     if "failed to connect" not in details:
         return ""
     return next((reason for sign, reason in _REFUSALS if sign in details), "")

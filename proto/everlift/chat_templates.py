@@ -60,7 +60,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``, empty if there is no such file.
+    """Return the JSON object in ``path``, or an empty one if the file does not exist.
 
     Raises UnknownModel for a file that holds anything else.
     """

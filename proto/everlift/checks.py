@@ -1,4 +1,4 @@
-"""Checks that several messages share. Pure."""
+"""Checks of values that several types of messages share. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from everlift.errors import NotUtf8, OutOfRange
 
 T = TypeVar("T")
 
-#: of a number in an error message
+#: Largest number of digits of a number in an error message.
 _MAX_DIGITS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of a numeric field: from ``low`` to ``high``, with ``above`` excluding ``low``."""
+    """Range of a numeric field from ``low`` to ``high``; ``above`` excludes ``low`` itself."""
 
     low: float
     high: float
     above: bool = False
 
     def check(self, name: str, value: float, *, field: str = "") -> None:
-        """Raise OutOfRange unless the value is in the range.
+        """Raise OutOfRange unless ``value`` is in the range.
 
-        ``field`` is the field's name where that is not ``name``.
+        ``name`` names the value in the message of the error, and ``field`` is the error's field
+        if that differs from ``name``.
         """
         is_high_enough = self.low < value if self.above else self.low <= value
-        # Infinity and NaN are in no range.
+        # This comparison also rejects infinity and NaN.
         if not (is_high_enough and value <= self.high):
             raise OutOfRange(f"{name} must be {self}, not {_written(value)}", field=field or name)
 
@@ -40,9 +41,9 @@ class Range:
 
 
 def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
-    """Return the items, or just enough of them to show that there are more than ``most``.
+    """Return the first ``most`` + 1 items, which are enough to see whether there are too many.
 
-    A refused list is not copied.
+    A list that is too long will be rejected, and is therefore not copied as a whole.
     """
     return tuple(islice(items, most + 1))
 
@@ -50,13 +51,14 @@ def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
 def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
     """Raise OutOfRange unless ``value`` is a number from ``low`` to ``high``.
 
-    ``field`` is the field's name where that is not ``name``.
+    ``name`` names the value in the message of the error, and ``field`` is the error's field if
+    that differs from ``name``.
     """
     Range(low, high).check(name, value, field=field)
 
 
 def _written(number: float) -> str:
-    """Return every digit of a count, and few digits of another number."""
+    """Return an integer in full up to a limit, and another number with few digits."""
     if not isinstance(number, int):
         return f"{number:g}"
     digits = str(number)
@@ -65,7 +67,7 @@ def _written(number: float) -> str:
 
 @contextmanager
 def sendable() -> Iterator[None]:
-    """Raise NotUtf8 or OutOfRange for values that no message can hold."""
+    """Raise NotUtf8 or OutOfRange if the context assigns a value that no message can hold."""
     try:
         yield
     except UnicodeEncodeError:

@@ -1,6 +1,7 @@
 """End tokens of a checkpoint: the tokens with which its model ends an output.
 
-The router stops outputs at these tokens, and the worker allows them where a grammar is complete.
+The router stops outputs at these tokens. The worker allows them once an output completes its
+grammar.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from everlift.chat_templates import Templates, read_object, special_tokens
 from everlift.errors import UnknownModel
 
 _KEY = "eos_token_id"
-#: Names of end-of-turn tokens, without brackets, separators and upper case: <|im_end|> is imend.
+#: Names of end-of-turn tokens, in lower case and without brackets and separators: <|im_end|>
+#: becomes imend.
 _END_OF_TURN = frozenset(
     {"imend", "end", "eot", "eotid", "eom", "eomid", "eos", "/s", "return"}
     | {"endofturn", "endofturntoken", "endturn", "turnend", "endofmessage", "endofassistant"}
@@ -28,7 +30,7 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
 
     The set is the union of the ids in generation_config.json (or, if it names none, in
     config.json), the tokenizer's eos_token, and the tokens that end a turn in the chat template.
-    Null means absent. Raises UnknownModel for a malformed file.
+    A null counts as absent. Raises UnknownModel for a malformed file.
     """
     configured = _configured(directory)
     tokenizer = read_object(directory / "tokenizer.json")
@@ -42,7 +44,10 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _configured(directory: Path) -> tuple[int, ...]:
-    """Return the ids of the first section that names any."""
+    """Return the end-token ids of the first configuration section that names any.
+
+    The sections are generation_config.json, config.json and its text_config, in this order.
+    """
     generation, config = directory / "generation_config.json", directory / "config.json"
     facts = read_object(config)
     text = facts.get("text_config")
@@ -75,21 +80,21 @@ def _eos_token(
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict) and text in vocabulary:
         yield vocabulary[text]
-    elif isinstance(vocabulary, list):  # of pairs of a piece and its score, in the order of the ids
+    elif isinstance(vocabulary, list):  # pairs of a piece and its score, in the order of the ids
         yield from (index for index, (piece, _) in enumerate(vocabulary) if piece == text)
 
 
 def _ends_of_turn(directory: Path, added: Mapping[str, int]) -> Iterator[int]:
-    """Yield the ids of the added tokens that the chat template writes and that end a turn by name.
+    """Yield the ids of added tokens in the chat template whose names mark the end of a turn.
 
-    A name that is not in the list is not guessed: a wrong end token would cut outputs short.
+    Only listed names count, because a wrong end token would cut outputs short.
     """
     if (templates := Templates.read(directory)) is None:
         return
     source = templates.default + templates.tool_use
     for text, index in added.items():
         name = _NOT_IN_A_NAME.sub("", text.lower())
-        # With <|return|> as the end of a turn, <|end|> ends a message within it (gpt-oss).
+        # In gpt-oss, <|return|> ends a turn, and <|end|> ends a message within the turn.
         ends_message = name == "end" and "<|return|>" in added
         if name in _END_OF_TURN and not ends_message and text in source:
             yield index

@@ -6,11 +6,11 @@ from typing import Final, Literal, TypeAlias, get_args
 
 EnginePolicy: TypeAlias = Literal["continuous", "slai", "static", "magnus"]
 
-#: In place of a name: the policy that each worker was started with.
+#: Used instead of a policy's name to select the policy that each worker was started with.
 DEFAULT: Final = "default"
 
 
 def policy_named(text: str) -> EnginePolicy | None:
-    """Return the policy of this name, or None."""
+    """Return the policy with the name ``text``, or None if there is none."""
     policies: tuple[EnginePolicy, ...] = get_args(EnginePolicy)
     return next((policy for policy in policies if policy == text), None)

@@ -1,4 +1,4 @@
-"""Errors as google.rpc.Status, whose details any gRPC client's library reads. Pure."""
+"""Encoding of errors as google.rpc.Status, which any gRPC client library can read. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ M = TypeVar("M", bound=Message)
 
 _DOMAIN = "everlift"
 _TYPE_URL = "type.googleapis.com/google.rpc."
-#: Bytes of a cause. gRPC refuses answers with more than 8 KiB of metadata as it writes them: the
-#: cause once with up to three bytes for each of its own, and up to twice within the details, where
-#: four bytes stand for three.
+#: Largest size of a cause. gRPC rejects answers with more than 8 KiB of encoded metadata. The
+#: metadata contains the cause once with up to three bytes for each byte, and up to twice within
+#: the details, whose encoding takes four bytes for three.
 _MAX_CAUSE_BYTES = 1024
 
 
 def cause(error: EverliftError) -> str:
-    """Return the error in words, cut to the size that a status can hold.
+    """Return the message of ``error``, cut to the size that a status can hold.
 
-    The words may quote what a client sent.
+    The message may be long, because it may quote what a client sent.
     """
     words = str(error).encode(errors="replace")
     if len(words) > _MAX_CAUSE_BYTES:
@@ -34,7 +34,7 @@ def cause(error: EverliftError) -> str:
 
 
 def encode(error: EverliftError, code: int) -> bytes:
-    """Encode an error; ``code`` is gRPC's, as a number."""
+    """Return ``error`` as a serialised google.rpc.Status; ``code`` is the gRPC status number."""
     status = pb.Status(code=code, message=cause(error))
     status.details.append(_packed(pb.ErrorInfo(reason=error.slug, domain=_DOMAIN)))
     if error.retry_after_s is not None:
@@ -48,7 +48,7 @@ def encode(error: EverliftError, code: int) -> bytes:
 
 
 def decode(data: bytes) -> EverliftError | None:
-    """Return the encoded error, or None if it is not one of Everlift's."""
+    """Return the error that ``data`` encodes, or None if it is not an error of Everlift."""
     try:
         status = pb.Status.FromString(data)
         info = _unpacked(status, pb.ErrorInfo)

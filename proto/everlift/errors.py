@@ -1,63 +1,64 @@
-"""The error tree: one class a cause that a caller can act on.
+"""Tree of errors, with one class for each cause that a caller can act on.
 
     EverliftError
-    ├── InvalidRequest            the request can never work as it is
+    ├── InvalidRequest            the request can never succeed as it is
     │   ├── EmptyPrompt
-    │   ├── PromptTooLong         in tokens
-    │   │   └── PromptTextTooLong in characters: it was not even tokenised
-    │   ├── ContextLengthExceeded the prompt fits, but not together with max_tokens
-    │   ├── NotUtf8
-    │   ├── OutOfRange            a parameter's value
-    │   │   ├── TooManyChoices    n
-    │   │   ├── TooManyStops      stop strings, their bytes, or stop tokens
+    │   ├── PromptTooLong         the prompt has too many tokens
+    │   │   └── PromptTextTooLong the prompt has so many characters that it was not tokenised
+    │   ├── ContextLengthExceeded the prompt fits into the context, but not with max_tokens
+    │   ├── NotUtf8               a text is not valid UTF-8
+    │   ├── OutOfRange            the value of a parameter is out of range
+    │   │   ├── TooManyChoices    n is too large
+    │   │   ├── TooManyStops      too many stop strings or stop tokens, or too long a stop string
     │   │   ├── LogitBiasTooLarge
-    │   │   ├── GrammarTooLarge   a schema, another grammar, or its choices
-    │   │   └── TooManyRequests   of one call
-    │   ├── UnknownField          of a body in JSON
-    │   ├── MalformedBody         no JSON, or none that is taken
-    │   ├── BodyTooSlow           the rest of it did not come
-    │   ├── UnsupportedMediaType  a body in something else than JSON
-    │   ├── Unsupported           a feature that is not served
-    │   ├── NoChatTemplate        the model does not say how a chat is written
-    │   ├── InvalidGrammar        no output can be kept to it
-    │   ├── UnsupportedContent    a message has a part that is no text
-    │   ├── ToolsUnsupported      how this model calls tools is not known
-    │   ├── TemplateFailed        the model's chat template refuses the messages
-    │   ├── TemplateTimeout       the same: it takes too long over them
+    │   │   ├── GrammarTooLarge   a schema, another grammar, or its list of choices is too large
+    │   │   └── TooManyRequests   one call contains too many requests
+    │   ├── UnknownField          the JSON body has an unknown field
+    │   ├── MalformedBody         the body is not JSON, or not JSON of an accepted form
+    │   ├── BodyTooSlow           the rest of the body did not arrive in time
+    │   ├── UnsupportedMediaType  the body is not application/json
+    │   ├── Unsupported           the feature is not supported
+    │   ├── NoChatTemplate        the model has no chat template
+    │   ├── InvalidGrammar        no output can be constrained to the grammar
+    │   ├── UnsupportedContent    a message has a part that is not text
+    │   ├── ToolsUnsupported      the format in which the model calls tools is unknown
+    │   ├── TemplateFailed        the model's chat template rejected the messages
+    │   ├── TemplateTimeout       the model's chat template took too long for the messages
     │   ├── MessageTooLarge
     │   └── MetadataTooLarge
-    ├── Unimplemented             no such method, or one that is not served here
-    ├── UnknownPath               the same over HTTP
+    ├── Unimplemented             the gRPC method does not exist, or is not served
+    ├── UnknownPath               the HTTP path does not exist, or is not served
     │   └── MethodNotAllowed
-    ├── Unauthenticated           no credential, or none that is known
-    ├── Forbidden                 the credential is not for this
+    ├── Unauthenticated           the credential is missing or unknown
+    ├── Forbidden                 the credential does not permit the call
     │   └── ChaosForbidden        the cluster was started without chaos
     ├── UnknownModel
-    ├── UnknownRequest            never seen, or past its retention
-    │   └── ForgottenRequest      erased by Forget
-    ├── OffsetOutOfRange          Attach beyond what exists
-    ├── RequestConflict           the request id is taken by another body
-    ├── QueueFull                 try again later
-    │   └── Shed                  a higher class has its place
-    ├── QueueTimeout              the same: it has waited for as long as it may
-    ├── DeadlineUnmeetable        the same: its first token or its end would come too late
-    ├── RateLimited               the same: the tenant has had its share for now
-    │   └── RetriedTooSoon        before the time that it was told, and often
-    ├── LedgerFull                the same: the ledger's memory is short
+    ├── UnknownRequest            the request was never seen, or its retention has passed
+    │   └── ForgottenRequest      the request was erased by Forget
+    ├── OffsetOutOfRange          Attach asked for an offset beyond the existing output
+    ├── RequestConflict           the request id exists with a different body
+    ├── QueueFull                 retry later: the admission queue is full
+    │   └── Shed                  a request of a higher class took the place in the full queue
+    ├── QueueTimeout              retry later: the request was queued for the longest allowed time
+    ├── DeadlineUnmeetable        retry later: the first token or the end would come too late
+    ├── RateLimited               retry later: the tenant has used up its quota for now
+    │   └── RetriedTooSoon        the client often retried before the time given by retry-after
+    ├── LedgerFull                retry later: the ledger is short of memory
     ├── DeadlineExceeded
     ├── Cancelled
-    ├── AttemptsExhausted         its workers were lost too often
-    ├── EngineFailed              the engine could not go on with it
+    ├── AttemptsExhausted         the workers of the request were lost too often
+    ├── EngineFailed              the engine could not continue the request
     ├── LedgerUnavailable
-    ├── NoWorker                  it waited for one, and none came
+    ├── NoWorker                  no worker was connected within the allowed time
     ├── UnknownWorker
-    ├── TooManyConnections        of one router
-    ├── RouterStopping            this replica drains: go to another one, nothing is lost
+    ├── TooManyConnections        the router has too many connections
+    ├── RouterStopping            this router is draining: use another one, nothing is lost
     ├── Moved                     another router owns the request: attach again
-    ├── Unreachable               no router answers: what the client itself finds
-    └── DataLoss                  what was acknowledged is gone
+    ├── Unreachable               no router answers; the client itself raises this error
+    └── DataLoss                  acknowledged data is lost
 
-One slug serves log, metric and wire. This module knows no transport: it names gRPC codes as words.
+The slug of an error names it in logs, in metrics and on the wire. This module does not depend on a
+transport, so that it names gRPC status codes as strings.
 """
 
 from __future__ import annotations
@@ -66,15 +67,18 @@ from typing import ClassVar
 
 
 class SettingsError(Exception):
-    """Wrong settings, a line each: where it is set, if that is known, its path, and the cause."""
+    """Invalid settings, one per line of the message.
+
+    A line contains where the setting was set (if known), the setting's path, and the cause.
+    """
 
 
 class EverliftError(Exception):
-    """An answer that is not a result. ``str(error)`` is the cause in words for the client.
+    """Base class of the errors that clients receive.
 
-    A retry makes sense after ``retry_after_s`` seconds, None where nothing says when. ``field`` is
-    what of a request is wrong, by its name in the message or by that of the metadata; empty where
-    it is no single one.
+    ``str(error)`` is the cause in words for the client. ``retry_after_s`` is the number of seconds
+    after which a retry makes sense, or None if that is unknown. ``field`` is the name of the wrong
+    field of the message or key of the metadata, and is empty if no single one is wrong.
     """
 
     slug: ClassVar[str] = "internal"
@@ -371,8 +375,8 @@ BY_SLUG: dict[str, type[EverliftError]] = {cls.slug: cls for cls in _tree(Everli
 
 
 def from_slug(slug: str, message: str) -> EverliftError:
-    """Return the error that ``slug`` names; an unknown slug becomes an EverliftError.
+    """Return an error of the class that ``slug`` names, with ``message`` as its cause.
 
-    A newer peer may send one.
+    An unknown slug becomes an EverliftError, because a newer peer may send one.
     """
     return BY_SLUG.get(slug, EverliftError)(message)

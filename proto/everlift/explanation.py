@@ -1,4 +1,4 @@
-"""An Explanation for people and for programs. Pure."""
+"""Names, labels and JSON form of an Explanation, which breaks down a request's time. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everlift.v1 import inference_pb2 as pb
 
 _KIND, _STATE = "SPAN_KIND_", "REQUEST_STATE_"
 
-#: What each kind of span is, for people.
+#: Labels of the kinds of spans, for people.
 LABELS = MappingProxyType(
     {
         pb.SPAN_KIND_RECEIVE: "receiving: checking, rendering, tokenising",
@@ -34,17 +34,17 @@ LABELS = MappingProxyType(
 
 
 def kind_name(kind: pb.SpanKind.ValueType) -> str:
-    """Return the name for programs, such as worker_wait."""
+    """Return the kind's name for programs, such as ``worker_wait``."""
     return pb.SpanKind.Name(kind).removeprefix(_KIND).lower()
 
 
 def state_name(state: pb.RequestState.ValueType) -> str:
-    """Return the state's name for programs: queued, finished."""
+    """Return the state's name for programs, such as ``queued`` or ``finished``."""
     return pb.RequestState.Name(state).removeprefix(_STATE).lower()
 
 
 def as_json(explanation: pb.Explanation) -> dict[str, Any]:
-    """Return the message's fields, of each span its ``start_s`` as well."""
+    """Return the fields of the message as JSON values, with the ``start_s`` of each span added."""
     fields = MessageToDict(
         explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -56,7 +56,7 @@ def as_json(explanation: pb.Explanation) -> dict[str, Any]:
 
 
 def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
-    """Return the spans as JSON, in order."""
+    """Return the spans in order as JSON values, with ``start_s`` relative to the first span."""
     listed: list[dict[str, Any]] = []
     start_s = 0.0
     for span in spans:
@@ -69,5 +69,5 @@ def spans_as_json(spans: Iterable[pb.Span]) -> list[dict[str, Any]]:
 
 
 def server_timing(spans: Iterable[pb.Span]) -> str:
-    """Return the header Server-Timing (https://www.w3.org/TR/server-timing), in ms."""
+    """Return the value of the header Server-Timing (https://www.w3.org/TR/server-timing), in ms."""
     return ", ".join(f"{kind_name(span.kind)};dur={1e3 * span.seconds:.3f}" for span in spans)

@@ -1,8 +1,8 @@
 """Hugging Face configuration of the model in a GGUF file.
 
-A GGUF file names its hyperparameters as llama.cpp does, one set of keys for each architecture. What
-llama.cpp does not store (Gemma's attention scale and sliding-window pattern, for example) is
-constant in its code and here.
+A GGUF file names its hyperparameters as llama.cpp does, with one set of keys for each architecture.
+Values that llama.cpp does not store, such as Gemma's attention scale and sliding-window pattern,
+are constants in the code of llama.cpp and in this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 _F32 = 0
 _REQUIRED = object()
-#: Scalings of rope that the metadata may name, by llama.cpp's names.
+#: llama.cpp's name for RoPE without scaling.
 _NO_SCALING = "none"
 
 
@@ -26,7 +26,7 @@ class UnsupportedGguf(ValueError):
 
 
 def config_of(header: GgufHeader) -> Json:
-    """Return the content of config.json.
+    """Return the model's configuration, in the form of config.json.
 
     Raises UnsupportedGguf for an architecture or a variant that is not supported, and BadGguf for
     metadata that is missing or of the wrong type.
@@ -35,7 +35,7 @@ def config_of(header: GgufHeader) -> Json:
 
 
 def generation_config_of(header: GgufHeader) -> Json:
-    """Return the content of generation_config.json: the tokens that end an output."""
+    """Return the ids of the tokens that end an output, in the form of generation_config.json."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = (header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     found = list(dict.fromkeys(token for token in ids if type(token) is int))
@@ -62,14 +62,20 @@ class _Model:
         return self._common() | _ARCHITECTURES[self.architecture](self)
 
     def written(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the value under the architecture's ``key``."""
+        """Return the value of the architecture's ``key``, or ``otherwise`` if the key is missing.
+
+        Raises BadGguf if the key is missing and ``otherwise`` is not given.
+        """
         value = self._header.metadata.get(f"{self.architecture}.{key}", otherwise)
         if value is _REQUIRED:
             raise BadGguf(f"{self._header.path} lacks the key {self.architecture}.{key}")
         return value
 
     def get(self, key: str, otherwise: Any = _REQUIRED) -> Any:
-        """Return the same; of a list with a value for each layer, the one value."""
+        """Return the value as ``written`` does, or the single value of a list with one per layer.
+
+        Raises UnsupportedGguf if the layers have different values.
+        """
         value = self.written(key, otherwise)
         if not isinstance(value, list):
             return value
@@ -103,9 +109,9 @@ class _Model:
         }
 
     def rope_scaling(self) -> Json:
-        """Return the scaling of rope as ``rope_scaling``, or nothing."""
+        """Return the entry ``rope_scaling``, or no entry if RoPE is not scaled."""
         if self.has("rope_freqs.weight"):
-            # Llama 3's scaling, as the factor of each pair.
+            # Llama 3's scaling is stored as one factor for each pair of dimensions.
             factors = self._numbers("rope_freqs.weight")
             return self._scaling(
                 "longrope", short_factor=factors, long_factor=factors, attention_factor=1.0
@@ -122,7 +128,7 @@ class _Model:
         return self._scaling(kind, factor=self.get("rope.scaling.factor"), **written)
 
     def long_rope(self) -> Json:
-        """Return Phi-3's scaling, whose factors are tensors, or nothing."""
+        """Return Phi-3's entry ``rope_scaling``, whose factors are tensors, or no entry."""
         if not self.has("rope_factors_long.weight"):
             return {}
         written = {"attention_factor": self.get("rope.scaling.attn_factor", None)}
@@ -137,7 +143,7 @@ class _Model:
         }
 
     def partial_rotary(self) -> Json:
-        """Return the part of a head that is rotated, where it is not the whole."""
+        """Return the entry ``partial_rotary_factor``, or no entry if whole heads are rotated."""
         head_dim = self._common()["head_dim"]
         dim = self.get("rope.dimension_count", head_dim)
         return {} if dim == head_dim else {"partial_rotary_factor": dim / head_dim}
@@ -147,7 +153,7 @@ class _Model:
         return {"rope_scaling": {"rope_type": kind, **parameters}}
 
     def _numbers(self, name: str) -> list[float]:
-        """Return the content of a small tensor of float32."""
+        """Return the content of a one-dimensional float32 tensor. Raises BadGguf."""
         tensor = self._tensor(name)
         if tensor.type != _F32 or len(tensor.shape) != 1:
             raise BadGguf(f"{self._header.path}: {name} is not a list of float32")
@@ -213,7 +219,7 @@ def _gemma2(model: _Model) -> Json:
         "sliding_window": model.get("attention.sliding_window", 4096),
         "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": model.get("final_logit_softcapping", 30.0),
-        # 46 layers: Gemma 2 27B.
+        # Gemma 2 27B has 46 layers.
         **_gemma(model, layers_scaled_by_width=46),
     }
 
@@ -226,14 +232,18 @@ def _gemma3(model: _Model) -> Json:
         **_sliding_pattern(model),
         "rope_local_base_freq": model.get("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": model.get("final_logit_softcapping", None) or None,
-        # 62 layers: Gemma 3 27B.
+        # Gemma 3 27B has 62 layers.
         **_gemma(model, layers_scaled_by_width=62),
         **model.rope_scaling(),
     }
 
 
 def _sliding_pattern(model: _Model) -> Json:
-    """Return which layers have a sliding window: one flag a layer, or all but every n-th."""
+    """Return the entry that says which layers have a sliding window.
+
+    It is ``layer_types``, with one type per layer, or ``sliding_window_pattern``: n means that
+    all layers but every n-th one have a sliding window.
+    """
     pattern = model.written("attention.sliding_window_pattern", 6)
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
@@ -242,7 +252,11 @@ def _sliding_pattern(model: _Model) -> Json:
 
 
 def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
-    """Return what Gemma 2 and 3 share; their 27B variants scale queries by the model's width."""
+    """Return the entries that Gemma 2 and 3 share.
+
+    A model with ``layers_scaled_by_width`` layers is the 27B variant, which scales queries by the
+    model's width per head.
+    """
     width, heads = model.get("embedding_length"), model.get("attention.head_count")
     is_scaled_by_width = model.get("block_count") == layers_scaled_by_width
     return {

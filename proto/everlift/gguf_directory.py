@@ -2,12 +2,12 @@
 
     python -m everlift.gguf_directory FILE DIRECTORY
 
-writes config.json, generation_config.json, the tokenizer's files and the chat template, and links
-``weights.gguf`` to the file. It runs as a process of its own: it needs transformers, which takes
-seconds and hundreds of MiB to import, and which a router does without.
+This command writes config.json, generation_config.json, the tokenizer's files and the chat
+template, and links ``weights.gguf`` to the file. It runs in a separate process, because it needs
+transformers, which takes seconds and hundreds of MiB to import and which routers do not need.
 
-The directory lies in the user's cache, under a name that changes with the file's path, size and
-time of modification.
+The directory is in the user's cache. Its name depends on the file's path, size and time of
+modification.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from everlift.gguf_config import UnsupportedGguf, config_of, generation_config_o
 from everlift.gguf_header import SUFFIX, BadGguf, read_gguf_header
 
 LINK = f"weights{SUFFIX}"
-#: Raise it when what is written changes.
+#: Version of the directory's contents. Increment it when the contents change.
 _FORMAT = 1
 
 
 class GgufUnusable(ValueError):
-    """No directory can be made of the file. The message is one line that says why."""
+    """The file cannot be converted to a directory. The message is one line with the cause."""
 
 
 def is_gguf(model: str) -> bool:
@@ -44,7 +44,7 @@ def cache_directory() -> Path:
 
 
 def directory_of(path: Path) -> Path:
-    """Return the directory of the GGUF file ``path``; make it if it does not exist.
+    """Return the directory of the GGUF file ``path``, which is created if it does not exist.
 
     Raises GgufUnusable, OSError.
     """
@@ -72,7 +72,7 @@ def _make(path: Path, directory: Path) -> None:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise GgufUnusable(lines[-1])
-        # Another process may have made it meanwhile: both are the same.
+        # Another process may have created the same directory in the meantime.
         with suppress(OSError):
             made.rename(directory)
     if not directory.is_dir():
@@ -80,7 +80,10 @@ def _make(path: Path, directory: Path) -> None:
 
 
 def write(path: Path, directory: Path) -> None:
-    """Write the files of ``directory``. Raises BadGguf, UnsupportedGguf, ValueError, OSError."""
+    """Write the files of the GGUF file ``path`` to ``directory``.
+
+    Raises BadGguf, UnsupportedGguf, ValueError, OSError.
+    """
     header = read_gguf_header(path)
     config = config_of(header)
 

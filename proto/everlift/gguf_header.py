@@ -1,4 +1,4 @@
-"""Header of a GGUF file: its metadata and its table of tensors, every size checked.
+"""Reader of the header of a GGUF file: metadata and table of tensors, with all sizes checked.
 
     magic "GGUF" | version (u32) | number of tensors (u64) | number of keys (u64)
     keys:     name (string) | type (u32) | value
@@ -42,7 +42,7 @@ _NUMBERS = {
     }.items()
 }
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
-#: A vocabulary of a million tokens with its merges takes a third of this.
+#: Largest size of a header. A vocabulary of a million tokens with its merges takes a third of it.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_ELEMENTS = 8_000_000
 _MAX_DIMENSIONS = 4
@@ -50,15 +50,15 @@ _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 
 
 class BadGguf(ValueError):
-    """The file is no GGUF file, is truncated, or describes what it does not hold."""
+    """The file is not a GGUF file, is truncated, or has missing or inconsistent content."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """Entry of the table of tensors.
 
-    ``shape`` is row-major: the last dimension is contiguous. ``type`` is the number of a ggml type,
-    ``start`` the place of the data in the file, in bytes.
+    ``shape`` is row-major, so that the last dimension is contiguous. ``type`` is the number of a
+    ggml type. ``start`` is the position of the data in the file, in bytes.
     """
 
     name: str
@@ -69,7 +69,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Header of the file ``path``; its first ``size`` bytes, padding included."""
+    """Header of the file ``path``, which is its first ``size`` bytes including padding."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -78,7 +78,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header. Raises BadGguf, OSError."""
+    """Return the header of the file ``path``. Raises BadGguf, OSError."""
     with path.open("rb") as file:
         try:
             return _read(path, _Reader(file))
@@ -91,7 +91,7 @@ class _Malformed(Exception):
 
 
 class _Reader:
-    """Reader of values that never reads beyond the file or the largest header."""
+    """Reader of values that never reads beyond the end of the file or the largest header."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

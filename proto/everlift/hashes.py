@@ -1,4 +1,4 @@
-"""Hashes of tokens: of KV blocks, and of what a client has received. Pure."""
+"""Hashes of KV blocks, and digests of the tokens that a client has received. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_SIZE = 32
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of one full block.
+    """Return the SHA-256 of one full block.
 
     ``parent`` is the previous block's hash, or the salt for the first block.
     """
@@ -20,9 +20,9 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
-    """Return the hashes of the full blocks of ``tokens``, in order.
+    """Yield the hashes of the full blocks of ``tokens``, in order.
 
-    An unfinished last block has none.
+    A partial last block has no hash. ``salt`` is the parent of the first block.
     """
     parent = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
@@ -31,7 +31,10 @@ def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
 
 
 def little_endian(tokens: Sequence[int]) -> bytes:
-    """Return four bytes per number. Raises OverflowError for a number that is no uint32."""
+    """Return each number as four little-endian bytes.
+
+    Raises OverflowError for a number that is not a uint32.
+    """
     if len(tokens) == 1:
         return tokens[0].to_bytes(4, "little")
     data = array("I", tokens)
@@ -41,23 +44,23 @@ def little_endian(tokens: Sequence[int]) -> bytes:
 
 
 class TokenDigest:
-    """Grows with the tokens; ``value`` is that of all that were added."""
+    """Incremental 64-bit digest of a sequence of tokens."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens. Raises OverflowError for a value that is no uint32."""
+        """Add tokens. Raises OverflowError for a value that is not a uint32."""
         self._hash.update(little_endian(tokens))
 
     @property
     def value(self) -> int:
-        """Return a 64-bit hash, the same at both ends for the same tokens."""
+        """Return the digest of all added tokens, which client and router compute alike."""
         return int.from_bytes(self._hash.digest(), "little")
 
 
 def token_digest(tokens: Sequence[int]) -> int:
-    """Return a digest of all tokens."""
+    """Return the ``TokenDigest`` value of ``tokens``."""
     digest = TokenDigest()
     digest.add(tokens)
     return digest.value

@@ -1,4 +1,4 @@
-"""Python's garbage collector in processes that must not stand still."""
+"""Settings of Python's garbage collector for processes that must not pause."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Passes over what is middle-aged before one over all that is old, which takes longer the more
-#: requests there are. Python's own number is 10.
+#: Number of collections of the middle generation before one of the oldest generation, which takes
+#: longer the more requests there are. Python's default is 10.
 _PASSES = 1000
 
 
 def settle() -> None:
-    """Exempt all present objects from garbage collection, after a process has started.
+    """Exempt all existing objects from garbage collection; call it when a process has started.
 
-    A pass over all that a router has imported stopped its event loop for 84 to 93 ms.
+    A collection of all objects that a router has imported pauses its event loop for 84 to 93 ms.
     """
     gc.collect()
     gc.freeze()
@@ -24,9 +24,9 @@ def settle() -> None:
 
 @contextmanager
 def growing() -> Iterator[None]:
-    """Pause the garbage collector around imports of large libraries.
+    """Pause the garbage collector in the context, which imports large libraries.
 
-    It would look through their objects again and again: a sixth of the time of importing torch.
+    Otherwise, repeated collections of their objects take a sixth of the time of importing torch.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -39,7 +39,10 @@ def growing() -> Iterator[None]:
 
 
 def _age() -> None:
-    """Make what is young old without a look at it, unless there is little of it."""
+    """Move young objects to the oldest generation without a collection, unless they are few.
+
+    Nothing happens after ``settle``, because this would unfreeze the objects that it froze.
+    """
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()

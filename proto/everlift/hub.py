@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: their names, and what its errors mean."""
+"""Models on the Hugging Face Hub: their ids, and explanations of the hub's errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_hub_id(model: str, revision: str = "") -> bool:
 
 
 def is_commit(revision: str) -> bool:
-    """Return whether a revision is a commit, whose content never changes."""
+    """Return whether ``revision`` is a commit hash, whose content never changes."""
     return bool(_COMMIT.fullmatch(revision))
 
 
@@ -31,7 +31,7 @@ _DENIED = (401, 403)
 
 
 def explain(error: BaseException, revision: str) -> str:
-    """Explain why asking a hub for ``revision`` of a model ended in ``error``."""
+    """Return the cause of ``error``, with which a request for ``revision`` of a model failed."""
     from httpx2 import TransportError
     from huggingface_hub import constants, errors
 

@@ -1,11 +1,11 @@
-"""Structured logs: one JSON line an event, on standard error or in a file.
+"""Structured logs: one line of JSON per event, on standard error or in a file.
 
     log = logs.get_logger(__name__)
     log.info("request finished", request_id=request_id, output_tokens=17)
 
-A line holds ts, level, component, pid, logger and event, then the fields that the caller named and
-nothing else: prompts, token ids and secrets are nobody's to name. A field called like one of the
-fixed keys gets a trailing underscore.
+A line contains ts, level, component, pid, logger and event, then the fields that the caller passed,
+and nothing else. Callers must not pass prompts, token ids or secrets. A field with the name of one
+of the fixed keys gets a trailing underscore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-#: Whose events follow the configured level; everybody else's are shown from warning on.
+#: Packages whose events follow the configured level. Other packages log warnings and errors.
 _PACKAGES = ("everlift", "router", "worker", "cluster")
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -27,7 +27,7 @@ _LEVELS = {
 
 
 class Logger:
-    """The events of one module."""
+    """Logger of the events of one module."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -63,9 +63,10 @@ def get_logger(name: str) -> Logger:
 
 
 def configure(component: str, level: str = "info", path: Path | None = None) -> None:
-    """Write this process's events from ``level`` on to ``path``, or to standard error.
+    """Write this process's events of ``level`` and above to ``path``, or to standard error.
 
-    ``component`` names the process: "router-0", "worker-1.rank-0". A later call replaces this one.
+    ``component`` names the process, such as "router-0" or "worker-1.rank-0". A later call replaces
+    the configuration of an earlier one.
     """
     set_level(level)
     root = logging.getLogger()
@@ -78,7 +79,7 @@ def configure(component: str, level: str = "info", path: Path | None = None) -> 
 
 
 def set_level(level: str) -> None:
-    """Write events from ``level`` on. Raises ValueError for an unknown level."""
+    """Set the lowest level of written events. Raises ValueError for an unknown level."""
     if level not in _LEVELS:
         raise ValueError(f"log level must be one of {', '.join(_LEVELS)}, not {level!r}")
     for package in _PACKAGES:

@@ -1,8 +1,9 @@
-"""Requests, validated at birth: a value of these types cannot be wrong.
+"""Requests of clients: ``Submission`` as received, and ``Request`` as the cluster runs it.
 
-``Submission`` is what a client asked for. ``Request`` is what is to be run: the same with every
-default resolved against the served model, the prompt tokenised and the seed drawn. The ledger
-keeps ``Request``; together with the tokens generated so far it is all that a continuation needs.
+A ``Submission`` is checked on construction, so that every instance is valid. A ``Request`` is a
+submission with every default resolved for the served model, the prompt tokenised and the seed
+chosen. The ledger stores the ``Request``. It and the tokens generated so far are all that is
+needed to continue the request after a failure.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import ledger_pb2
 
-#: of one call: clients send no more, and routers take no more
+#: Largest number of requests in one call. Clients send, and routers accept, at most this many.
 MAX_REQUESTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
-#: of session_id, fairness_id and application
+#: Largest length of session_id, fairness_id and application.
 MAX_LABEL_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
 
-#: The ranges of a request's numeric fields, the same on every front.
+#: Valid ranges of a request's numeric fields. They are the same in every API.
 RANGES: Mapping[str, Range] = {
     **sampling.RANGES,
     "max_tokens": Range(1, 1 << 30),
@@ -54,9 +55,10 @@ RANGES: Mapping[str, Range] = {
 
 
 def check_field(field: str, value: float, name: str = "") -> None:
-    """Raise OutOfRange unless the value of a numeric field is in its range.
+    """Raise OutOfRange unless ``value`` is in the range of the numeric field ``field``.
 
-    ``name`` is the field's name on the front where that is another one.
+    ``name`` is the field's name in the client's API, if it differs from ``field``. The error is a
+    TooManyChoices if ``n`` is too large.
     """
     try:
         RANGES[field].check(name or field, value)
@@ -67,30 +69,31 @@ def check_field(field: str, value: float, name: str = "") -> None:
 
 
 class OnDisconnect(Enum):
-    #: the request ends when its last client is gone
+    #: the request is cancelled when its last client disconnects
     CANCEL = pb.ON_DISCONNECT_CANCEL
-    #: it goes on for the router's grace, then ends
+    #: the request continues for the router's grace period, and is then cancelled
     GRACE = pb.ON_DISCONNECT_GRACE
-    #: it goes on to its end
+    #: the request continues to its end
     CONTINUE = pb.ON_DISCONNECT_CONTINUE
 
 
 class FinishReason(Enum):
-    #: end-of-sequence token, stop token or stop string
+    #: an end-of-sequence token, a stop token or a stop string was reached
     STOP = pb.FINISH_REASON_STOP
-    #: max_tokens, or the context is full
+    #: max_tokens was reached, or the context is full
     LENGTH = pb.FINISH_REASON_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A client's request as it came, checked as far as this is possible without the model.
+    """Request as the client sent it, checked as far as possible without the model.
 
-    ``max_tokens`` and ``timeout_s`` are None where the client set none; with ``clamp_max_tokens``,
-    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` names
-    everything that shapes the result, so that a repeated request id can be told from a reused one.
-    ``request_id`` has its tenant's name before it (request_id.py). ``x_request_id`` is what logs
-    and traces elsewhere call the call that it came with; it names nothing here.
+    ``max_tokens`` and ``timeout_s`` are None if the client set none. With ``clamp_max_tokens``,
+    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` covers everything that
+    shapes the result; it distinguishes a repeated request from another one under the same id.
+    ``request_id`` is prefixed with its tenant's name (request_id.py). ``x_request_id`` is the id
+    of the call in other systems' logs and traces; Everlift identifies nothing by it.
+    Raises InvalidRequest.
     """
 
     request_id: str
@@ -140,10 +143,10 @@ class Submission:
 
     @property
     def salt(self) -> bytes:
-        """Return the salt of the block hashes.
+        """Return the salt of the request's block hashes.
 
-        Requests share computed blocks only under the same salt, and tenants never share, because
-        timing would reveal prompts.
+        Requests share cached KV blocks only if their salts are equal. Tenants never share blocks,
+        because timing would reveal the prompts of other tenants.
         """
         if not self.cache_salt and not tenant_of(self.request_id):
             return b""
@@ -161,8 +164,8 @@ class Submission:
     ) -> Self:
         """Return the submission that ``message`` describes.
 
-        ``request_id`` is its name inside the cluster. ``seed`` and ``sampling_defaults`` are used
-        for sampling parameters that the message does not set. Raises InvalidRequest.
+        ``request_id`` is the id with the tenant's name. ``seed`` and ``sampling_defaults`` are
+        used for sampling parameters that the message does not set. Raises InvalidRequest.
         """
         _check_best_of(message)
         submission = cls(
@@ -189,7 +192,7 @@ class Submission:
             x_request_id=x_request_id,
             clamp_max_tokens=message.clamp_max_tokens,
         )
-        # Only of what has been checked: a list that is too long is not hashed.
+        # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
         return submission
 
@@ -243,14 +246,14 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 
 
 def hash_body(message: pb.GenerateRequest) -> bytes:
-    """Return the SHA-256 of everything in ``message`` that shapes the result."""
+    """Return the SHA-256 of the fields of ``message`` that shape the result."""
     body = pb.GenerateRequest()
     body.CopyFrom(message)
     body.DiscardUnknownFields()
-    # What may differ between two tries of the same request.
+    # These fields may differ between two submissions of the same request.
     for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(field)
-    body.ClearField("explain")  # of one answer alone
+    body.ClearField("explain")  # it affects only the answer of one call
     for label in ("session_id", "fairness_id", "application"):
         body.ClearField(label)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
@@ -258,13 +261,13 @@ def hash_body(message: pb.GenerateRequest) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request with every default resolved.
+    """Request with every default resolved, as the cluster runs it.
 
-    ``deadline`` is ledger time in seconds, ``ttft_target_s`` counts from arrival.
-    ``stop_token_ids`` includes the model's ``eos_token_ids`` unless they are ignored; then
-    ``eos_token_ids`` is empty. Each of the ``n`` choices may have ``max_tokens``; with
-    ``clamp_max_tokens`` a worker's context may end an output earlier. ``trace`` is the request's
-    own span.
+    ``deadline`` is a time of the ledger's clock in seconds. ``ttft_target_s`` counts from the
+    request's arrival. ``stop_token_ids`` includes the model's ``eos_token_ids``, unless the client
+    ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up to
+    ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's context
+    is full. ``trace`` is the request's own span.
     """
 
     request_id: str

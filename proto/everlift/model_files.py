@@ -1,15 +1,16 @@
-"""Location of a model's files: a directory, a GGUF file, or this machine's copy of a hub's model.
+"""Location of a model's files: a directory, a GGUF file, or the local copy of a hub model.
 
-    pin        the commit that a revision is at this moment       asks the hub
-    fetch      downloads what this machine lacks of it            asks the hub, if it lacks anything
-    locate     the directory that holds it                        asks nobody
+    pin        returns the current commit of a revision           contacts the hub
+    fetch      downloads the files that this machine lacks        contacts the hub if any is missing
+    locate     returns the directory with the files               does not contact the hub
 
 A GGUF file is named by its path, or by the name of a packaged model (``packaged_models``). Its
-directory is made at the first use (``gguf_directory``).
+directory is created at the first use (``gguf_directory``).
 
-The copies lie in huggingface_hub's cache, and what is known of that library holds here too:
-HF_HOME and HF_HUB_CACHE say where, HF_ENDPOINT which hub, HF_TOKEN who asks, and HF_HUB_OFFLINE=1
-that nobody does. It is imported when it is needed, since customers have no use for it.
+The local copies are in huggingface_hub's cache, and the variables of that library apply. HF_HOME
+and HF_HUB_CACHE set the cache directory, HF_ENDPOINT the hub and HF_TOKEN the credential;
+HF_HUB_OFFLINE=1 prevents all contact with the hub. The library is imported only when it is needed,
+because clients do not need it.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from everlift.progress import Progress, untold
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-#: Configuration and tokenizer. What lies in folders is for other programs.
+#: Files of the configuration and the tokenizer. Files in subfolders are for other programs.
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 _ELSEWHERE = "*/*"
-#: By this name huggingface_hub calls the bar that counts bytes written.
+#: Name of the progress bar with which huggingface_hub counts the bytes written.
 _BYTES_BAR = "huggingface_hub.snapshot_download"
 
 T = TypeVar("T")
 
 
 class ModelUnavailable(OSError):
-    """A model's files cannot be had. The message is one line that says why."""
+    """The files of a model are unavailable. The message is one line with the cause."""
 
 
 async def pin(model: str, revision: str = "") -> str:
-    """Return the commit of ``revision`` (default: main branch) of a hub id; "" for other models.
+    """Return the commit of ``revision`` of a hub model, or "" if ``model`` is not a hub id.
 
-    If the hub cannot be asked, the last known commit. Raises ModelUnavailable.
+    The default revision is the main branch. If the hub cannot be reached, the last known commit is
+    returned. Raises ModelUnavailable.
     """
     if not is_hub_id(model, revision):
         return ""
@@ -58,12 +60,14 @@ async def pin(model: str, revision: str = "") -> str:
 async def fetch(
     model: str, revision: str = "", *, weights: bool, progress: Progress = untold
 ) -> None:
-    """Download missing files of a hub id: configuration, tokenizer, and safetensors if ``weights``.
+    """Download the missing files of a hub model, or create the directory of a GGUF file.
 
-    Never pickles. A directory is left as it is, and that of a GGUF file is made.
+    The files are the configuration, the tokenizer and, with ``weights``, the safetensors files;
+    pickled weights are never downloaded. The directory of a local model is left as it is.
 
-    ``progress`` counts the texts first, then the weights; several threads call it, one at a time.
-    Raises ModelUnavailable. When cancelled, the download ends with the piece that is under way.
+    ``progress`` counts the bytes of configuration and tokenizer first, then those of the weights.
+    Several threads call it, but only one at a time. If the caller is cancelled, the download ends
+    after the piece that is in progress. Raises ModelUnavailable.
     """
     if not is_hub_id(model, revision):
         if is_gguf_model(model):
@@ -78,7 +82,7 @@ async def fetch(
 
 
 def locate(model: str, revision: str = "", *, weights: bool) -> Path:
-    """Return the directory with all that ``fetch`` would have fetched. Raises ModelUnavailable."""
+    """Return the directory with the files that ``fetch`` provides. Raises ModelUnavailable."""
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)
     path = Path(model).expanduser()
@@ -112,12 +116,12 @@ def _of_gguf(model: str, path: Path) -> Path:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of the weights, present or not: one, or those that an index names.
+    """Return the paths of the weight files in ``directory``, whether or not they exist.
 
-    Of a GGUF file's directory, the file.
-
-    With both the one file counts, as for transformers. Raises ValueError for an index that is none,
-    or that names what is not a file beside it.
+    In the directory of a GGUF file, this is the link to that file. Otherwise it is
+    model.safetensors if that exists or if there is no index, as in transformers, and else the
+    files that the index names. Raises ValueError if the index is invalid or names something other
+    than a safetensors file in the same directory.
     """
     if (directory / LINK).exists():
         return [directory / LINK]
@@ -233,7 +237,7 @@ def _bar_class(relay: _Relay) -> type[Any]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread for which a cancelled caller does not wait."""
+    """Run ``work`` in a daemon thread. A cancelled caller does not wait for the thread."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -249,10 +253,10 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(model: str, revision: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub, its HTTP library and its storage into ModelUnavailable."""
+    """Convert errors of huggingface_hub, HTTP and storage in the context to ModelUnavailable."""
     from huggingface_hub.utils import logging
 
-    # Its warnings are of retries, and name signed addresses.
+    # huggingface_hub's warnings report retries, and contain signed URLs.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield

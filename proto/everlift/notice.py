@@ -1,4 +1,4 @@
-"""Notice to a process that its machine is about to be taken away."""
+"""Signal by which a process learns that its machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ log = logs.get_logger(__name__)
 
 
 def on_signal(leave: Callable[[], None]) -> None:
-    """Call ``leave`` in the running event loop at the first SIGUSR1, in any thread.
+    """Call ``leave`` in the running event loop at the first SIGUSR1.
 
-    Python installs handlers in the main thread only, and an actor's event loop runs in another one.
-
-    faulthandler's is the exception. What it writes is a traceback, which nobody reads: that
-    there is something to read is the notice.
+    The event loop may run in any thread. Python installs signal handlers only in the main thread,
+    and the event loop of an actor runs in another one. The handler of faulthandler can be
+    installed from any thread. It writes a traceback to a pipe. The event loop ignores the
+    traceback, and calls ``leave`` as soon as the pipe has data.
     """
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
 
     def heard() -> None:
-        # Once: a traceback may come in several pieces.
+        # The reader is removed, because the traceback may arrive in several pieces.
         loop.remove_reader(reader)
         log.warning("stop requested", signal="SIGUSR1")
         leave()

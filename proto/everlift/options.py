@@ -1,4 +1,4 @@
-"""Options of a request, and the message made of them."""
+"""Options of a request, and their conversion to a protobuf message."""
 
 from __future__ import annotations
 
@@ -15,84 +15,86 @@ from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 
 _SECONDS = Range(0.001, MAX_TIMEOUT_S)
-#: Text, or token ids.
+#: Prompt as a text or as token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a request. An option that is missing or None has its default.
+    """Options of a request. An option that is missing or None has its default value.
 
-    The defaults of temperature, top_p, top_k, min_p and repetition_penalty are the served model's
-    (``models()`` shows them), or those named here if the model has none.
+    The defaults of temperature, top_p, top_k, min_p and repetition_penalty are those of the served
+    model (``models()`` returns them), or the values named here if the model has none.
     """
 
-    #: most tokens to generate; default: what the context leaves
+    #: largest number of tokens to generate; default: what the context leaves
     max_tokens: int | None
-    #: lower max_tokens to what the context leaves instead of refusing the request
+    #: lower max_tokens to what the context leaves instead of rejecting the request
     clamp_max_tokens: bool
     #: 0 is greedy; default 1
     temperature: float | None
-    #: of the likeliest tokens, as few as have this probability together; default 1
+    #: sample from the fewest most likely tokens whose probabilities add up to this; default 1
     top_p: float | None
-    #: of the likeliest tokens, so many; default 0: no limit
+    #: sample from this number of most likely tokens; default 0: no limit
     top_k: int | None
-    #: tokens at least so many times as likely as the likeliest; default 0
+    #: least probability of a token, relative to that of the most likely token; default 0
     min_p: float | None
-    #: same seed, same random numbers
+    #: seed of the random numbers; the same seed gives the same random numbers
     seed: int | None
-    #: outputs of the same prompt, each a choice of its own; default 1
+    #: number of choices, which are separate outputs of the same prompt; default 1
     n: int | None
-    #: logits of tokens that occurred in prompt or output are divided by it; default 1
+    #: divisor of the logits of tokens that occurred in the prompt or the output; default 1
     repetition_penalty: float | None
-    #: taken from the logits of tokens that occurred in the output; default 0
+    #: subtracted from the logits of tokens that occurred in the output; default 0
     presence_penalty: float | None
-    #: taken from the logits of tokens, for each time that they occurred in the output; default 0
+    #: subtracted from the logit of a token for each of its occurrences in the output; default 0
     frequency_penalty: float | None
-    #: added to the logits of these tokens
+    #: numbers that are added to the logits of tokens, by token id
     logit_bias: Mapping[int, float] | None
-    #: so many tokens come before a stop token or stop string counts
+    #: number of tokens after which a stop token or stop string counts; default 0
     min_tokens: int | None
-    #: each token's log probability, and so many of the likeliest tokens at its place
+    #: report each token's log probability, and this number of most likely tokens at its position
     logprobs: int | None
-    #: as logprobs, for each token of the prompt but the first
+    #: the same as logprobs, for each token of the prompt except the first
     prompt_logprobs: int | None
-    #: the output is JSON of this schema. Of this one and the next three only one may be given
+    #: the output is JSON of this schema; at most one of json_schema, regex, ebnf and choice may be
+    #: given
     json_schema: str | Mapping[str, Any] | None
     #: the output matches this regular expression
     regex: str | None
-    #: the output follows this grammar in GBNF, its rule "root" first
+    #: the output follows this GBNF grammar, whose start rule is called "root"
     ebnf: str | None
     #: the output is one of these texts
     choice: str | Sequence[str] | None
-    #: the text ends before the first of these strings
+    #: the text ends before the first occurrence of one of these strings
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
-    #: the text ends after the stop string or stop token, not before it
+    #: the text ends after the stop string or stop token instead of before it
     include_stop: bool
-    #: from -10 to 10: a larger one goes first
+    #: class of the request, from -10 to 10; a higher class leaves the queue first; default 0
     priority: int
-    #: the first token is wanted so soon
+    #: target for the time from the request's arrival to its first token, in seconds
     ttft_target_s: float
-    #: go on after an end-of-sequence token
+    #: continue after an end-of-sequence token
     ignore_eos: bool
-    #: what is computed is shared with requests of the same salt alone
+    #: share cached KV blocks only with requests of the same salt
     cache_salt: str
-    #: default: the one model that the cluster serves
+    #: name of the model; default: the model that the cluster serves
     model: str
-    #: the stream's timing says where the time went
+    #: include a breakdown of the request's time in the timing of the stream
     explain: bool
-    #: idempotency key: the same request submitted again under its id is the same request
+    #: idempotency key: submitting the same request again under its id does not create another one
     request_id: str | None
-    #: default GRACE: the router keeps the request for a while for its client to come back
+    #: default GRACE: the router keeps the request for a grace period, so that its client can return
     on_disconnect: OnDisconnect
-    #: seconds from its first call on, after which it fails with DeadlineExceeded
+    #: seconds after the first call of the request at which it fails with DeadlineExceeded
     timeout_s: float | None
 
 
 def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Return the message for a router.
+    """Return the message that submits ``prompt`` with ``options`` to a router.
 
-    Raises TypeError for an unknown option, and InvalidRequest for an invalid value.
+    Raises TypeError for an unknown option or a prompt of bytes, and InvalidRequest for an invalid
+    value.
     """
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")

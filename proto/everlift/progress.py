@@ -1,4 +1,4 @@
-"""Progress of a long task: a bar on a terminal, else a log line now and then."""
+"""Progress of a long task: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everlift import logs
 
 log = logs.get_logger(__name__)
 
-#: Told the bytes that are done and those that there are in all, as far as that is known.
+#: Function that is called with the bytes done and the total bytes, as far as that is known.
 Progress = Callable[[int, int], None]
 
 _LOG_EVERY_S = 5.0
@@ -23,7 +23,10 @@ def untold(done: int, total: int) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[Progress]:
-    """Yield a Progress that reports ``what`` on standard error, or in the log."""
+    """Yield a Progress that shows a bar on a terminal or writes to the log otherwise.
+
+    ``what`` names the task.
+    """
     if not sys.stderr.isatty():
         yield logged(what)
         return
@@ -32,7 +35,7 @@ def told(what: str) -> Iterator[Progress]:
 
 
 def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Yield a function that logs a line every few seconds."""
+    """Return a Progress that logs ``what`` with the done and total MiB every few seconds."""
     due = clock() + _LOG_EVERY_S
 
     def progress(done: int, total: int) -> None:
@@ -46,7 +49,7 @@ def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Progress]:
-    # Imported here: customers' installations lack it.
+    # Imported here because rich is not a dependency of the client library.
     from rich import progress as rich
     from rich.console import Console
 
@@ -61,7 +64,7 @@ def _bar(what: str) -> Iterator[Progress]:
     task = bar.add_task(what, total=None)
 
     def progress(done: int, total: int) -> None:
-        # Not before: where there is nothing to do, nothing is to be seen.
+        # The bar starts only here, so that none is shown if there is nothing to do.
         bar.start()
         bar.update(task, completed=done, total=total)
 

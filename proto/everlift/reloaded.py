@@ -1,8 +1,8 @@
-"""Objects made from files and made again when these change: certificates, lists of keys.
+"""Objects that are created from files and recreated when the files change, such as certificates.
 
-A file that is half written, missing or wrong changes nothing and is logged once. The files of a
-Kubernetes Secret change together through a symbolic link, so an object made of several is
-consistent.
+If a changed file is incomplete, missing or invalid, the object stays the same and the error is
+logged once. The files of a Kubernetes Secret change together through a symbolic link, so that an
+object created from several of them is consistent.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from everlift.errors import SettingsError
 log = logs.get_logger(__name__)
 
 T = TypeVar("T")
-#: Of each file: who it is, when it was changed, how long it is.
+#: For each file: device, inode, time of the last change in ns, and size in bytes.
 _Versions = list[tuple[int, int, int, int]]
 
-#: Files that change while they are read are read again so often.
+#: Number of attempts to read files that change while they are being read.
 _TRIES = 5
 
 
 class Reloaded(Generic[T]):
-    """Value that is reloaded when its file changes. Thread-safe."""
+    """Value that is reloaded when one of its files changes. Thread-safe."""
 
     def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
-        """Create the object.
+        """Load the value for the first time.
 
-        ``make`` reads the files and raises SettingsError or OSError; so does this.
+        ``make`` reads the files and returns the value, or raises SettingsError or OSError. The
+        constructor raises SettingsError in both cases.
         """
         self._files = tuple(files)
         self._make = make
@@ -40,9 +41,9 @@ class Reloaded(Generic[T]):
         self._versions, self._value = self._made()
 
     def current(self) -> T:
-        """Return the object, which is the same while the files are.
+        """Return the current value, which is the same object until a file changes.
 
-        It looks at them, and blocks for that; it does not fail.
+        This method blocks while it checks the files. It never fails.
         """
         with self._lock:
             try:

@@ -1,8 +1,8 @@
-"""Names of requests. Pure.
+"""Request ids, as clients choose them and as the cluster uses them. Pure.
 
-A client names its request as it likes, and no other tenant's names matter to it: inside the cluster
-the name has the tenant's before it, with a slash between. Where tenants are not told apart both
-names are the same.
+Inside the cluster, the name of the tenant and a slash precede the id that the client chose, so that
+tenants can choose ids independently of each other. If tenants are not distinguished, both ids are
+the same.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from everlift.errors import InvalidRequest
 _BARE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BETWEEN = "/"
-#: What names begin with that clients did not give.
+#: Prefix of the ids that clients did not choose.
 _UNNAMED = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
-    """Return ``request_id`` if a client may use it. Raises InvalidRequest."""
+    """Return ``request_id`` if a client may choose it. Raises InvalidRequest otherwise."""
     if not is_request_id(request_id):
         raise InvalidRequest(
             "request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field="request_id"
@@ -28,12 +28,12 @@ def check_request_id(request_id: str) -> str:
 
 
 def is_request_id(request_id: str) -> bool:
-    """Return whether a client may use the id."""
+    """Return whether a client may choose the id."""
     return _BARE.fullmatch(request_id) is not None
 
 
 def unnamed(nonce: str) -> str:
-    """Return the name of a request whose client gave it none."""
+    """Return the id of a request whose client chose none."""
     return _UNNAMED + nonce
 
 
@@ -43,7 +43,7 @@ def is_named(request_id: str) -> bool:
 
 
 def check_tenant(tenant: str) -> str:
-    """Return ``tenant`` if it is a valid name. Raises InvalidRequest."""
+    """Return ``tenant`` if it is a valid name. Raises InvalidRequest otherwise."""
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequest(
             "a tenant's name must be 1 to 63 characters of a-z 0-9 . _ -, a letter or digit first"
@@ -52,7 +52,7 @@ def check_tenant(tenant: str) -> str:
 
 
 def check_qualified(request_id: str) -> str:
-    """Return ``request_id`` if it is a valid name inside the cluster. Raises InvalidRequest."""
+    """Return ``request_id`` if it is a valid id inside the cluster, else raise InvalidRequest."""
     tenant, between, name = request_id.rpartition(_BETWEEN)
     if between:
         check_tenant(tenant)
@@ -61,20 +61,20 @@ def check_qualified(request_id: str) -> str:
 
 
 def is_qualified(request_id: str) -> bool:
-    """Return whether the id names a tenant."""
+    """Return whether the id begins with the name of a tenant."""
     return _BETWEEN in request_id
 
 
 def qualified(tenant: str, request_id: str) -> str:
-    """Return the name inside the cluster of what ``tenant`` calls ``request_id``."""
+    """Return the id inside the cluster of the request that ``tenant`` calls ``request_id``."""
     return f"{tenant}{_BETWEEN}{request_id}" if tenant else request_id
 
 
 def bare(request_id: str) -> str:
-    """Return the id without the tenant."""
+    """Return the id as the client knows it, without the name of the tenant."""
     return request_id.rpartition(_BETWEEN)[2]
 
 
 def tenant_of(request_id: str) -> str:
-    """Return the tenant of the id; empty if there is none."""
+    """Return the name of the tenant in the id; empty if there is none."""
     return request_id.rpartition(_BETWEEN)[0]

@@ -1,4 +1,7 @@
-"""Sampling parameters and log probabilities. Values of these types are always valid. Pure."""
+"""Sampling parameters, grammars and log probabilities of requests. Pure.
+
+``SamplingParams`` and ``Grammar`` are checked on construction, so that every instance is valid.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,23 @@ _OptionalField = Literal[
     "logprobs",
     "prompt_logprobs",
 ]
-#: Of the same name and type in the message, where they may be unset.
+#: Fields that have the same name and type in the protobuf message, where they are optional.
 _OPTIONAL_FIELDS: tuple[_OptionalField, ...] = get_args(_OptionalField)
 
-#: As in OpenAI's API.
+#: The same limit as in OpenAI's API.
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
 
-#: The ranges of sampling's numeric fields, the same on every front.
+#: Valid ranges of the numeric sampling fields. They are the same in every API.
 RANGES: Mapping[str, Range] = {
     "temperature": Range(0.0, 100.0),
     "top_p": Range(0.0, 1.0, above=True),
-    # -1 sets no limit, as 0 does.
+    # Both -1 and 0 mean that there is no limit.
     "top_k": Range(-1, MAX_TOP_K),
     "min_p": Range(0.0, 1.0),
-    # A negative seed is the unsigned one of the same 64 bits.
+    # A negative seed stands for the unsigned integer with the same 64 bits.
     "seed": Range(-(1 << 63), (1 << 64) - 1),
     "repetition_penalty": Range(0.01, 100.0),
     "presence_penalty": Range(-2.0, 2.0),
@@ -54,25 +57,26 @@ _BIASES = Range(-100.0, 100.0)
 
 
 def unsigned_seed(seed: int) -> int:
-    """Return the seed from 0 to 2^64 - 1 that a seed within its range stands for."""
+    """Return ``seed`` modulo 2^64, which turns a negative seed into an unsigned one."""
     return seed % (1 << 64)
 
 
 class GrammarKind(Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    #: GBNF, its rule "root" first
+    #: GBNF grammar whose start rule is called "root"
     EBNF = "ebnf"
-    #: one of several texts
+    #: one of a list of texts
     CHOICE = "choice"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that an output must have.
+    """Constraint on the form of an output.
 
-    ``texts`` is one schema, regular expression or EBNF text, or all the choices. Whether it can be
-    compiled, only a worker can say.
+    ``texts`` contains one JSON schema, regular expression or EBNF grammar, or the list of choices.
+    Raises InvalidRequest for an empty text and GrammarTooLarge for texts above the limits. Whether
+    the grammar compiles is not checked here, because only a worker can compile it.
     """
 
     kind: GrammarKind
@@ -110,9 +114,10 @@ class Grammar:
 class SamplingParams:
     """Sampling parameters of a request.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 or -1 sets no limit; ``logit_bias`` has each token id
-    once. ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives beside each token's
-    own log probability; None disables them.
+    ``temperature`` 0 selects greedy decoding, and ``top_k`` 0 or -1 sets no limit. ``logit_bias``
+    contains pairs of a token id and a bias, each token id at most once. ``logprobs`` and
+    ``prompt_logprobs`` are the numbers of alternative tokens that are reported besides each
+    token's own log probability; None disables the report. Raises OutOfRange.
     """
 
     temperature: float = 1.0
@@ -148,15 +153,16 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether sampling depends on earlier tokens."""
+        """Return whether a penalty is in effect, so that sampling depends on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
     def from_proto(
         cls, message: pb.Sampling, seed: int, defaults: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of ``message``, with ``defaults`` for unset fields and ``seed``.
+        """Return the parameters of ``message``.
 
+        ``seed`` is used if the message sets none; ``defaults`` supplies the other unset fields.
         Raises InvalidRequest.
         """
         given = {
@@ -171,7 +177,7 @@ class SamplingParams:
         )
 
     def to_proto(self) -> pb.Sampling:
-        """Return the message with every field set."""
+        """Return the protobuf message, in which only the fields that are None stay unset."""
         return pb.Sampling(
             **{name: getattr(self, name) for name in _OPTIONAL_FIELDS},
             logit_bias=dict(self.logit_bias),
@@ -182,10 +188,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a token before temperature, penalties and filters.
+    """Log probability of a token before temperature, penalties and filters are applied.
 
-    ``rank`` is 1 for the most probable token; ``top`` has the most probable tokens with their log
-    probabilities, in descending order.
+    ``rank`` is 1 for the most probable token of the vocabulary. ``top`` lists the most probable
+    tokens as pairs of token id and log probability, in descending order of probability.
     """
 
     logprob: float

@@ -1,12 +1,12 @@
-"""Loader of settings: frozen dataclasses from layers of plain values, validated by pydantic. Pure.
+"""Loader of settings: layers of plain values become frozen dataclasses. Pure.
 
     defaults (in the dataclasses) <- YAML mapping <- environment <- --set worker.max_num_seqs=8
 
-The type of a setting is its field's annotation: str, int, float, bool, Path, an Enum or Literal of
-strings, tuple[X, ...], X | None, or another dataclass, whose settings form a section. Its range is
-a pydantic Field in the annotation (``Port``, ``Count``, ...). All wrong settings are reported
-together: an unknown key with the nearest one, a wrong type with the right one, a value out of range
-with the bound.
+Each layer overrides those to its left, and pydantic validates the result. The type of a setting is
+its field's annotation: str, int, float, bool, Path, an Enum or Literal of strings, tuple[X, ...],
+X | None, or another dataclass, whose settings form a section. Its range is a pydantic Field in the
+annotation (``Port``, ``Count``, ...). All invalid settings are reported together: an unknown key
+with the most similar key, a wrong type with the expected type, a value out of range with the bound.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NESTING = "__"
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _BOOLEANS |= dict.fromkeys(("false", "no", "off", "0"), False)
 _NONE = frozenset({"", "none", "null"})
-#: Names of scalar types in errors.
+#: Names of the scalar types in error messages.
 _SCALARS: dict[type, str] = {
     str: "text",
     int: "an integer",
@@ -49,7 +49,7 @@ _SCALARS: dict[type, str] = {
     Path: "a path",
 }
 _UNKNOWN_KEY = "unexpected_keyword_argument"
-#: Errors of a range, by pydantic's names: what the value must be, and which entry has the bound.
+#: By pydantic's name of a range error: the comparison in words, and the context key of the bound.
 _RANGES = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -57,19 +57,19 @@ _RANGES = {
     "less_than_equal": ("at most", "le"),
 }
 
-#: For pydantic.dataclasses.dataclass. A value can be a secret: errors do not show it.
+#: Configuration of pydantic's dataclasses. Errors do not show values, because these can be secret.
 CHECKED = ConfigDict(hide_input_in_errors=True)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-#: At least 1.
+#: Integer that is at least 1.
 Count = Annotated[int, Field(ge=1)]
-#: At least 0.
+#: Integer that is at least 0.
 Amount = Annotated[int, Field(ge=0)]
-#: A finite number above 0; of a duration, in seconds.
+#: Finite number above 0; durations are in seconds.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-#: A finite number, at least 0.
+#: Finite number that is at least 0.
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-#: Above 0, at most 1.
+#: Fraction above 0 and at most 1.
 Part = Annotated[float, Field(gt=0, le=1)]
 
 T = TypeVar("T")
@@ -78,15 +78,16 @@ T = TypeVar("T")
 def load(
     cls: type[T], *layers: Mapping[str, object], where: Callable[[str], str] = lambda path: ""
 ) -> T:
-    """Return a ``cls`` from nested mappings, each laid over those before it.
+    """Return a ``cls`` from nested mappings, of which each overrides those before it.
 
-    ``where`` returns what precedes the path of a wrong setting, for example the file and line that
-    set it. Raises SettingsError for all wrong settings.
+    ``where`` returns the text that precedes the path of an invalid setting in errors, for example
+    the file and line of the setting. Raises SettingsError, which lists all invalid settings.
     """
     merged: Mapping[str, object] = {}
     for layer in layers:
         merged = _merge(merged, layer)
-    # As JSON: lists and texts become tuples and paths, and no other type is converted.
+    # JSON is validated, because pydantic then converts lists to tuples and texts to paths, and no
+    # other types.
     data = to_json(merged, inf_nan_mode="constants", fallback=str)
     try:
         return cast(T, _adapter(cast(Any, cls)).validate_json(data, strict=True, extra="forbid"))
@@ -107,13 +108,14 @@ def explained(
     where: Callable[[str], str] = lambda path: "",
     order: Sequence[str] = (),
 ) -> SettingsError:
-    """Return pydantic's error about a ``cls`` in terms of settings.
+    """Return pydantic's ``error`` about a ``cls`` as a SettingsError.
 
-    The problems are in the ``order`` of their paths.
+    The problems are sorted by the positions of their paths in ``order``; ``where`` is that of
+    ``load``.
     """
     keys, problems = Keys(cls), _Problems(where)
     details = error.errors()
-    # A misspelt key is reported first, and not a second time as the missing one.
+    # A misspelt key is reported as unknown, and not a second time as a missing one.
     unknown = [it for it in details if it["type"] == _UNKNOWN_KEY]
     others = [it for it in details if it["type"] not in (_UNKNOWN_KEY, "missing")]
     found = [_problem(cls, keys, detail) for detail in [*unknown, *others] or details]
@@ -130,7 +132,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, SettingsError]:
-    """Return the path of a wrong setting, and the error, which begins with the path."""
+    """Return the path of an invalid setting, and its error, whose message begins with the path."""
     path, hint = "", cast(Any, cls)
     for name in detail["loc"]:
         if isinstance(name, str) and is_dataclass(hint):
@@ -143,7 +145,7 @@ def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, Settings
     if kind == "missing":
         return path, SettingsError(f"{path}: must be set")
     if kind == "value_error":
-        # Of a dataclass's own check. It begins with the setting's name.
+        # A dataclass's own check raised it. Its message begins with the setting's name.
         text = str(detail["ctx"]["error"])
         section = f"{path}." if path else ""
         return section + text.partition(" ")[0].rstrip(":,"), SettingsError(f"{section}{text}")
@@ -169,7 +171,7 @@ class _Problems:
         self._lines: list[str] = []
 
     def add(self, path: str, error: Exception) -> None:
-        """Add an ``error`` that begins with the path."""
+        """Add an ``error`` whose message begins with ``path``."""
         self._lines.append(f"{self._where(path)}{error}")
 
     @property
@@ -186,7 +188,7 @@ def from_environment(
 ) -> dict[str, object]:
     """Return the layer of the EVERLIFT_ variables, such as EVERLIFT_WORKER__MAX_NUM_SEQS=8.
 
-    Variables named in ``ignore`` are no settings. Raises SettingsError.
+    Variables named in ``ignore`` are skipped. Raises SettingsError.
     """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
@@ -222,7 +224,7 @@ def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
 
 
 def to_dict(settings: object) -> dict[str, object]:
-    """Return a dataclass as JSON-ready values, of which ``load`` makes an equal one."""
+    """Return a dataclass of settings as JSON values, from which ``load`` creates an equal one."""
     assert is_dataclass(settings)
     return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
 
@@ -240,7 +242,7 @@ def _plain(value: object) -> object:
 
 
 class Keys:
-    """Keys of a dataclass by their dotted paths, with their types."""
+    """Keys of a dataclass of settings: the type of each setting by its dotted path."""
 
     def __init__(self, cls: type) -> None:
         self._types = dict(_leaves(cls, section=""))
@@ -252,7 +254,7 @@ class Keys:
         return self._types[path]
 
     def unknown(self, path: str, spell: Callable[[str], str] = str) -> SettingsError:
-        """Return the error of an unknown ``path``; ``spell`` is how paths are written."""
+        """Return the error of an unknown ``path``; ``spell`` writes a path as the user does."""
         if any(key.startswith(f"{path}.") for key in self._types):
             return SettingsError(f"{spell(path)}: is a section, only its keys can be set")
         near = self._nearest(path)
@@ -260,7 +262,10 @@ class Keys:
         return SettingsError(f"{spell(path)}: unknown key{hint}")
 
     def _nearest(self, path: str) -> str | None:
-        """Return the key or section most like ``path``: beside it, of its name, or anywhere."""
+        """Return the key or section that is most similar to ``path``, or None.
+
+        Keys in the same section are preferred, then keys of the same name in other sections.
+        """
         section, dot, name = path.rpartition(".")
         prefix = section + dot
         beside = {
@@ -304,7 +309,10 @@ def _put(layer: dict[str, object], path: str, value: object) -> None:
 
 
 def _parse(hint: Any, text: str, at: str) -> object:
-    """Return what ``text`` would be in YAML. Raises SettingsError if it is of another type."""
+    """Return the plain value that ``text`` would be in YAML.
+
+    Raises SettingsError if it does not have the type ``hint``; ``at`` names the setting in it.
+    """
     plain = _read(hint, text)
     try:
         data = to_json(plain, inf_nan_mode="constants")
@@ -317,7 +325,7 @@ def _parse(hint: Any, text: str, at: str) -> object:
 
 
 def _read(hint: Any, text: str) -> object:
-    """Return ``text`` as a plain value, or unchanged if it is none of its type."""
+    """Return ``text`` as a plain value of the type ``hint``, or unchanged if it is not one."""
     if _is_optional(hint):
         return None if text.lower() in _NONE else _read(_inner(hint), text)
     if get_origin(hint) is tuple:
@@ -337,18 +345,18 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _inner(hint: Any) -> Any:
-    """Return the X of ``X | None`` and of ``tuple[X, ...]``."""
+    """Return the type X of the hint ``X | None`` or ``tuple[X, ...]``."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
 def _nearest(hint: Any, value: object) -> str:
-    """Return the allowed name most like ``value``, as a question."""
+    """Return a question that suggests the allowed name most similar to ``value``, or ""."""
     near = get_close_matches(value, _names(hint), 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _names(hint: Any) -> tuple[str, ...]:
-    """Return the allowed names; none if any text is allowed."""
+    """Return the names that ``hint`` allows, or () if it is not a choice between names."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):

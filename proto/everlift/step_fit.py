@@ -1,13 +1,13 @@
-"""Step times of one kind of worker, learned from the steps of such workers. Pure.
+"""Linear model of step times, fitted to the steps of the workers of one kind. Pure.
 
     seconds = a + b * num_rows + c * num_tokens + d * kv_tokens + e * num_pairs
 
-None of the coefficients is negative. They are those of the least squares of relative errors:
-steps of 5 ms count as much as those of 500.
+No coefficient is negative. The fit minimises the sum of the squared relative errors, so that a step
+of 5 ms counts as much as a step of 500 ms.
 
-Samples are kept as sums, by their size: those of about as many tokens and rows make a stratum,
-whose sums forget as others of that stratum come, and only then. So what long prompts take is not
-forgotten while nothing but decoding goes on.
+Samples are stored as sums. Samples with similar numbers of tokens and rows form a stratum, and the
+sums of a stratum decay only when it receives new samples. The time of long prompts is therefore
+not forgotten while the workers only decode.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from dataclasses import dataclass, field
 
 from everlift.step_time import StepSize
 
-#: Samples of a stratum after which an older one has a weight of 1/e.
+#: Number of new samples of a stratum after which the weight of an older sample is 1/e.
 _MEMORY = 32.0
-#: With fewer samples nothing is predicted.
+#: Smallest number of samples for which step times are predicted.
 _ENOUGH = 8
-#: What is known of the error follows the last so many samples.
+#: Number of recent samples over which the mean error is taken.
 _ERROR_MEMORY = 50
-#: An error of more than so many times the usual one, and of more than this part, counts less.
+#: The weight of a sample is reduced if its relative error is larger than the first number times
+#: the mean error, and larger than the second number.
 _OUTLIER, _LEAST_OUTLIER = 3.0, 0.1
-#: Who was wrong by so much over all of these begins again: the machine is another one by now, or
-#: shared with something else.
+#: If the mean relative error is larger than this, all samples are discarded, because the machine
+#: has changed or is now shared with other work.
 _WRONG = 0.5
-#: How much a coefficient that no sample tells apart from others clings to what it was.
+#: Strength with which coefficients that the samples do not determine keep their previous values.
 _INERTIA = 1e-5
-#: Of a constant and what a StepSize has.
+#: The features are a constant and the fields of a StepSize.
 _NUM_FEATURES = 1 + len(StepSize._fields)
 
 _Stratum = tuple[int, int]
@@ -50,7 +51,7 @@ class _Sums:
 
 
 class FittedStepTime:
-    """A StepTime. It answers what the last ``refit`` found, and 0 as long as it knows nothing."""
+    """StepTime with the coefficients of the last ``refit``, or all 0 before the first one."""
 
     def __init__(self) -> None:
         self._strata: dict[_Stratum, _Sums] = {}
@@ -67,13 +68,13 @@ class FittedStepTime:
     def error(self) -> float | None:
         """Return the mean relative error of recent predictions, at most 1; None without any.
 
-        Each was made before its sample was learned from.
+        Each prediction was made before its sample was added.
         """
         return self._error if self._num_errors else None
 
     @property
     def coefficients(self) -> tuple[float, StepSize]:
-        """Seconds that any step takes, and those of each of what a StepSize counts."""
+        """Return the constant seconds of a step and the seconds per unit of each StepSize field."""
         constant, *others = self._coefficients
         return constant, StepSize(*others)
 
@@ -82,13 +83,14 @@ class FittedStepTime:
         return constant + sum(a * x for a, x in zip(others, size, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Step of this mean size took so long each; more than 0."""
+        """Add a sample: steps of this mean size took ``seconds`` each, which must be above 0."""
         predicted = self.seconds(size) if self.is_known else seconds
         weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0
         if self._num_errors == _ERROR_MEMORY and self._error > _WRONG:
             self._strata.clear()
             self._num_errors = 0
-        # By the larger one: what was much too short to be true would outweigh all others.
+        # The error is relative to the larger of measurement and prediction. Otherwise, an
+        # implausibly short measurement would outweigh all other samples.
         scale = max(seconds, predicted)
         features = [x / scale for x in (1.0, *size)]
         stratum = (int(size.num_tokens).bit_length(), int(size.num_rows).bit_length())
@@ -99,7 +101,8 @@ class FittedStepTime:
     def _weigh(self, error: float) -> float:
         """Return the weight of a sample with this relative error (Huber's loss).
 
-        If all samples have large errors, these soon become usual.
+        The error also updates the mean error. If all samples have large errors, the mean grows
+        and these samples soon have their full weight again.
         """
         size = min(1.0, abs(error))
         usual = max(_LEAST_OUTLIER, _OUTLIER * self._error) if self._num_errors else size
@@ -108,7 +111,7 @@ class FittedStepTime:
         return min(1.0, usual / size) if size else 1.0
 
     def refit(self) -> None:
-        """Refit to the observations. Takes some tenths of a millisecond."""
+        """Fit the coefficients to all samples, which takes some tenths of a millisecond."""
         if self._num_samples == self._num_fitted:
             return
         self._num_fitted = self._num_samples
@@ -121,9 +124,11 @@ class FittedStepTime:
 def _least_squares(
     products: Sequence[float], totals: Sequence[float], before: Sequence[float]
 ) -> list[float]:
-    """Return the best-fitting non-negative coefficients, near ``before`` where samples do not tell.
+    """Return the non-negative coefficients that fit the sums of the samples best.
 
-    Coefficients that would be negative are left out one after the other.
+    ``products`` and ``totals`` are the matrix and the right-hand side of the normal equations.
+    Coefficients that the samples do not determine stay near ``before``. Coefficients that would be
+    negative are set to 0, one after the other.
     """
     n = len(totals)
     scales = [products[i * n + i] ** 0.5 for i in range(n)]

@@ -1,4 +1,4 @@
-"""Time of an engine's step, as a function of its size. Pure."""
+"""Models of the time of an engine's step as a function of its size. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 
 class StepSize(NamedTuple):
-    """Size of a step. A row is one sequence's part of it."""
+    """Size of an engine's step. A row is the part of one sequence in the step."""
 
     num_rows: float
-    #: computed in this step, of all rows
+    #: tokens of all rows that are computed in this step
     num_tokens: float
-    #: known tokens of all rows, whose keys and values are read
+    #: known tokens of all rows, whose keys and values are read in this step
     kv_tokens: float
-    #: of a computed token and one that it attends to
+    #: pairs of a computed token and a token that it attends to
     num_pairs: float
 
 
@@ -24,25 +24,25 @@ class StepTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Roofline of a step: weights while tokens are multiplied, then keys and values.
+    """Roofline model of the time of a step.
 
-    the weights are read while the tokens are multiplied with them, the longer of the two counts;
-    keys and values are read after that.
+    The weights are read while the tokens are multiplied with them, so that the longer of the two
+    times counts. Keys and values are read after that.
 
         overhead_s + max(weights_s, num_tokens * token_s) + kv_tokens * kv_token_s
                    + num_pairs * pair_s + num_rows * row_s
     """
 
     overhead_s: float
-    #: to read the weights once
+    #: seconds to read the weights once
     weights_s: float
-    #: to multiply one token with all of them
+    #: seconds to multiply one token with all weights
     token_s: float
-    #: to read one token's keys and values
+    #: seconds to read one token's keys and values
     kv_token_s: float
-    #: to compute one token's attention to another one
+    #: seconds to compute one token's attention to one other token
     pair_s: float = 0.0
-    #: to find one row's next token
+    #: seconds to determine one row's next token
     row_s: float = 0.0
 
     def seconds(self, size: StepSize) -> float:

@@ -1,8 +1,8 @@
 """Incremental detokenisation and stop strings. Pure.
 
-The text after token k depends on tokens 0..k alone, so that a stream that is continued on another
-router, by replaying its tokens, continues with exactly the next character. Two things are held
-back: an incomplete UTF-8 sequence, and text that may become a stop string.
+The text after token k depends on tokens 0..k alone. A stream that another router continues, by
+replaying its tokens, therefore continues with exactly the next character. Two kinds of text are
+held back: an incomplete UTF-8 sequence, and text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from weakref import WeakValueDictionary
 
 
 class Tokenizer(Protocol):
-    """Part of a tokenizer that detokenization needs."""
+    """Interface of the part of a tokenizer that detokenisation needs."""
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
-        """Return the bytes that a token adds to a text.
+        """Return the bytes that a token adds to a text, or None if the token is not text.
 
-        None for a token that is no text: special tokens, and ids without a token. ``is_first``: no
-        token of the text precedes it. SentencePiece vocabularies drop its leading space.
+        Special tokens and ids without a token are not text. ``is_first`` means that no token of
+        the text precedes this one; SentencePiece vocabularies then drop its leading space.
         """
         ...
 
 
 class Vocabulary(Tokenizer, Protocol):
-    """A tokenizer that also decodes whole texts and names its tokens."""
+    """Interface of a tokenizer that also decodes whole texts and names its tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without special tokens, invalid bytes as U+FFFD."""
+        """Return the text of ``ids`` without special tokens and with invalid bytes as U+FFFD."""
         ...
 
     def token_string(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary writes it; None for an id without a token."""
+        """Return a token as the vocabulary writes it, or None for an id without a token."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Stop condition of a text: the first completed string, or a token of ``token_ids``.
+    """Stop conditions of a text: a string of ``strings`` or a token of ``token_ids``.
 
-    Both count only after ``min_tokens`` tokens. What ended the text is left out unless
-    ``is_included``. ``eos_ids`` are the model's own end tokens among ``token_ids``.
+    Both count only after ``min_tokens`` tokens. The stop string or stop token that ended the text
+    is left out of it unless ``is_included``. ``eos_ids`` are the model's own end tokens among
+    ``token_ids``.
     """
 
     strings: tuple[str, ...] = ()
@@ -58,10 +59,10 @@ NO_STOPS = Stops()
 
 
 class TextState:
-    """The text of one growing sequence.
+    """Text of one growing sequence of tokens, up to a stop.
 
-    All pieces together, up to a stop, are the bytes of all tokens decoded as UTF-8. Each invalid
-    byte sequence becomes one U+FFFD.
+    The concatenation of all returned pieces is the UTF-8 decoding of the bytes of all tokens, in
+    which each invalid byte sequence becomes one U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops = NO_STOPS) -> None:
@@ -73,14 +74,14 @@ class TextState:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stop string is complete."""
+        """Return whether a stop string has been completed."""
         return self._matcher.matched
 
     @property
     def stop_reason(self) -> str | int | None:
         """Return the stop string that ended the text, or the last token if it is a stop token.
 
-        None if it is neither, or one of the model's end-of-sequence tokens.
+        Returns None if there is neither, or if the stop token is one of the model's own end tokens.
         """
         if self._matcher.matched:
             return self._matcher.stop
@@ -88,7 +89,7 @@ class TextState:
         return self._last_token if is_named else None
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain after this token and was not before."""
+        """Add a token, and return the text that has become certain with it."""
         self._num_tokens += 1
         self._last_token = token_id
         if self._is_stop_token and not self._stops.is_included:
@@ -97,7 +98,7 @@ class TextState:
         return self._matcher.feed(text, counts=self._num_tokens >= self._stops.min_tokens)
 
     def finish(self) -> str:
-        """Return the text that is still held back when no token follows."""
+        """Return the text that is still held back; no token may follow."""
         rest = self._detokenizer.finish()
         counts = self._num_tokens >= self._stops.min_tokens
         return self._matcher.feed(rest, counts=counts) + self._matcher.finish()
@@ -109,16 +110,16 @@ class TextState:
 
 
 class Detokenizer:
-    """Incremental UTF-8 decoding of the bytes of tokens."""
+    """Incremental UTF-8 decoder of the bytes of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        #: the beginning of a character that is not complete
+        #: bytes of the last character, which is incomplete
         self._rest = b""
         self._is_first = True
 
     def push(self, token_id: int) -> str:
-        """Return the characters that this token completes."""
+        """Add a token, and return the characters that it completes."""
         data = self._tokenizer.token_bytes(token_id, is_first=self._is_first)
         if data is None:
             return ""
@@ -127,13 +128,13 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return U+FFFD if the last character is incomplete."""
+        """Return U+FFFD if the last character is incomplete, else an empty text."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
 
 def decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Return the complete characters of ``data``, and the bytes of an incomplete one at its end.
+    """Return the complete characters of ``data``, and the bytes of an incomplete last character.
 
     An invalid byte sequence becomes U+FFFD.
     """
@@ -142,16 +143,17 @@ def decode_utf8(data: bytes) -> tuple[str, bytes]:
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed; of several that end together, the longest.
+    """Search for the first completed stop string in a growing text.
 
-    What a longer text may still turn into a stop string is held back. O(1) amortised a character,
-    however many stop strings.
+    If several stop strings end at the same character, the longest one counts. Text that may still
+    become part of a stop string is held back. A character takes amortised O(1) time, whatever the
+    number of stop strings.
     """
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
-        """Stop at ``stops``; ``is_included`` keeps the stop string in the text."""
+        """Create a matcher of ``stops``; ``is_included`` keeps the stop string in the text."""
         self.matched = False
-        #: the stop string that was completed
+        #: the stop string that was completed, or None
         self.stop: str | None = None
         self._is_included = is_included
         self._held = ""
@@ -159,10 +161,10 @@ class StopMatcher:
         self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Return the text that no stop string can claim any more.
+        """Add ``text``, and return the text that can no longer become part of a stop string.
 
-        Unless it ``counts``, no stop string is completed by ``text``, though one that counts may
-        begin there.
+        If ``counts`` is false, a stop string cannot be completed within ``text``, but can begin
+        there.
         """
         automaton = self._automaton
         if self.matched:
@@ -189,25 +191,25 @@ class StopMatcher:
 class StopAutomaton:
     """Aho-Corasick automaton of stop strings.
 
-    A state is the longest end of the text that a stop string begins with. It is immutable and takes
-    about 270 bytes per character; texts with the same stop strings, such as the choices of a
-    request, share it.
+    A state stands for the longest suffix of the text that is a prefix of a stop string. The
+    automaton is immutable and takes about 270 bytes per character of the stop strings. Texts with
+    the same stop strings, such as the choices of a request, share one automaton.
     """
 
-    #: those that some text has
+    #: automata that are in use, by their stop strings
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], StopAutomaton]] = WeakValueDictionary()
 
     @classmethod
     def of(cls, stops: tuple[str, ...]) -> StopAutomaton:
-        """Return the one of ``stops``, made where no text has it."""
+        """Return the shared automaton of ``stops``, which is created if no text uses one."""
         if (automaton := cls._shared.get(stops)) is None:
             automaton = cls._shared[stops] = cls(stops)
         return automaton
 
     def __init__(self, stops: Sequence[str]) -> None:
-        #: length of the longest stop string that ends in a state; 0: none does
+        #: for each state, the length of the longest stop string that ends there; 0 if none does
         self.match = [0]
-        #: length of the longest end of a state's text that a longer stop string begins with
+        #: for each state, the length of the longest suffix with which a longer stop string begins
         self.open = [0]
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
@@ -215,11 +217,11 @@ class StopAutomaton:
         for stop in stops:
             self._add(stop)
         self._link()
-        #: there are no stop strings
+        #: True if there are no stop strings
         self.is_empty = len(self._next) == 1
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after the next character; state 0 is the beginning."""
+        """Return the state that follows ``state`` at ``char``; the initial state is 0."""
         while state and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, 0)
@@ -238,7 +240,7 @@ class StopAutomaton:
         self.match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Link the states breadth first: a state's shorter fallback is complete before it."""
+        """Set the fallbacks breadth first, because each depends on those of shorter states."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

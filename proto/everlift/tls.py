@@ -1,4 +1,4 @@
-"""Names of the TLS files of either end. Pure: ``certificates.py`` reads them."""
+"""Paths of the TLS files of servers and clients. Pure: ``certificates.py`` reads the files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Certificates of one end: PEM files.
+    """Paths of the PEM files of one end of a TLS connection.
 
-    A server has ``cert`` and ``key``; with a ``ca`` it requires client certificates of that
-    authority. A client has a ``ca`` (default: gRPC's authorities), and ``cert`` and ``key`` if the
-    server requires them. Later connections use files that changed. Relative paths refer to the
-    working directory. Raises ValueError for half a pair.
+    A server has ``cert`` and ``key``; if ``ca`` is set, it requires client certificates of that
+    authority. A client has ``ca`` (default: gRPC's authorities), and ``cert`` and ``key`` if the
+    server requires a client certificate. When a file changes, later connections use its new
+    contents. Relative paths refer to the working directory. Raises ValueError if only one of
+    ``cert`` and ``key`` is set.
     """
 
-    #: who signed the other end's certificate
+    #: certificates of the authority that signed the other end's certificate
     ca: str = ""
     cert: str = ""
     key: str = ""
-    #: at a client: what the server's certificate has to be for; not set: the name or address by
-    #: which the server is reached
+    #: name that a client expects in the server's certificate; not set: the name or address by
+    #: which the client reaches the server
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -35,18 +36,19 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class InternalTls:
-    """TLS between routers and workers, the same for all.
+    """TLS settings for the connections between routers and workers, the same in all of them.
 
-    Each shows its certificate and trusts every holder of one of this authority, which must be the
-    cluster's own.
+    Each process presents its certificate and trusts every certificate of this authority, which
+    must therefore be the cluster's own.
     """
 
-    #: PEM file with who signed the certificates of all routers and workers; not set: no TLS
+    #: PEM file of the authority that signed the certificates of all routers and workers; not set:
+    #: no TLS
     ca: str = ""
-    #: PEM file with the certificate of this machine's, and the one with its key
+    #: PEM file with the certificate of this machine's processes, and the one with its key
     cert: str = ""
     key: str = ""
-    #: the DNS name in all these certificates: it is asked for in place of addresses, which change
+    #: the DNS name in all these certificates; it is verified instead of addresses, which change
     name: str = "everlift"
 
     def __post_init__(self) -> None:
@@ -66,13 +68,19 @@ class InternalTls:
 
 
 def check_pair(cert: str, key: str, prefix: str = "") -> None:
-    """Check a certificate and key; ``prefix`` is that of their settings. Raises ValueError."""
+    """Raise ValueError if only one of ``cert`` and ``key`` is set.
+
+    ``prefix`` precedes the names of the two settings in the error's message.
+    """
     if bool(cert) != bool(key):
         raise ValueError(f"{prefix}cert must be set together with {prefix}key")
 
 
 def make_absolute(settings: object, *names: str) -> None:
-    """Make the path settings of a frozen dataclass absolute while it is being created."""
+    """Make the paths in the fields ``names`` of a frozen dataclass absolute.
+
+    This function is for ``__post_init__``. Empty paths stay empty.
+    """
     for name in names:
         if path := getattr(settings, name):
             object.__setattr__(settings, name, str(Path(path).expanduser().absolute()))

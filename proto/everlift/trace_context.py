@@ -1,4 +1,4 @@
-"""The trace that a request belongs to, as W3C Trace Context (2021) has it."""
+"""Trace context of a request, in the format of W3C Trace Context (2021)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Self
 
 from everlift.v1 import ledger_pb2
 
-#: Metadata keys: of a call, and of its answer (Trace Context Level 2, a draft).
+#: Metadata keys: two of a call, and one of its answer (Trace Context Level 2, a draft).
 TRACEPARENT, TRACESTATE, TRACERESPONSE = "traceparent", "tracestate", "traceresponse"
 
-#: What follows them in a later version is not known and not used.
+#: Later versions may append fields, which are ignored.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-#: One tracer's part of a tracestate.
+#: Entry of one tracer in a tracestate.
 _MEMBER = re.compile(
     r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
     r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
@@ -24,10 +24,10 @@ _MAX_STATE, _MAX_MEMBERS = 512, 32
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Span in W3C's trace context.
+    """Span of a trace, as W3C Trace Context identifies it.
 
-    ``trace_id`` is 32 lower-case hexadecimal digits, ``span_id`` and ``parent_id`` (the enclosing
-    span, if any) are 16. ``state`` belongs to other tracers and is passed on unread.
+    ``trace_id`` is 32 lower-case hexadecimal digits; ``span_id`` and ``parent_id`` (the enclosing
+    span, if any) are 16. ``state`` is the tracestate of other tracers, which is passed on unused.
     """
 
     trace_id: str
@@ -38,7 +38,10 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str, state: str = "") -> Self | None:
-        """Return the parsed header; None if it is invalid, for which a new trace begins."""
+        """Return the context of the header ``traceparent``, or None if the header is invalid.
+
+        ``state`` is the header tracestate, which is dropped if it is invalid.
+        """
         match = _TRACEPARENT.fullmatch(traceparent)
         if match is None:
             return None

@@ -1,4 +1,4 @@
-"""Transports that make channels and servers: gRPC, gRPC over TLS, or a simulated cluster's."""
+"""Transports that create gRPC channels and servers: plain, over TLS, or simulated."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Options = Sequence[tuple[str, int]]
 class Transport(Protocol):
     @property
     def credentials(self) -> object:
-        """Return the credentials of new channels.
+        """Return the credentials with which new channels are created.
 
-        Channels with other credentials keep their calls and get no new ones.
+        When the credentials change, existing channels keep their calls and receive no new ones.
         """
         ...
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel to the server at ``address``; it connects at the first call."""
+        """Return a channel to the server at ``address``, which connects at its first call."""
         ...
 
     def server(self, options: Options) -> grpc.aio.Server: ...
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Bind a server to ``address`` and return its port, which differs for port 0.
+        """Bind ``server`` to ``address`` and return the port, which is a free one for port 0.
 
-        Raises OSError when it is taken.
+        Raises OSError if the port is taken.
         """
         ...
 
@@ -55,13 +55,13 @@ class _Plain:
 
 
 class TlsTransport:
-    """Transport with TLS by the contents of ``tls`` at connection time.
+    """Transport over TLS, whose new connections use the current contents of the files of ``tls``.
 
     A client channel keeps its certificate for its lifetime.
     """
 
     def __init__(self, tls: Tls) -> None:
-        """Create the transport. Raises SettingsError for invalid files."""
+        """Create the transport. Raises SettingsError if a file is missing or invalid."""
         self._pem = certificates.pem(tls)
         self._options: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
         if tls.name:
@@ -89,7 +89,10 @@ class TlsTransport:
         shown = self.credentials
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Return the certificates for a handshake; gRPC calls this in its own threads."""
+            """Return the certificates if they have changed, else None.
+
+            gRPC calls this function in its own threads, at each handshake.
+            """
             nonlocal shown
             if (pem := self.credentials) is shown:
                 return None
@@ -98,7 +101,7 @@ class TlsTransport:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(shown),
-            changed,  # type: ignore[arg-type]  # the stubs do not know of None
+            changed,  # type: ignore[arg-type]  # the stubs do not allow None
             require_client_authentication=shown.ca is not None,
         )
 
@@ -116,7 +119,7 @@ GRPC: Transport = _Plain()
 
 
 def secured(tls: Tls | None) -> Transport:
-    """Return a transport over TLS, if configured. Raises SettingsError."""
+    """Return a transport over TLS, or plain gRPC if ``tls`` is None. Raises SettingsError."""
     return GRPC if tls is None else TlsTransport(tls)
 
 

@@ -1,7 +1,7 @@
 """Suggestions for misspelt names. Pure.
 
-A suggestion that is only similar may mean the opposite (allowed_token_ids, stop_token_ids;
-min_tokens, max_tokens). Hence a name is suggested only for one typing error.
+Names that are merely similar may have opposite meanings (allowed_token_ids and stop_token_ids,
+min_tokens and max_tokens). A name is therefore suggested only for a single typing error.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-#: Longer names are not compared.
+#: Length of the longest name that is compared.
 _MAX_NAME = 64
-#: In shorter names, an added letter, or a changed one (top_k and top_p), makes another name.
+#: Lengths of the shortest names in which an added letter, or a changed one, counts as an error. In
+#: shorter names it makes a different name (top_k and top_p).
 _MIN_ADDED = 4
 _MIN_CHANGED = 6
 _SEPARATORS = re.compile(r"[-_. ]")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" for the known name that ``name`` misspells, or ""."""
+    """Return "; did you mean 'NAME'?" for a known name that ``name`` misspells, else ""."""
     if len(name) > _MAX_NAME:
         return ""
     near = next((each for each in known if _is_typo(name, each)), None)
@@ -28,7 +29,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _is_typo(name: str, known: str) -> bool:
     """Return whether ``name`` is a misspelling of ``known``.
 
-    It differs in case and separators, or by one letter that is missing, added, changed or swapped.
+    A misspelling differs only in case and separators, or also by one letter that is missing, added,
+    changed, or swapped with the next letter.
     """
     short, long = sorted((_letters(name), _letters(known)), key=len)
     if short == long:

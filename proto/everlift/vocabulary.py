@@ -10,7 +10,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def decoder_types(decoder: Any) -> frozenset[str]:
-    """Return the types of all steps of a decoder, as tokenizer.json describes it."""
+    """Return the types of all steps of ``decoder``, which is the decoder of a tokenizer.json."""
     return frozenset(_types(decoder))
 
 
@@ -30,7 +30,7 @@ def byte_piece(token: str) -> bytes | None:
 def byte_level(token: str) -> bytes:
     """Return the bytes of a token that is written in the byte-level alphabet.
 
-    A token with a character outside the alphabet stands for itself.
+    A token with a character outside the alphabet stands for its own UTF-8 bytes.
     """
     try:
         return bytes(_BYTES[character] for character in token)
@@ -39,7 +39,7 @@ def byte_level(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: a character for each byte.
+    """Return GPT-2's byte-level alphabet: each of 256 characters with the byte it stands for.
 
     Printable Latin-1 characters stand for themselves, and the characters from U+0100 on stand for
     the other bytes.

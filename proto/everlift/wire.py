@@ -1,6 +1,6 @@
-"""Everlift's errors on a gRPC call: put on it by a server, read off it by a client.
+"""Transfer of Everlift's errors over gRPC: servers send them, and clients raise them.
 
-Slug, time of a retry and field are in google.rpc's details (error_details.py).
+The slug, the retry delay and the field are in google.rpc's details (error_details.py).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from everlift.errors import DeadlineExceeded, EverliftError, MessageTooLarge, Un
 
 T = TypeVar("T")
 
-#: Trailing metadata, by gRPC's convention.
+#: Key of the details in the trailing metadata, by gRPC's convention.
 DETAILS = "grpc-status-details-bin"
-#: Statuses that gRPC itself gives when a connection or a server goes away.
+#: Statuses that gRPC itself reports when a connection or a server is lost.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 )
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
-    """End a server's call with the error's status, cause and details."""
+    """End a call on the server with the error's status, cause and details."""
     await context.abort(status(error), error_details.cause(error), trailing(error))
 
 
@@ -36,18 +36,18 @@ def status(error: EverliftError) -> grpc.StatusCode:
 
 
 def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
-    """Return the trailing metadata of a call that ends with this error."""
+    """Return the trailing metadata of a call that ends with ``error``."""
     return ((DETAILS, error_details.encode(error, status(error).value[0])),)
 
 
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
-    """Return the result of ``waiting``, which belongs to ``call``. Raises EverliftError."""
+    """Return the result of ``waiting``, an operation of ``call``. Raises EverliftError."""
     try:
         return await waiting
     except grpc.aio.AioRpcError:
         raise await _error(call) from None
     except asyncio.CancelledError:
-        # So says grpc.aio too when it was the server that cancelled the call.
+        # grpc.aio also raises CancelledError if the server cancelled the call.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
@@ -55,7 +55,7 @@ async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
 
 
 async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
-    """Return the next message of a stream; None after the last one. Raises EverliftError."""
+    """Return the next message of a stream, or None after the last. Raises EverliftError."""
     message: Any = await answer(call, call.read())
     return None if message is grpc.aio.EOF else message
 
@@ -72,7 +72,7 @@ async def _error(call: grpc.aio.Call) -> EverliftError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        # So gRPC itself refuses, here already, what is larger than a channel takes.
+        # With this status, gRPC rejects messages above the channel's limit on the client.
         return MessageTooLarge(details)
     return EverliftError(f"{code.name}: {details}")
 

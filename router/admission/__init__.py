@@ -1,1 +1,1 @@
-"""Pure decisions: which request goes to which worker, and when."""
+"""Admission queue: decides, without I/O, when which request is dispatched to which worker."""

@@ -1,4 +1,4 @@
-"""Workers that the clusters on the ledger are to have. Pure."""
+"""Numbers of workers that the clusters on a ledger want. Pure."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ from dataclasses import dataclass
 
 from everlift.v1 import session_pb2
 
-#: Two autoscalers on one ledger overwrite each other's reports once a second: not every report is
-#: read.
+#: Seconds for which an autoscaler's last report is used. Two autoscalers on one ledger overwrite
+#: each other's reports every second, so that not every report is read.
 _SCALING_STALE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Sums over the clusters on the ledger. ``workers`` is None where no cluster's is known."""
+    """Demand for workers, summed over the clusters on the ledger.
+
+    ``workers`` is the wanted number, None if it is unknown for all clusters. Ray has no place for
+    ``unplaced`` of them.
+    """
 
     workers: int | None = None
     unplaced: int = 0
-    #: why one of these has no place
+    #: why one of the unplaced workers has no place; empty without any
     cause: str = ""
 
 
 class Demands:
-    """Demands of requests; ``now`` is the router's clock in seconds.
+    """Last reported demand of each cluster; ``now`` is the router's clock in seconds.
 
-    Several clusters, which Ray's session names tell apart, share a ledger during an upgrade.
+    Several clusters, distinguished by their Ray session names, share a ledger during an upgrade.
     """
 
     def __init__(self) -> None:
-        #: by gateway, the newest last
+        #: last report of each gateway, the newest last
         self._told: dict[str, session_pb2.WorkerDemand] = {}
-        #: by cluster, what its autoscaler decided, and when
+        #: by cluster: the number of workers that its autoscaler reported, and when
         self._scaled: dict[str, tuple[int, float]] = {}
 
     def update(self, gateway: str, demand: session_pb2.WorkerDemand) -> None:
@@ -41,7 +45,7 @@ class Demands:
         self._told.pop(gateway, None)
 
     def scale(self, scaling: session_pb2.Scaling, moment: float) -> None:
-        """Take the decision of an autoscaler, which it reported at that moment."""
+        """Record an autoscaler's decision, which it reported at ``moment`` (router's clock)."""
         self._scaled[scaling.ray_cluster] = scaling.workers, moment
 
     @property
@@ -51,7 +55,7 @@ class Demands:
 
     def total(self, now: float) -> Demand:
         """Return the sum of all demands. O(gateways)."""
-        # The routers of a cluster say the same, except for a moment after it has changed.
+        # The gateways of a cluster report the same demand, except for a moment after a change.
         newest = {demand.ray_cluster: demand for demand in self._told.values()}
         known = [
             workers

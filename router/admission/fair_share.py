@@ -1,4 +1,4 @@
-"""Service that tenants received, by class (VTC). Pure.
+"""Fair share of tenants by virtual token counters (VTC, arXiv 2401.00588). Pure.
 
 A tenant's counter grows by a request's prompt at its first dispatch and by its outputs as routers
 report them, divided by the tenant's weight. Tokens that are recomputed after a lost worker or a
@@ -17,18 +17,21 @@ from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
 from router.admission.request import Ordered, Waiting
 
-#: Tenants that are known before it is looked who may be forgotten.
+#: Number of tenants up to which no counter is dropped.
 _FEW = 64
 
 
 class TokenCounters:
+    """Virtual token counters of the tenants of one class, and their numbers of queued requests."""
+
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
-        #: counters of those, as they were: they only grow. Of a tenant there is one at most
+        #: heap of (counter, tenant) that yields the smallest counter of a backlogged tenant. A
+        #: tenant has one entry at most. Entries may be outdated, because counters grow
         self._least: list[tuple[float, str]] = []
         self._in_least: set[str] = set()
-        #: who was the last to wait for nothing any more
+        #: tenant whose last queued request left most recently
         self._last = ""
         self._forget_beyond = _FEW
 
@@ -37,14 +40,18 @@ class TokenCounters:
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """Requests that wait, of tenants that have any."""
+        """Number of queued requests of each tenant that has any."""
         return self._waiting
 
     def of(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
     def note_queued(self, tenant: str, *, lift: bool) -> None:
-        """Record that a request of the tenant is queued."""
+        """Record that a request of the tenant is queued.
+
+        If the tenant had no queued request and ``lift`` is set, its counter is raised to the
+        smallest counter of the backlogged tenants.
+        """
         if tenant in self._waiting:
             self._waiting[tenant] += 1
             return
@@ -57,14 +64,14 @@ class TokenCounters:
             self._forget()
 
     def go(self, tenant: str) -> None:
-        """Remove one queued request of a tenant."""
+        """Record that a queued request of the tenant has left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Add served tokens to a tenant's counter."""
+        """Add the cost of served tokens to the tenant's counter."""
         self._counters[tenant] = self.of(tenant) + cost
 
     def _level(self) -> float:
@@ -91,26 +98,29 @@ class TokenCounters:
 
     @property
     def gap(self) -> float:
-        """Return the gap between the counters of the waiting tenants."""
+        """Largest difference between counters of backlogged tenants; 0 without any."""
         counters = [self._counters[tenant] for tenant in self._waiting]
         return max(counters) - min(counters) if counters else 0.0
 
-    # from one leader to the next
+    # handover to the next leader
 
     def gaps_on_arrival(self, most: int) -> list[tuple[str, float]]:
-        """Return the tenants that were served most, with their lead over a newcomer's counter."""
+        """Return at most ``most`` tenants with the largest counters, each with its lead.
+
+        The lead, above 0, is the counter less that of a tenant that becomes backlogged now.
+        """
         level = self._level()
         above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
         return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def recall(self, told: Iterable[tuple[str, float]]) -> None:
-        """Restore the counters that the previous leader reported; what was served since is kept."""
+        """Add the counters that the previous leader reported to what was served since."""
         for tenant, counter in told:
             self.charge(tenant, counter)
 
 
 class ServedOutputs:
-    """Tokens that came since they were told last, by tenant and class."""
+    """Output tokens that were not reported to a leader yet, by tenant and class."""
 
     def __init__(self) -> None:
         self._tokens: Counter[tuple[str, int]] = Counter()
@@ -122,7 +132,7 @@ class ServedOutputs:
         self._tokens[tenant, priority] += tokens
 
     def drain(self) -> list[session_pb2.ServedTokens]:
-        """Remove and return the served tokens; each is reported once."""
+        """Remove and return the served tokens, so that each is reported once."""
         tokens, self._tokens = self._tokens, Counter()
         return [
             session_pb2.ServedTokens(tenant=tenant, priority=priority, tokens=number)
@@ -130,17 +140,17 @@ class ServedOutputs:
         ]
 
 
-#: Counters of a class that the next leader is told.
+#: Most counters of a class that are reported for the next leader.
 _MOST_TOLD = 512
-#: Tenants' queues that the cluster's load tells of.
+#: Most tenants' queues in the report of the cluster's load.
 _MOST_QUEUES = 64
 
 
 class FairShare:
-    """Create the counters.
+    """Fair share of tenants, with counters for each class.
 
-    ``prompt_token`` and ``output_token`` are weights; ``weight_of`` returns a tenant's weight,
-    above 0.
+    ``prompt_token`` and ``output_token`` are the costs of a token. ``weight_of`` returns a tenant's
+    weight, above 0, by which its costs are divided.
     """
 
     def __init__(
@@ -150,27 +160,28 @@ class FairShare:
         self._output_token = output_token
         self._weight_of = weight_of
         self._of_class: dict[int, TokenCounters] = {}
-        #: tokens to be computed for what waits, as predicted, by class and tenant
+        #: predicted tokens to compute for queued requests, by class and tenant
         self._work: dict[tuple[int, str], int] = {}
-        #: who waited under the leader before is not taken for one who comes
+        #: False during the handover: tenants that were backlogged under the previous leader are not
+        #: newly backlogged, so their counters are not raised
         self._lifts = False
 
     def counters(self, priority: int) -> TokenCounters:
-        """Return the counters of a class."""
+        """Return the counters of a class, which are created if needed."""
         counters = self._of_class.get(priority)
         if counters is None:
             counters = self._of_class[priority] = TokenCounters()
         return counters
 
     def note_queued(self, waiting: Waiting) -> None:
-        """Note that a request is queued."""
+        """Record that a request is queued."""
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).note_queued(tenant, lift=self._lifts)
         key = waiting.priority, tenant
         self._work[key] = self._work.get(key, 0) + waiting.work_tokens
 
     def go(self, waiting: Waiting) -> None:
-        """Note that a request is no longer queued."""
+        """Record that a request is no longer queued."""
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).go(tenant)
         key = waiting.priority, tenant
@@ -181,7 +192,8 @@ class FairShare:
     def work_before(self, ordered: Ordered) -> int:
         """Return the predicted tokens of the class that leave before a new request of the tenant.
 
-        Those of the tenant, and equal shares of the other backlogged tenants.
+        These are the tenant's own queued tokens and, for each other backlogged tenant, as many
+        divided by the tenant's weight. Return 0 if the tenant has no queued request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
@@ -191,18 +203,18 @@ class FairShare:
         return round(own * (1 + others / self._weight_of(tenant)))
 
     def of(self, ordered: Ordered) -> float:
-        """Return the counter of a request's tenant in its class; the least goes first."""
+        """Return the counter of a request's tenant in its class; the smallest leaves first."""
         return self.counters(ordered.priority).of(tenant_of(ordered.request_id))
 
     def dispatched(self, waiting: Waiting) -> None:
-        """Charge the prompt of a dispatched request."""
+        """Charge the prompt of a dispatched request, unless it has run before."""
         if not waiting.has_run:
             tenant = tenant_of(waiting.request_id)
             cost = self._prompt_token * waiting.prefill_tokens
             self._charge(tenant, waiting.priority, cost)
 
     def on_handover(self, outputs: Iterable[session_pb2.ServedTokens]) -> None:
-        """Charge outputs that a router reports."""
+        """Charge the output tokens that a gateway reports."""
         for each in outputs:
             self._charge(each.tenant, each.priority, self._output_token * each.tokens)
 
@@ -211,11 +223,11 @@ class FairShare:
 
     @property
     def gap(self) -> float:
-        """The largest difference between counters of tenants that wait in the same class."""
+        """Largest difference between counters of backlogged tenants of the same class."""
         return max((counters.gap for counters in self._of_class.values()), default=0.0)
 
     def queues(self) -> list[session_pb2.TenantQueue]:
-        """Return the tenants with the most queued requests. O(tenants)."""
+        """Return the longest queues of a tenant in a class, the longest first. O(tenants)."""
         waiting = (
             (queued, tenant, priority)
             for priority, counters in self._of_class.items()
@@ -226,10 +238,13 @@ class FairShare:
             for queued, tenant, priority in nlargest(_MOST_QUEUES, waiting)
         ]
 
-    # from one leader to the next
+    # handover to the next leader
 
     def handover_ended(self) -> None:
-        """Note that all requests queued under the previous leader are known."""
+        """Record that all requests queued under the previous leader are known.
+
+        From now on the counter of a newly backlogged tenant is raised.
+        """
         self._lifts = True
 
     def report(self) -> list[session_pb2.TenantService]:
@@ -240,6 +255,9 @@ class FairShare:
         ]
 
     def recall(self, reported: Iterable[session_pb2.TenantService]) -> None:
-        """Restore what the previous leader reported, also late: what was served since is added."""
+        """Add the counters that the previous leader reported to what was served since.
+
+        This may happen late in the term.
+        """
         for each in reported:
             self.counters(each.priority).recall([(each.tenant, each.counter)])

@@ -1,4 +1,4 @@
-"""Intervals of a leader, and the handover of the queue to a new one. Pure."""
+"""Handover of the queue from the gateways to a new leader, and the leader's intervals. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy, key_of
 from router.admission.request import Key, Waiting
 
-#: Seconds between two looks at what time alone changes, of which gateways and autoscaler are told.
+#: Seconds between two ticks of the leader. At each one it expires what is outdated, and sends
+#: estimates to the gateways and the load to the autoscaler.
 TICK_S = 0.2
-#: Seconds between two looks at who could move: workers say something far more often.
+#: Least seconds between two searches for requests to move, because workers report far more often.
 MOVES_S = 0.05
-#: Dispatches that may be under way at the same time.
+#: Dispatches that may be in flight at the same time.
 DISPATCHES_AT_ONCE = 64
 
 
@@ -27,28 +28,32 @@ class _Handover:
 
 
 class QueueHandover:
-    """Handover of the queue; ``timeout_s`` limits the wait for a gateway. Times are in seconds."""
+    """Progress of the handover at a new leader, to which the gateways report their requests.
+
+    The leader waits ``timeout_s`` for live gateways to connect, and as long for the next message of
+    a connected one. Times are in seconds.
+    """
 
     def __init__(self, now: float, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._began = now
         self._telling: dict[str, _Handover] = {}
         self._came: set[str] = set()
-        #: not told yet by the ledger: None
+        #: live gateways according to the ledger; None until it has answered
         self._living: frozenset[str] | None = None
 
     def living(self, gateways: Iterable[str]) -> None:
-        """Set the routers that are alive; others are not waited for."""
+        """Set the gateways that are alive; the leader waits for no others."""
         self._living = frozenset(gateways)
 
     def is_gathering(self, now: float) -> bool:
-        """Return whether routers may still connect to report their requests."""
+        """Return whether the leader waits for live gateways to connect."""
         if now - self._began >= self._timeout_s:
             return False
         return self._living is None or not self._living <= self._came
 
     def connect(self, gateway: str, now: float) -> None:
-        """Note that a router begins to report."""
+        """Record that a gateway has connected and begins to report its requests."""
         self._came.add(gateway)
         self._telling[gateway] = _Handover(None, now)
 
@@ -56,9 +61,10 @@ class QueueHandover:
         self._telling.pop(gateway, None)
 
     def on_waiting(self, gateway: str, key: Key, now: float) -> None:
-        """Record a queued request of a router.
+        """Record that a gateway has reported a queued request with this sort key.
 
-        Requests before the router's mark are new, not part of the handover.
+        The largest reported key is the gateway's marker: the handover of its requests is complete
+        up to there. Later reports with smaller keys are new requests and do not move the marker.
         """
         telling = self._telling.get(gateway)
         if telling is not None:
@@ -66,19 +72,22 @@ class QueueHandover:
             telling.mark = key if telling.mark is None else max(telling.mark, key)
 
     def complete(self, gateway: str) -> None:
-        """Note that a router has reported everything."""
+        """Record that a gateway has reported all of its queued requests."""
         self._telling.pop(gateway, None)
 
     def dismiss(self) -> None:
-        """End the handover: after a change of order the marks are meaningless."""
+        """End the handover, because the markers are meaningless after a change of the order."""
         self._telling.clear()
 
     def is_over(self, now: float) -> bool:
-        """Return whether no router is waited for."""
+        """Return whether the handover has ended: no gateway is missing or still reporting."""
         return not self._telling and not self.is_gathering(now)
 
     def allows(self, key: Key, now: float) -> bool:
-        """Return whether no unreported request can precede ``key``."""
+        """Return whether no unreported request can precede ``key``.
+
+        Connected gateways that were silent for ``timeout_s`` are ignored.
+        """
         if self.is_gathering(now):
             return False
         return all(
@@ -95,10 +104,10 @@ class _Said:
 
 
 class Generations:
-    """Create the generations.
+    """Ledger generations for which the gateways have re-sent their state to the ledger.
 
-    ``timeout_s`` is how long a router without the ledger's generation may delay all others. Times
-    are in seconds.
+    A gateway that has not done so for the current generation may delay all others by
+    ``timeout_s``. Times are in seconds.
     """
 
     def __init__(self, generation: str, now: float, timeout_s: float) -> None:
@@ -117,12 +126,15 @@ class Generations:
         self._said.pop(gateway, None)
 
     def said(self, gateway: str, generation: str, now: float) -> None:
-        """Record that a router has sent its state again to the server of this generation."""
+        """Record that a gateway has re-sent its state to the ledger of this generation."""
         if gateway in self._said:
             self._said[gateway] = _Said(generation, now)
 
     def agree(self, now: float) -> bool:
-        """Return whether all routers have named the current generation, or have timed out."""
+        """Return whether all gateways have re-sent their state for the current generation.
+
+        Gateways that have timed out are ignored.
+        """
         return not self._current or all(
             said.generation == self._current or now >= self._until(said)
             for said in self._said.values()
@@ -132,16 +144,18 @@ class Generations:
         return max(said.since, self._since) + self._timeout_s
 
 
-#: Entries of a message: the first ones come soon, and none keeps either end for long.
+#: Entries of the first message, and of any message at most. The first ones arrive soon, and no
+#: message occupies either end for long.
 _FIRST, _MOST = 32, 256
 
 _Turn: TypeAlias = tuple[Key, int, pb.Waiting]
 
 
 class HandoverSender:
-    """Sender of a handover; ``waiting`` and ``running`` are read part by part.
+    """Gateway's side of the handover: messages with all its requests, and with later updates.
 
-    ``waiting`` is in the order of ``policy``.
+    ``waiting``, the roll of queued requests, is in the order of ``policy``. It and ``running`` are
+    read in parts, one for each message.
     """
 
     def __init__(
@@ -161,27 +175,28 @@ class HandoverSender:
         self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)
         self._running = iter(running)
         self._size = _FIRST
-        #: the next turn of the roll, as far as one has looked
+        #: next entry of the roll, if it has been read already
         self._next: _Turn | None = None
-        #: who came late, as a heap, and whose turn there counts
+        #: requests that were queued since the roll was made, as a heap, and the ticket of the valid
+        #: entry of each request
         self._late: list[_Turn] = []
         self._turns: dict[str, int] = {}
-        #: what was told last
+        #: sort key of the last queued request that was sent from the roll or the heap
         self._mark: Key | None = None
         self._all_waiting_told = self._all_running_told = False
-        #: of whom something was said since the beginning: what the roll has of them is out of date
+        #: requests with updates since the handover began, whose entries in the roll are outdated
         self._spoken_of: set[str] = set()
-        #: by request id, the newest word: it waits, it runs, or None: neither
+        #: by request id: the last update that was not sent yet; None: neither queued nor running
         self._news: dict[str, pb.Waiting | pb.Running | None] = {}
 
     def __bool__(self) -> bool:
-        """Return whether anything is left to report."""
+        """Return whether anything is left to send."""
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
         return key_of(self._policy, Waiting.from_proto(self._router_id, waiting))
 
-    # what changes
+    # updates during the handover and after it
 
     def enqueue(self, waiting: pb.Waiting) -> None:
         self._speak_of(waiting.request_id)
@@ -201,7 +216,10 @@ class HandoverSender:
         self._news[running.request_id] = running
 
     def dispatched(self, request_id: str) -> None:
-        """Record that the leader knows that the request has left the queue."""
+        """Drop the unsent reports of a request that the leader has dispatched.
+
+        A withdrawal is still sent.
+        """
         if self._news.get(request_id) is not None:
             del self._news[request_id]
         self._leave_the_roll(request_id)
@@ -218,10 +236,10 @@ class HandoverSender:
     def assert_generation(self, generation: str) -> None:
         self._hello.generation = generation
 
-    # what is told
+    # messages
 
     def part(self) -> pb.GatewayMessage:
-        """Return the next message."""
+        """Return the next message: updates, and a part of the queued or of the running requests."""
         message, self._hello = self._hello, pb.GatewayMessage()
         self._tell_news(message)
         if not self._all_waiting_told:

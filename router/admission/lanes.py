@@ -1,7 +1,7 @@
-"""The queued requests of one class, in the order of a policy. Pure.
+"""Lanes: the queued requests of one class, in the order of a policy. Pure.
 
-A lane keeps requests in heaps with lazy deletion: one that has left is skipped when it comes up,
-and dropped when half of its heap has left.
+A lane keeps requests in heaps with lazy deletion. A request that has left is skipped when it gets
+to the top of its heap, and is removed at the latest when half of the heap has left.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from router.admission.fair_share import TokenCounters
 from router.admission.request import Ordered, Place, Waiting
 from router.admission.wait_stats import Arrival
 
-#: A place, a ticket and the request itself: ordered by the place, then by the ticket.
+#: Elements of a place, a ticket and the ``Queued`` request: sorted by place, then by ticket.
 Item: TypeAlias = tuple[Any, ...]
 
-#: Requests that have left, which a heap may hold however few are queued.
+#: Departed requests that a heap may hold, however few requests are queued.
 _FEW_HOLES = 64
 
 
 class Queued:
-    """Stay of a request in the queue. ``ticket`` numbers the stays."""
+    """Stay of a request in the queue; ``ticket`` is its consecutive number."""
 
     __slots__ = ("arrival", "is_queued", "ticket", "waiting")
 
@@ -43,22 +43,23 @@ class Lane(ABC):
 
     @abstractmethod
     def head(self, moment: float | None) -> Queued | None:
-        """Return the next request to leave at this ledger time in seconds.
+        """Return the request that leaves next at the ledger time ``moment``, in seconds.
 
-        Without a time it is the one with the first place.
+        If ``moment`` is None, it is the request with the smallest place. Return None if the lane is
+        empty.
         """
 
     @abstractmethod
     def note_left(self, queued: Queued) -> None:
-        """Note that a request has left."""
+        """Record that a request has left the queue."""
 
 
 class Line:
-    """A priority queue with lazy deletion. Every operation is O(log n) amortised."""
+    """Priority queue with lazy deletion. Every operation is O(log n) amortised."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
-        #: requests in it that have left
+        #: departed requests that are still in the heap
         self._holes = 0
 
     def push(self, queued: Queued, place: Place) -> None:
@@ -72,7 +73,7 @@ class Line:
         return items[0] if items else None
 
     def note_left(self, queued: Queued) -> None:
-        """Note that a request has left."""
+        """Record that a request has left the queue."""
         items = self._items
         if items and items[0][-1] is queued:
             heapq.heappop(items)
@@ -85,7 +86,7 @@ class Line:
 
 
 class KeyLane(Lane):
-    """Requests by their keys."""
+    """Lane in the order of places."""
 
     def __init__(self) -> None:
         self._line = Line()
@@ -101,18 +102,18 @@ class KeyLane(Lane):
 
 
 class RatioLane(Lane):
-    """Lane by response ratio: the longest wait relative to the tokens leaves first.
+    """Lane by response ratio: the longest wait relative to the request's tokens leaves first.
 
-    Requests of similar size, up to a factor of sqrt(2), form one line by arrival, of which only the
-    head can be next; 40 lines cover a million tokens. A request counts with the size of its line.
-    Requests of unknown size leave by arrival: later requests do not bypass them, and they bypass
-    none.
+    Requests of similar size, up to a factor of sqrt(2), form one line in order of arrival, of which
+    only the head can be next; 40 lines cover a million tokens. Each request counts with the size of
+    its line. Requests of unknown size leave by arrival: later requests do not bypass them, and they
+    bypass no request.
     """
 
     def __init__(self) -> None:
-        #: by twice the binary logarithm of the tokens
+        #: by twice the binary logarithm of the tokens, rounded
         self._lines: dict[int, Line] = {}
-        #: of unknown tokens
+        #: requests of unknown size
         self._by_arrival = Line()
 
     def push(self, queued: Queued, place: Place) -> None:
@@ -154,7 +155,7 @@ class RatioLane(Lane):
 
 
 class StarvationLane(Lane):
-    """Lane whose requests that waited for ``limit_s`` leave first, by arrival."""
+    """Lane in which requests that have waited ``limit_s`` seconds leave first, by arrival."""
 
     def __init__(self, inner: Lane, limit_s: float) -> None:
         self._inner = inner
@@ -177,9 +178,10 @@ class StarvationLane(Lane):
 
 
 class FairLane(Lane):
-    """A lane for each tenant, and the turn is that of who was served least.
+    """Lane in which the next request is one of the tenant with the smallest counter.
 
-    By the places alone tenants are not told apart.
+    ``make`` returns an empty lane for a tenant. Without a time, ``head`` ignores tenants and
+    returns the request with the smallest place.
     """
 
     def __init__(self, make: Callable[[], Lane], counters: TokenCounters) -> None:
@@ -187,7 +189,7 @@ class FairLane(Lane):
         self._counters = counters
         self._by_key = KeyLane()
         self._lanes: dict[str, Lane] = {}
-        #: by their counters, as they were: they only grow
+        #: heap of (counter, tenant), whose entries may be outdated, because counters grow
         self._tenants: list[tuple[float, str]] = []
 
     def push(self, queued: Queued, place: Place) -> None:

@@ -1,12 +1,12 @@
-"""Rejection of requests by an overloaded cluster: in a router, and at the leader's queue. Pure.
+"""Rejection of requests by an overloaded cluster, in a gateway and at the leader's queue. Pure.
 
-    comes   its first token or its end would be late   DeadlineUnmeetable  (refuse_late)
-            the queue is full of its class and higher  QueueFull
-    waits   the queue is full, and a higher class came Shed
-            it has waited for as long as it may        QueueTimeout        (queue_ttl, refuse_late)
+    arriving  the first token or the end would be late        DeadlineUnmeetable (refuse_late)
+              the queue is full of its class and higher ones  QueueFull
+    queued    the queue is full, and a higher class arrives   Shed
+              the request has waited for too long             QueueTimeout (queue_ttl, refuse_late)
 
-A request that a worker has had is never rejected. How long a request may wait is fixed when it
-comes, by the rules of that moment.
+A request that has been dispatched to a worker is never rejected. How long a request may wait is
+fixed on arrival, by the rules in effect then.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from router.config import RouterConfig
 
 
 class Late(NamedTuple):
-    """Missed deadline of a request, and by how much.
+    """Missed deadline of a request.
 
-    ``is_by_output``: its first token would come in time, and its end would not. By ``shorter_s``
-    the queue has to be shorter, if that helps.
+    ``is_by_output``: the first token would be in time, but the end of the output would not.
+    ``shorter_s``: seconds by which the queue wait must shrink to meet the deadline, at most the
+    whole wait.
     """
 
     is_by_output: bool
@@ -47,9 +48,9 @@ class Late(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Deadlines of a request, in seconds after its arrival.
+    """Deadlines of a request's first token and of its end, in seconds after its arrival.
 
-    They are those of its first token and of its end. Infinite means that there is none.
+    Infinite means that there is none.
     """
 
     first_token_s: float = inf
@@ -57,15 +58,15 @@ class Wanted(NamedTuple):
 
     @classmethod
     def within(cls, first_token_s: float | None, end_s: float | None) -> Self:
-        """Return the limits of a request; None: there is none."""
+        """Return the deadlines of a request, for which None means that there is none."""
         return cls(inf if first_token_s is None else first_token_s, inf if end_s is None else end_s)
 
     def late(self, wait_s: float, prefill_s: float, output_s: float) -> Late | None:
         """Return by how much a deadline is missed, or None if it can be met.
 
-        At the least it waits for ``wait_s``, and its output goes on for ``output_s`` after its
-        first token. Who need not wait is not late for its prompt's sake, which its worker may have
-        computed for another one.
+        The request waits in the queue for ``wait_s`` at least, needs ``prefill_s`` until its first
+        token, and its output ends ``output_s`` after that at least. A request that need not wait is
+        not late because of its prefill, because its worker may have its prompt in the prefix cache.
         """
         first_s = wait_s + prefill_s if wait_s else 0.0
         first_late_s = first_s - min(self.first_token_s, self.end_s)
@@ -73,35 +74,36 @@ class Wanted(NamedTuple):
         return Late(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None
 
 
-#: Refusals and tenants that are remembered; of more the oldest are forgotten.
+#: Most refusals and tenants that are remembered; beyond that the oldest are forgotten.
 _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
-#: So much before its time is in time: clocks and timers are not exact.
+#: A retry that is early by at most this many seconds is in time: clocks and timers are not exact.
 _SLACK_S = 0.05
-#: Who has not come so long after its time does not come any more.
+#: A refused request that has not retried this many seconds after its due time is forgotten.
 _GIVEN_UP_S = 5.0
-#: Moments that may be kept of those that have come since, beside as many as there are others.
+#: Outdated entries that the heap of due times may hold, beside as many as there are refusals.
 _FEW = 64
 
 
 class RetryLimiter:
-    """Token bucket per tenant: ``rate`` a second, at most ``burst`` saved.
+    """Limiter of premature retries, with one token bucket per tenant.
 
-    ``now`` is in seconds.
+    A tenant earns ``rate`` tokens per second and saves at most ``burst``. A premature retry costs
+    one token. ``now`` is in seconds.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        #: by request id, when it is due; the newest refusal is last
+        #: time from which each refused request may retry; the newest refusal is last
         self._told: dict[str, float] = {}
-        #: when each of them is due, and of others that have come since, as a heap
+        #: heap of (due time, request id), also with outdated entries
         self._dues: list[tuple[float, str]] = []
-        #: by tenant, tokens as of a moment
+        #: by tenant: tokens, and the time as of which they were counted
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def refused(self, request_id: str, now: float, due: float) -> None:
-        """Remember a rejected request.
+        """Record a refused request, which may retry from ``due`` on.
 
-        An unnamed request is not remembered: it comes back under another name.
+        A request whose id the client did not choose is not recorded: its retry has another id.
         """
         if not is_named(request_id):
             return
@@ -122,11 +124,14 @@ class RetryLimiter:
             heapq.heapify(self._dues)
 
     def withdraw(self, request_id: str) -> None:
-        """Forget a rejection."""
+        """Forget the refusal of a request."""
         self._told.pop(request_id, None)
 
     def too_soon_s(self, request_id: str, now: float) -> float:
-        """Seconds by which it comes too soon; 0 where it may come in."""
+        """Return the seconds by which a retry is too soon; 0 if it may be admitted.
+
+        A premature retry takes one of its tenant's tokens and is admitted, as long as there is one.
+        """
         due = self._told.get(request_id)
         if due is None:
             return 0.0
@@ -152,10 +157,11 @@ _CAUSES = {
     QueueTimeout.slug: "queued for longer than router.queue_ttl",
     DeadlineUnmeetable.slug: "estimated queue wait exceeds the request's TTFT target or deadline",
 }
-#: Retry-After where the drain rate of the queue is unknown, and the longest one, in seconds.
+#: Least drain time of the queue for Retry-After, also used if the drain rate is unknown, and the
+#: largest one, in seconds.
 _UNKNOWN_S, _MOST_S = 1.0, 60.0
-#: Retry-After is the time in which the queue drains times a random factor between these two, so
-#: that refused requests come back spread out.
+#: Retry-After is the drain time of the queue times a random factor between these two, so that the
+#: retries of refused requests are spread out.
 _JITTER = 0.5, 2.5
 _OUTPUT_TOO_LONG = "estimated end of the output ({} tokens at least) is after the deadline"
 
@@ -165,13 +171,16 @@ class EarlyRejection:
 
     def __init__(self, config: RouterConfig, dice: Random) -> None:
         self.rules = Rules.of(config)
-        #: the leader's last word
+        #: last estimate that the leader reported
         self.queue_estimate = session_pb2.QueueEstimate()
         self._retrying = RetryLimiter(config.retry_rate, config.retry_burst)
         self._dice = dice
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
-        """Admit a request beside ``queued`` others. Raises RetriedTooSoon, QueueFull."""
+        """Check that a new request may queue beside ``queued`` others.
+
+        Raises RetriedTooSoon, QueueFull.
+        """
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
@@ -186,9 +195,10 @@ class EarlyRejection:
         least_tokens: int,
         now: float,
     ) -> None:
-        """Check that the first token and the end of ``least_tokens`` can come in time.
+        """Check that a new request can meet its TTFT target and its deadline, if ``refuse_late``.
 
-        Raises DeadlineUnmeetable.
+        Both are in seconds after arrival, None for none. Its outputs have at least ``least_tokens``
+        tokens. Raises DeadlineUnmeetable.
         """
         if not self.rules.refuse_late:
             return
@@ -204,9 +214,10 @@ class EarlyRejection:
         return self.queue_estimate.HasField("lowest") and self.queue_estimate.lowest < priority
 
     def _wait_s(self, request_id: str, priority: int) -> float:
-        """Return the least wait of a request.
+        """Return the least wait of a request in seconds; 0 if unknown.
 
-        With fair shares, other tenants' requests of its class do not count: only the leader knows.
+        With fair shares, requests of its own class do not count, because only the leader knows how
+        much of them precedes it.
         """
         is_fair = self.rules.fair_share and is_qualified(request_id)
         first = priority + is_fair
@@ -221,10 +232,10 @@ class EarlyRejection:
         now: float,
         least_tokens: int = 0,
     ) -> EverliftError:
-        """Return the error of a refusal, with the time to retry after.
+        """Return the error of a refusal, with its Retry-After, and record the refusal.
 
-        That is not before ``retry_after_s``, by which the queue is short enough for the request.
-        ``least_tokens`` as in Refusal.
+        Retry-After is at least ``retry_after_s``, after which the queue is short enough for the
+        request. ``least_tokens`` is as in Refusal.
         """
         drained_s = self._drained_s() * self._dice.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
@@ -235,7 +246,7 @@ class EarlyRejection:
         return error
 
     def _drained_s(self) -> float:
-        """Return the seconds in which the queued work leaves the queue."""
+        """Return the estimated seconds until all queued work has left the queue."""
         queue_estimate = self.queue_estimate
         if not queue_estimate.tokens_per_s:
             return _UNKNOWN_S
@@ -243,25 +254,25 @@ class EarlyRejection:
         return min(_MOST_S, max(_UNKNOWN_S, work_tokens / queue_estimate.tokens_per_s))
 
     def withdraw_rejection(self, request_id: str) -> None:
-        """Forget a rejection whose request is accepted after all."""
+        """Forget the refusal of a request that is accepted after all."""
         self._retrying.withdraw(request_id)
 
 
-#: So many times its predicted prefill before its first token is wanted a request must leave: others
-#: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
-#: 1.3 times the load was 0.95 of that at 1.0; with 2 it was 1.02 (benchmarks/overload.py).
+#: A request must leave the queue this many times its predicted prefill time before its TTFT
+#: deadline, because other requests are dispatched to its worker, too. The goodput at 1.3 times the
+#: load, relative to that at 1.0, is 1.02 with 2 and 0.95 with 1 (benchmarks/overload.py).
 _PREFILL_MARGIN = 2
-#: Beside that, for a request on its way to its worker and its first token on the way back.
+#: Additional seconds for the request's way to its worker and its first token's way back.
 _ON_THE_WAY_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Rejection with the ``slug`` of its error.
+    """Rejection of a request, with the ``slug`` of its error.
 
-    It may come again when the queue has room, and not before ``retry_after_s``. ``least_tokens``:
-    its first token would come in time, and the end of so long an output would not; 0: it is not
-    that.
+    The client may retry when the queue has room, but not before ``retry_after_s`` seconds.
+    ``least_tokens`` is above 0 if the first token would be in time, but the end of an output of
+    that many tokens would not.
     """
 
     waiting: Waiting
@@ -271,7 +282,10 @@ class Refusal:
 
 
 class Bounds:
-    """Times are ledger time in seconds. Every operation is O(log n), or O(classes)."""
+    """Limits of the leader's queue: which requests are refused, shed or expired.
+
+    Times are ledger time in seconds. Every operation is O(log n), or O(classes).
+    """
 
     def __init__(self, rules: Rules, queue: AdmissionQueue, waits: WaitEstimator) -> None:
         self.rules = rules
@@ -279,7 +293,10 @@ class Bounds:
         self._waits = waits
 
     def predict(self, waiting: Waiting) -> Waiting:
-        """Add predictions to a queued request, and the time at which it expires."""
+        """Return a request with its predicted times and the time at which it expires.
+
+        A request that has run is returned as it is.
+        """
         if waiting.has_run:
             return waiting
         wait_s = self._waits.wait_s(self._queue.work_before(waiting))
@@ -304,7 +321,11 @@ class Bounds:
         return (waiting.least_tokens - 1) * self._waits.least_tpot_s
 
     def refuse(self, waiting: Waiting) -> Refusal | None:
-        """Reject a new request, or shed one of a lower class for it; None if it may wait."""
+        """Return the refusal that a new request causes; None if it can simply be queued.
+
+        The refusal is of the request itself, or of a queued request of a lower class, which is
+        removed for it.
+        """
         if (late := self._late(waiting)) is not None:
             least_tokens = waiting.least_tokens if late.is_by_output else 0
             return Refusal(waiting, DeadlineUnmeetable.slug, late.shorter_s, least_tokens)
@@ -328,7 +349,7 @@ class Bounds:
         )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Remove and refuse requests that have waited for too long."""
+        """Remove requests that have waited for too long, and return their refusals."""
         expired = []
         while (waiting := self._queue.expire(ledger_now)) is not None:
             expired.append(Refusal(waiting, QueueTimeout.slug))

@@ -1,8 +1,9 @@
 """Placement of requests on workers. Pure.
 
-A request is dispatched only against credit, that is room in the worker's view (late binding), so a
-worker holds little that another one could have begun sooner. Full workers are not looked at. While
-the same request finds no room, only workers that changed since are looked at.
+A request is dispatched only to a worker with credit for it, that is free capacity in the leader's
+view of the worker (late binding). A worker thus holds few requests that another one could have
+started sooner. Full workers are not examined. While a request finds no worker with credit, only
+workers that have changed since are examined again.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from router.admission.workers import (
 )
 from router.config import RouterConfig
 
-#: A worker's burden (``WorkerView``), and its id.
+#: ``load_rank`` of a worker (``WorkerView``), followed by its id.
 Rank: TypeAlias = tuple[bool, int, int, str]
 
 
 class ReadyWorkers:
-    """A change costs O(log n), and the move of some pointers in a list."""
+    """Workers that can take a request, in order of load.
+
+    A change is O(log n), apart from moving the pointers of a list.
+    """
 
     def __init__(self) -> None:
         self._ranks: list[Rank] = []
@@ -57,12 +61,12 @@ class ReadyWorkers:
         return worker_id in self._rank_of
 
     def in_order(self, worker_ids: set[str]) -> list[str]:
-        """Yield those of them that are here, by rank."""
+        """Return those of ``worker_ids`` that are ready, the least loaded first."""
         ranks = sorted(rank for it in worker_ids if (rank := self._rank_of.get(it)) is not None)
         return [rank[-1] for rank in ranks]
 
 
-#: Room that is kept for a request which comes back from another worker is kept for so long.
+#: Seconds for which capacity is held for a request that returns from another worker.
 _HOLD_S = 2.0
 
 
@@ -72,24 +76,24 @@ class _Asked(NamedTuple):
     avoid: str
 
 
-#: What every request needs at the least.
+#: Least needs of any request.
 _LEAST = _Asked(1, 1, "")
 
 
 class Placement:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        #: seconds per output token that are wanted; 0: a worker runs as many as it can
+        #: target seconds per output token, which limit a worker's batch; 0: no limit
         self.tpot_target = config.tpot_target
         self._workers: dict[str, WorkerView] = {}
-        #: of those that have a credit for the least of requests
+        #: workers with credit for a request of the least needs
         self._ready = ReadyWorkers()
-        #: what nobody had a credit for, and who has changed since
+        #: needs for which no worker had credit, and the workers that have changed since
         self._unmet: _Asked | None = None
         self._changed: set[str] = set()
-        #: by kind of worker
+        #: step times by kind of worker
         self._step_times: dict[str, FittedStepTime] = {}
-        #: the worker that keeps room for a request
+        #: by request id: the worker that holds capacity for the request
         self._holds: dict[str, str] = {}
 
     @property
@@ -117,19 +121,19 @@ class Placement:
             worker.load = load
             worker.end_trial()
             sample = worker.pace.measure(load.work, worker.is_full, now)
-            # What a slow one does says nothing of the others.
+            # The steps of a slow worker say nothing about the others of its kind.
             if sample is not None and not worker.is_slow:
                 worker.step_time.observe(*sample)
             self._note(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
-        """Record that the worker counts this dispatch in its load, or will never receive it."""
+        """Record that a worker's load includes this dispatch, or that it will never receive it."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
             self._note(worker_id)
 
     def expire(self, now: float) -> None:
-        """Release expired reservations, compare the workers, and learn from their steps."""
+        """Release expired reservations, find slow workers, and refit the step times."""
         for worker in self._workers.values():
             worker.unacknowledged.expire(now - self._config.dispatch_ack)
             for request_id in worker.held.expire(now - _HOLD_S):
@@ -161,7 +165,7 @@ class Placement:
     # requests
 
     def reserve(self, worker_id: str, epoch: int, waiting: Waiting, now: float) -> None:
-        """Count a dispatch against the worker until it is acknowledged."""
+        """Count a dispatch as load of its worker until the worker acknowledges it."""
         self._release(waiting.request_id)
         claim = Claim(waiting.prefill_tokens, waiting.choices, now)
         worker = self._workers[worker_id]
@@ -171,7 +175,7 @@ class Placement:
         self._note(worker_id)
 
     def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
-        """Keep room for a request that will come back to the queue in a moment."""
+        """Hold capacity of a worker for a request that will return to the queue in a moment."""
         self._release(request_id)
         self._keep(worker_id, request_id, Claim(tokens, choices, now))
 
@@ -190,15 +194,15 @@ class Placement:
         return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
-        """Return the worker with a credit for it; None when no worker has one now.
+        """Return the worker to dispatch a request to; None if no worker has credit for it now.
 
-        Of several it is the one that keeps room for it, or has the least burden. A suspect goes
-        where everybody else makes tokens, if it can.
+        Of several workers with credit, the one that holds capacity for the request is chosen, else
+        the one with the lowest ``load_rank``. For a suspect request, workers whose sequences are
+        all decoding come first.
 
-        In forecasts (conversations on 8 H200s at 0.9 of saturation) committed tokens before pending
-        prefill gave a TTFT of 80 instead of 42 ms at the median and of 198 instead of 180 ms at
-        p99; with short KV caches, where committed tokens might count for more, it made no
-        difference.
+        ``load_rank`` has pending prefill before committed tokens. In forecasts (conversations on 8
+        H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms at the median and
+        from 180 to 198 ms at p99. With short KV caches it made no difference.
         """
         asked = _Asked(waiting.prefill_tokens, waiting.choices, waiting.avoid)
         kept = self._release(waiting.request_id)
@@ -221,12 +225,13 @@ class Placement:
         return chain((kept,), others) if kept in self._workers else others
 
     def _may_take(self, worker_id: str, asked: _Asked) -> bool:
-        # Its gateway could not reach that worker, and there is another one.
+        # The gateway of the request could not reach this worker, and there is another one.
         is_avoided = worker_id == asked.avoid and len(self._workers) > 1
         return not is_avoided and self._has_credit(self._workers[worker_id], asked)
 
     def _has_credit(self, worker: WorkerView, need: Need) -> bool:
-        # Whoever is lost beside a suspect might be taken for one, and a suspect for another.
+        # If the worker were lost, requests beside a suspect would be suspected as well, and it
+        # would be unclear which of two suspects was the cause.
         if not worker.is_open or worker.trial:
             return False
         if worker.is_idle:

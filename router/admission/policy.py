@@ -1,7 +1,8 @@
 """Orders of the queue within a class. Pure.
 
-A policy's place of a request never changes and is the same in every replica: a new leader receives
-the queue in this order. A policy's lanes choose the next request and may use the time as well.
+The place that a policy gives a request never changes and is the same on every replica, because
+gateways report their queued requests to a new leader in this order. A policy's lanes choose the
+next request; their choice may also depend on the time.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ class Policy(Protocol):
 
     @property
     def place_name(self) -> str:
-        """Name of the order: policies with the same name sort alike."""
+        """Name of the order of places; policies with the same place name sort requests alike."""
         ...
 
     def place(self, waiting: Ordered) -> Place:
-        """Return the order of a request within its class."""
+        """Return the sort key of a request within its class."""
         ...
 
     def lane(self) -> Lane:
-        """Return an empty lane for a class."""
+        """Return an empty lane for the requests of a class or of a tenant in it."""
         ...
 
 
 def key_of(policy: Policy, waiting: Ordered) -> Key:
-    """Return the sort key: higher classes first, then the policy's order."""
+    """Return the sort key over all classes: higher classes first, then the policy's order."""
     return (-waiting.priority, *policy.place(waiting))
 
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """Order by arrival. A request that comes back from a worker keeps its place."""
+    """Order by arrival. A request that returns from a worker keeps its place."""
 
     @property
     def name(self) -> Order:
@@ -66,8 +67,8 @@ _FIFO = Fifo()
 class EarliestDeadline:
     """Order by deadline, or by the due time of the first token.
 
-    A request without either is due ``undated_s`` after its arrival. A late request still goes
-    first.
+    The earlier of the two counts. A request without either is due ``undated_s`` seconds after its
+    arrival. A request that is already late still leaves first.
     """
 
     undated_s: float
@@ -92,18 +93,18 @@ class EarliestDeadline:
 class ShortestWork:
     """Order by predicted work, with ageing relative to the estimated wait.
 
-    a request gives way to shorter ones for ``ageing_factor`` times the wait that was foreseen when
-    it came, on the average of all requests, and for longer the more of those that came lately take
-    less than it does:
+    A request yields to shorter ones that arrive within its yield time:
 
-        ageing_factor * its foreseen wait * -log(1 - its rank)
+        yield time = ageing_factor * estimated wait at arrival * -log(1 - rank)
 
-    (0.7 times in the middle, 4.6 for the longest of a hundred: as if work were exponentially
-    distributed, whatever its unit and its tail). Nobody goes before it who came later than that
-    after it. This ageing is relative to how long requests wait: a fixed time, or one for each
-    token, turns the order into fifo where everybody waits much longer than that, and lets the
-    longest starve where nobody waits so long. Where nothing tells requests apart it is 0, and
-    this is fifo.
+    No request that arrives later bypasses it. ``rank`` is the share of recent requests with less
+    predicted work. The last factor is 0.7 for the median request, 4.6 for the longest of a hundred
+    and 1 on average. It treats work as exponentially distributed, so that the unit and the tail of
+    the work do not matter.
+
+    The yield time is relative to the estimated wait, because a fixed time, or a time per token,
+    fails in two cases. If requests wait much longer, the order becomes fifo. If they wait less, the
+    longest ones starve. Without predictions the rank is 0 and the order is fifo.
     """
 
     ageing_factor: float
@@ -127,8 +128,8 @@ class ShortestWork:
 class PredictedRank:
     """Order by the rank of the predicted output length (learning to rank, arXiv 2408.15792).
 
-    Ageing as in ShortestWork, with that rank. Without a prediction the rank is 0 and the order is
-    fifo.
+    Ageing is that of ShortestWork with this rank. Without a prediction the rank is 0 and the order
+    is fifo.
     """
 
     ageing_factor: float
@@ -149,7 +150,10 @@ class PredictedRank:
 
 
 def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
-    """Return the place of a request that yields by ``rank`` (below 1)."""
+    """Return the place of a request, which begins with its arrival plus its yield time.
+
+    ``rank``, below 1, is as in ShortestWork.
+    """
     until = waiting.arrived - ageing_factor * waiting.queue_key.estimated_wait_s * log1p(-rank)
     return (until, waiting.arrived, waiting.request_id)
 
@@ -158,8 +162,8 @@ def _yielding(waiting: Ordered, ageing_factor: float, rank: float) -> Place:
 class HighestResponseRatio:
     """Order by response ratio (highest response ratio next, arXiv 2406.04785).
 
-    A request of w tokens that has waited t is bypassed by a later one of v tokens only once that
-    has waited t * v / w, and by none that is longer. Without predictions it is fifo.
+    If a request of w tokens has waited t seconds, a later one of v tokens bypasses it only after it
+    has waited t * v / w seconds itself, and never if v > w. Without predictions the order is fifo.
     """
 
     @property
@@ -179,9 +183,10 @@ class HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class NeverLonger:
-    """Order of ``policy``; requests that waited for ``limit_s`` leave their class first.
+    """Order of ``policy``, except that requests leave first once they waited ``limit_s`` seconds.
 
-    If all requests wait that long, it is fifo.
+    They leave first within their class, by arrival. If all requests wait that long, the order is
+    fifo.
     """
 
     policy: Policy
@@ -202,12 +207,12 @@ class NeverLonger:
         return StarvationLane(self.policy.lane(), self.limit_s)
 
 
-#: What an order may be called.
+#: Names of the available orders.
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def policy_of(order: Order, config: RouterConfig) -> Policy:
-    """Return the policy of this name, with the numbers that are configured."""
+    """Return the policy of this name, with the parameters in ``config``."""
     policies: dict[Order, Policy] = {
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
@@ -221,20 +226,20 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The current rules of the admission queue."""
+    """Rules of the admission queue that are in effect."""
 
     order: Policy
-    #: requests that may wait; one more is refused
+    #: largest number of queued requests; further ones are refused
     max_queued: int
-    #: a request that no worker had after so many seconds is refused; 0: it waits on
+    #: seconds after which a request that has not been dispatched yet is refused; 0 disables
     queue_ttl: float
-    #: whose first token would come too late is refused
+    #: refuse requests that cannot meet their TTFT target or deadline, by the estimated wait
     refuse_late: bool
-    #: of the work that higher classes get while a class waits, the part that it gets as well
+    #: share of the work of higher classes that a class with queued requests receives
     class_floor: float
-    #: tenants of a class take turns, and the order is that of a tenant's own requests
+    #: share each class fairly between tenants; the order applies within a tenant
     fair_share: bool
-    #: time per output token that is wanted, in seconds; 0: a worker runs as many as it can
+    #: target seconds per output token, which limit the batch of a worker; 0 disables
     tpot_target: float
 
     @classmethod

@@ -1,9 +1,11 @@
-"""Eviction of running requests of a lower class. Pure.
+"""Eviction of running requests of lower classes, and moves of preempted requests. Pure.
 
-If the head of the queue has no credit anywhere and its deadline comes before it would get one, it
-is dispatched to the worker where the least is lost, and that worker's victims are queued again with
-their place and tokens. Workers assign blocks and slots by class, so no waiting sequence there comes
-before it.
+If no worker has credit for the head of the queue, and waiting for credit would make it miss a
+deadline, it is dispatched to the worker where the eviction loses the fewest tokens. The victims are
+queued again with their place and tokens. Workers assign blocks and slots by class, so that no
+waiting sequence of a lower class precedes the request there.
+
+A request that its worker has preempted is moved to another worker if it can resume sooner there.
 """
 
 from __future__ import annotations
@@ -17,26 +19,27 @@ from router.admission.handover import TICK_S
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
 from router.admission.workers import WorkerView, blocks_for, blocks_of
 
-#: So long before its last moment a request makes room for itself at the least: the leader looks
-#: again at every tick, and then the worker's step and its victims' way out take some steps.
+#: A request evicts others at least ``_MARGIN_S`` seconds before its latest start, or a tick and
+#: ``_STEPS`` steps of the worker before, if that is longer: the leader decides once per tick, and
+#: the worker's current step and the removal of the victims take some steps.
 _MARGIN_S = 0.5
 _STEPS = 3
-#: More are not sent away for one.
+#: Most victims of one eviction.
 _MAX_VICTIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A worker, and those that make room there."""
+    """Worker, and the running requests to evict there."""
 
     worker_id: str
     victims: tuple[Running, ...]
 
 
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Return the seconds until the latest start that meets its deadlines, or infinity.
+    """Return the seconds until the latest start that meets the deadlines; infinite without any.
 
-    One that is missed already is in no hurry any more.
+    Deadlines that have passed already are ignored.
     """
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
@@ -53,7 +56,10 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
-    """Return the seconds before the worker computes the request."""
+    """Return the seconds from an eviction until the worker computes the evicting request.
+
+    ``tokens_ahead`` are prefilled before it.
+    """
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
 
@@ -70,9 +76,9 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in a worker's slots.
 
-    Before one that comes this way no more than ``max_pending_prefill`` tokens may be pending with
-    its own, as with a credit; but only those of its class and higher ones count, which go before
-    it.
+    As for credit, at most ``max_pending_prefill`` tokens may be pending at the worker, the evicting
+    request's own included. Only those of its class and higher ones count here, because the worker
+    computes them first.
     """
 
     def __init__(
@@ -92,7 +98,11 @@ class Evictions:
         spared: Collection[str],
         ledger_now: float,
     ) -> Eviction | None:
-        """Return an eviction if waiting would miss a deadline and a worker can help."""
+        """Return the eviction by which a request meets a deadline that it would miss by waiting.
+
+        Return None if it need not be dispatched yet, or if no eviction helps. Requests in
+        ``spared`` are not evicted.
+        """
         if (slack := _slack(waiting, workers, ledger_now)) == inf:
             return None
         wait = _wait(waiting, workers)
@@ -107,16 +117,16 @@ class Evictions:
         return eviction if slack <= max(wait, margin) else None
 
     def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
-        """Return the pending tokens of this class and higher ones."""
+        """Return an upper bound on the worker's pending prefill of this class and higher ones."""
         others = self._running.from_class(waiting.priority, worker_id)
         return min(worker.pending_prefill, sum(other.known_tokens for other in others))
 
     def _cheapest(
         self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
     ) -> Eviction | None:
-        """Return the eviction with the fewest known tokens, then the least pending prefill.
+        """Return the eviction that loses the fewest known tokens, then has least pending prefill.
 
-        None of the ``spared`` is a victim; None if no victims free enough room.
+        Return None if no eviction frees enough capacity, or if none helps soon enough.
         """
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
@@ -133,7 +143,7 @@ class Evictions:
         return next(cheapest, None)
 
     def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
-        """Return whether the worker would compute a request about as soon as with free capacity."""
+        """Return whether the worker would compute the request about as soon as with credit."""
         ahead = self._ahead(waiting, worker_id, worker)
         return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
 
@@ -183,7 +193,8 @@ def _room_of(running: Running) -> _Room:
     return _Room(running.choices, blocks_for(running.known_tokens))
 
 
-#: Who is on the way for longer is not waited for.
+#: Blocks that are promised to a moved request are released if it has not reached its worker after
+#: this many seconds.
 _ON_THE_WAY_S = 2.0
 
 
@@ -196,29 +207,32 @@ class _Promise:
 
 
 class Growth:
-    """Growth of running requests, as ``running`` reports them. ``now`` is in seconds."""
+    """Blocks that are promised to moved requests for the tokens that they will still generate.
+
+    ``running`` shows whether a request has reached its new worker. ``now`` is in seconds.
+    """
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
-        #: by request id
+        #: promises by request id
         self._promises: dict[str, _Promise] = {}
 
     def __len__(self) -> int:
         return len(self._promises)
 
     def promise(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
-        """Replace what a request was promised before."""
+        """Promise a moved request blocks for ``tokens`` more, in place of an earlier promise."""
         self._promises[running.request_id] = _Promise(worker_id, tokens, running.choices, now)
 
     def blocks(self, workers: Mapping[str, WorkerView], now: float) -> Mapping[str, int]:
-        """Return the promised blocks by worker. O(promises)."""
+        """Return the blocks that are still promised, by worker. O(promises)."""
         blocks: Counter[str] = Counter()
         for promise in self._promises.values():
             blocks[promise.worker_id] += blocks_for(_left(promise, workers, now))
         return blocks
 
     def prune(self, workers: Mapping[str, WorkerView], now: float) -> None:
-        """Drop promises that were kept or are no longer needed."""
+        """Drop promises that are used up, or whose requests are no longer at their worker."""
         self._promises = {
             request_id: promise
             for request_id, promise in self._promises.items()
@@ -240,23 +254,24 @@ def _left(promise: _Promise, workers: Mapping[str, WorkerView], now: float) -> i
     return max(0, round(promise.tokens - promise.choices * steps))
 
 
-#: It moves where so many times its blocks are free. In benchmarks/preemption.py the 99th percentile
-#: with both workers overfull was 0.80 of that without moves, and with 3 times 0.96 of it.
+#: A request moves only to a worker with this many times its blocks free. If both workers are
+#: overfull (benchmarks/preemption.py), the 99th percentile of the normalised latency is 0.80 of
+#: that without moves, and 0.96 of it with a factor of 3.
 ROOM = 4
-#: As fast as a worker is taken to prefill where none has been seen to do it, in tokens a second.
+#: Assumed prefill rate of a worker in tokens per second, if no rate has been measured.
 _UNKNOWN_RATE = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request to be taken off its worker, and the worker that has room for it."""
+    """Move of a preempted request to the worker that has room for it."""
 
     running: Running
     worker_id: str
 
 
 class Moving:
-    """Policy of moves; ``reserve`` is the share of a worker's blocks that must stay free."""
+    """Policy of moves; ``reserve`` is the share of the new worker's blocks that must stay free."""
 
     def __init__(self, reserve: float) -> None:
         self._reserve = reserve
@@ -264,10 +279,10 @@ class Moving:
     def candidates(
         self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Yield the preempted requests that may move, with the blocks that each needs.
+        """Yield the preempted requests that may move, each with the blocks that it waits for.
 
-        They come in the order of ``key``; those behind ``head``, the next request of the queue,
-        stay.
+        The blocks are for the request and for those that resume before it at the same worker.
+        Requests are sorted by ``key``; those behind ``head``, the next request of the queue, stay.
         """
         needed: dict[str, int] = {}
         for running in sorted(preempted, key=key):
@@ -284,10 +299,10 @@ class Moving:
         workers: Mapping[str, WorkerView],
         promised: Mapping[str, int],
     ) -> Move | None:
-        """Return the move to the worker where the request resumes soonest, if that is another one.
+        """Return the move to the worker where the request resumes soonest; None if that is its own.
 
-        ``needed`` blocks must become free at its worker; ``promised`` are blocks elsewhere for
-        earlier moves.
+        At its own worker ``needed`` blocks must be free first. ``promised`` holds, by worker, the
+        blocks that earlier moves will use.
         """
         home = workers.get(running.worker_id)
         if home is None:
@@ -301,7 +316,10 @@ class Moving:
         return Move(running, min(sooner)[1]) if sooner else None
 
     def _has_room(self, worker: WorkerView, running: Running, promised: int) -> bool:
-        """Return the needed blocks with room to grow, which avoids a second preemption."""
+        """Return whether the worker has room for a request and for its growth.
+
+        Room for its growth avoids a second preemption.
+        """
         spare = worker.free_blocks - promised - ROOM * _blocks(running)
         return (
             worker.is_open
@@ -316,7 +334,7 @@ def _blocks(running: Running) -> int:
 
 
 def _here(needed: int, home: WorkerView) -> float:
-    # A worker keeps a block free, and more of them the more it has.
+    # A worker keeps at least one block free.
     rate, lacking = home.pace.free_rate, needed + 1 - home.unused_blocks
     if lacking <= 0 or rate is None:
         return 0.0

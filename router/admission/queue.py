@@ -1,6 +1,7 @@
-"""The admission queue: what waits in the whole cluster, by class and in the policy's order. Pure.
+"""Admission queue: the queued requests of the whole cluster, by class and policy order. Pure.
 
-Every operation is O(log n) amortised, but for a gateway's loss.
+Every operation is O(log n) amortised, except the removal of a lost gateway's requests and a change
+of the order, which are O(n).
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from router.admission.wait_stats import WaitStatistics
 
 
 class Backlog:
-    """Times are ledger time in seconds."""
+    """Predicted work of the queued requests, requests that have not run, and times of expiry.
+
+    Times are ledger time in seconds.
+    """
 
     def __init__(self) -> None:
-        #: to be computed for all, as predicted, and by class
+        #: predicted tokens to compute for all queued requests, and for those of each class
         self.work_tokens = 0
         self._work: dict[int, int] = {}
-        #: requests that have not run by ticket, by class, the newest last
+        #: by class: requests that have not run, by ticket, the newest last
         self._fresh: dict[int, dict[int, Queued]] = {}
         self._expiring = Line()
 
@@ -42,7 +46,7 @@ class Backlog:
             self._expiring.push(queued, (waiting.expires,))
 
     def remove(self, queued: Queued) -> None:
-        """Note that a request has left."""
+        """Remove a request that has left the queue."""
         waiting = queued.waiting
         priority, work = waiting.priority, waiting.work_tokens
         self.work_tokens -= work
@@ -59,7 +63,10 @@ class Backlog:
 
     @property
     def work(self) -> dict[int, int]:
-        """Work ahead of a new request, in tokens by class: its class's and all higher classes'."""
+        """Work ahead of a new request of each class, in tokens: of that class and all higher ones.
+
+        Only classes with queued requests are listed, the highest first.
+        """
         before, total = {}, 0
         for priority in sorted(self._work, reverse=True):
             total += self._work[priority]
@@ -67,24 +74,25 @@ class Backlog:
         return before
 
     def work_from(self, priority: int) -> int:
-        """Return the work of this class and all higher ones, in tokens."""
+        """Return the work of class ``priority`` and all higher ones, in tokens."""
         return sum(tokens for each, tokens in self._work.items() if each >= priority)
 
     @property
     def lowest(self) -> int | None:
-        """The lowest class that has a request that has not run."""
+        """Lowest class with a queued request that has not run; None if there is no such request."""
         return min(self._fresh, default=None)
 
     def newest_of(self, priority: int) -> Queued:
-        """Return the newest request of a class that has not run. There must be one."""
+        """Return the newest request of a class that has not run. The class must have one."""
         fresh = self._fresh[priority]
-        # What a dict keeps of those that went is gone through once: popitem leaves it out.
+        # popitem drops the empty slots of removed entries at the dict's end. A reversed iterator
+        # would skip them again at every call.
         ticket, newest = fresh.popitem()
         fresh[ticket] = newest
         return newest
 
     def overdue(self, moment: float) -> Queued | None:
-        """Return a request that has waited for too long, if there is one."""
+        """Return the request that expired first, if it has expired at ``moment``; else None."""
         first = self._expiring.first()
         if first is None or first[0] > moment:
             return None
@@ -96,14 +104,14 @@ _NOBODY = (0, None)
 
 
 class Classes:
-    """The queued requests by class. ``numbers`` counts them, for each class that has any.
+    """Queued requests by class; ``numbers`` holds their number for each class that has any.
 
-    For every token of work that leaves while a lower class waits, the lower class earns ``floor``
-    tokens of credit. Its next request leaves once its credit covers the request's work. So a class
-    gets at least that part of the work of higher classes, less at most one request. A class loses
-    its credit when it has no queued request.
+    For every token of work that leaves while a lower class has queued requests, the lower class
+    earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
+    work. A class thus receives at least the share ``floor`` of the work of higher classes, less at
+    most one request. A class loses its credit when it has no queued request.
 
-    With ``fair_share``, tenants of one class share it fairly.
+    With ``fair_share``, the tenants of a class share it fairly.
     """
 
     def __init__(
@@ -120,7 +128,7 @@ class Classes:
         self._lanes: dict[int, Lane] = {}
         #: classes that have a lane, the lowest first
         self._ascending: list[int] = []
-        #: tokens of work
+        #: credit by class, in tokens of work
         self._owed: dict[int, float] = {}
 
     @property
@@ -146,7 +154,7 @@ class Classes:
         return self._policy.lane()
 
     def note_left(self, queued: Queued) -> None:
-        """Note that a request has left."""
+        """Record that a request has left the queue."""
         priority = queued.waiting.priority
         if priority in self._numbers:
             self._lanes[priority].note_left(queued)
@@ -154,7 +162,7 @@ class Classes:
             self._remove(priority)
 
     def clear(self) -> None:
-        """Remove classes without requests."""
+        """Remove the lanes of classes that have no queued request."""
         for priority in self._lanes.keys() - self._numbers.keys():
             self._remove(priority)
 
@@ -164,9 +172,10 @@ class Classes:
         self._owed.pop(priority, None)
 
     def head(self, moment: float | None) -> Queued | None:
-        """Return the request that leaves next at this ledger time, in seconds.
+        """Return the request that leaves next at the ledger time ``moment``, in seconds.
 
-        None for the time: by class and place alone.
+        If ``moment`` is None, class and place alone decide, without credit and tenants. Return None
+        if no request is queued.
         """
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
@@ -178,11 +187,11 @@ class Classes:
         return highest
 
     def highest(self, moment: float | None) -> Queued | None:
-        """Return the same, ignoring the credit of lower classes."""
+        """Return the next request of the highest class, ignoring the credit of lower classes."""
         return next(self._heads(moment), _NOBODY)[1]
 
     def serve(self, waiting: Waiting) -> None:
-        """Update the credits: a request leaves for a worker."""
+        """Update the credits of the classes when a request leaves for a worker."""
         if not self.floor or len(self._ascending) < 2:
             return
         work = waiting.work_tokens
@@ -200,18 +209,19 @@ class Classes:
                 yield priority, queued
 
 
-#: Requests whose place in another order is found at once, in some milliseconds.
+#: Requests that ``reorder`` moves between two yields, which takes some milliseconds.
 _AT_ONCE = 1024
 
-#: After about so many dispatches it is forgotten what only those asked for that wait no more.
+#: The wait statistics are pruned after about this many dispatches.
 _FORGET_EVERY = 1 << 15
 
 
 class AdmissionQueue:
-    """Admission queue; a waiting class gets ``class_floor`` of the work of higher classes.
+    """Admission queue of the cluster.
 
-    ``fair_share`` counts what tenants are served; with ``is_fair``, they share each class by it.
-    Moments are ledger time and ``now`` is the leader's clock, both in seconds.
+    A class with queued requests receives the share ``class_floor`` of the work of higher classes.
+    ``fair_share`` counts the tokens that tenants were served. With ``is_fair``, tenants share each
+    class by these counters. ``moment`` is ledger time and ``now`` the leader's clock, in seconds.
     """
 
     def __init__(
@@ -223,9 +233,9 @@ class AdmissionQueue:
         is_fair: bool = False,
     ) -> None:
         self._tickets = count()
-        #: by request id, in the order in which they came
+        #: by request id, in the order in which they were queued
         self._queued: dict[str, Queued] = {}
-        #: by class, none of which nobody waits
+        #: number of queued requests of each class that has any
         self._numbers: dict[int, int] = {}
         self._fair_share = fair_share
         self._classes = self._make_classes(policy, class_floor, is_fair)
@@ -252,7 +262,7 @@ class AdmissionQueue:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Queued requests of each class that has any, the highest class first."""
+        """Number of queued requests of each class that has any, the highest class first."""
         return dict(sorted(self._numbers.items(), reverse=True))
 
     @property
@@ -263,7 +273,7 @@ class AdmissionQueue:
     def work_before(self, waiting: Waiting) -> int:
         """Return the predicted work that probably leaves before a new request, in tokens.
 
-        With fair shares, other tenants' requests do not all go before it.
+        With fair shares, only a part of the other tenants' requests of its class counts.
         """
         ahead = self.backlog.work_from(waiting.priority)
         if not self._classes.is_fair:
@@ -273,8 +283,8 @@ class AdmissionQueue:
         return min(ahead, higher + self._fair_share.work_before(waiting))
 
     def push(self, waiting: Waiting, now: float = 0.0) -> Waiting | None:
-        """Add a request; replace and return the one that was queued under this id."""
-        # First: who is replaced by itself does not go meanwhile.
+        """Add a request. Return the one that it replaces under the same id; None without any."""
+        # Counted before the replaced request is removed, so that the tenant stays backlogged.
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
         before = self._queued.get(waiting.request_id)
@@ -288,34 +298,37 @@ class AdmissionQueue:
         return replaced
 
     def get(self, request_id: str, gateway: str) -> Waiting | None:
-        """Return a queued request of this router; None if there is none."""
+        """Return a queued request of this gateway; None if there is none."""
         waiting = _waiting(self._queued.get(request_id))
         return waiting if waiting is not None and waiting.gateway == gateway else None
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
-        """Remove a request; return False if this router has none of this id in the queue."""
+        """Remove a request; return False if this gateway has none of this id in the queue."""
         if self.get(request_id, gateway) is None:
             return False
         self._take(self._queued[request_id])
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
-        """Remove all requests of a router that is gone.
+        """Remove all requests of a gateway that has disconnected.
 
-        O(n): an index would cost every request, and routers go rarely.
+        This is O(n), because an index would slow down every request and gateways rarely disconnect.
         """
         for queued in [it for it in self._queued.values() if it.waiting.gateway == gateway]:
             self._take(queued)
 
     def shed(self, priority: int) -> Waiting | None:
-        """Remove the newest request of the lowest class below this one, if one has not run."""
+        """Remove and return the newest request of the lowest class, among those that have not run.
+
+        Return None if that class is not below ``priority``, or if there is no such request.
+        """
         lowest = self.backlog.lowest
         if lowest is None or lowest >= priority:
             return None
         return self._take(self.backlog.newest_of(lowest))
 
     def expire(self, moment: float) -> Waiting | None:
-        """Remove a request that has waited too long at this moment; None if there is none."""
+        """Remove and return a request that has expired at ``moment``; None if there is none."""
         overdue = self.backlog.overdue(moment)
         return None if overdue is None else self._take(overdue)
 
@@ -333,15 +346,21 @@ class AdmissionQueue:
         return waiting
 
     def peek(self, moment: float | None = None) -> Waiting | None:
-        """Return the request that leaves next; without a moment, by class and place alone."""
+        """Return the request that leaves next at ``moment``; None if the queue is empty.
+
+        If ``moment`` is None, class and place alone decide, without credit and tenants.
+        """
         return _waiting(self._classes.head(moment))
 
     def peek_highest(self, moment: float) -> Waiting | None:
-        """Return the same, ignoring the credit of lower classes."""
+        """Return the next request of the highest class, ignoring the credit of lower classes."""
         return _waiting(self._classes.highest(moment))
 
     def pop(self, moment: float | None = None) -> Waiting:
-        """Remove and return what ``peek`` shows. Raises IndexError if the queue is empty."""
+        """Remove and return the request that ``peek`` returns.
+
+        Raises IndexError if the queue is empty.
+        """
         head = self.peek(moment)
         if head is None:
             raise IndexError("nothing waits")
@@ -349,7 +368,7 @@ class AdmissionQueue:
         return head
 
     def dispatch(self, waiting: Waiting) -> None:
-        """Remove a request that leaves for a worker."""
+        """Remove a request that leaves for a worker, and update credit and statistics."""
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
         if self._fair_share is not None:
@@ -361,26 +380,32 @@ class AdmissionQueue:
             self.wait_stats.prune(None if oldest is None else oldest.arrival)
 
     def waited_s(self, waiting: Waiting, now: float) -> float:
-        """Return the seconds since a request was queued, or queued again."""
+        """Return the seconds since a request was queued, or last queued again."""
         came: float = self._queued[waiting.request_id].arrival[0]
         return now - came
 
     def queue_wait(
         self, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return how a request waited that leaves now by these rules."""
+        """Return the wait of a request that leaves now, and which requests bypassed it.
+
+        ``order`` and ``is_fair`` are the rules of the queue to report.
+        """
         arrival = self._queued[waiting.request_id].arrival
         return self.wait_stats.wait_of(arrival, waiting, order, now, is_fair=is_fair)
 
     def pass_by(self, waiting: Waiting) -> None:
-        """Count a request that leaves for a worker without having been queued."""
+        """Charge the tenant for a request that leaves for a worker without having been queued."""
         if self._fair_share is not None:
             self._fair_share.note_queued(waiting)
             self._fair_share.dispatched(waiting)
             self._fair_share.go(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
-        """Change the order, part by part; the old one holds until the iterator ends. O(n)."""
+        """Move the requests to another order, yielding after each part of them. O(n).
+
+        The old order stays in effect until the iterator is exhausted.
+        """
         classes = self._make_classes(policy, self._classes.floor, is_fair)
         everybody, after = tuple(self._queued.values()), next(self._tickets)
         for start in range(0, len(everybody), _AT_ONCE):

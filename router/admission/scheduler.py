@@ -1,7 +1,7 @@
-"""State of a leader and its decisions, from its election to its end. Pure.
+"""State and decisions of a leader during one term. Pure.
 
-It begins empty and is filled by the handover of living routers. Its view of the workers is
-``placement``.
+The state is empty at the election and is filled by the handover from the live gateways. The view of
+the workers is kept in ``Placement``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class StartingWorkers:
     """Workers that are starting; ``now`` is the router's clock in seconds."""
 
     def __init__(self) -> None:
-        #: by the start's name, until when it holds and since when; the one heard last is last
+        #: by name of the start: when its report expires, and when the start began; in order of
+        #: the reports
         self._until: dict[str, tuple[float, float]] = {}
 
     def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
-        """Note that each of these starts for its seconds; 0: no longer. Drop expired ones."""
+        """Record reports of starting workers, and drop expired ones.
+
+        A report holds for its ``seconds``; 0 means that the worker is not starting any more.
+        """
         for start in starts:
             self._until.pop(start.name, None)
             if start.seconds > 0.0:
@@ -47,26 +51,27 @@ class StartingWorkers:
             del self._until[name]
 
     def count(self, now: float) -> int:
-        """Return how many start. O(starts)."""
+        """Return the number of workers that are starting. O(starts)."""
         return sum(until > now for until, _ in self._until.values())
 
     def longest_s(self, now: float) -> float:
-        """Return for how long the first one has been starting; 0: none. O(starts)."""
+        """Return the seconds of the longest start so far; 0 if no worker is starting. O(starts)."""
         return max((now - since for until, since in self._until.values() if until > now), default=0)
 
 
-#: A request that was told to leave its worker is not told again for so long.
+#: Seconds for which a request that was moved or evicted is neither moved nor evicted again.
 _SPARED_S = 5.0
-#: And one that made room for another not before it has had so many times the time that it takes to
-#: compute it again: it shall get on in between.
+#: An evicted request is spared for at least this many times its recompute time, so that it makes
+#: progress in between.
 _RESPITE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Result of a router's message.
+    """Result of a gateway's message.
 
-    Rejected requests, requests taken from another router, and requests that left the queue.
+    ``refused`` are rejected requests. ``taken`` are queued requests of other gateways that the
+    message replaced. ``withdrawn`` are requests that left the queue, with their waits.
     """
 
     refused: list[Refusal]
@@ -76,9 +81,9 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request, the worker that it goes to under this epoch, and who makes room for it there.
+    """Dispatch of a request to a worker under an epoch, and the victims to evict there for it.
 
-    ``queue_wait`` is None of one that never came into the queue.
+    ``queue_wait`` is None if the request was not queued.
     """
 
     waiting: Waiting
@@ -89,15 +94,15 @@ class Placed:
 
     @property
     def bypassed(self) -> int:
-        """Number of later requests that left the queue first."""
+        """Number of later requests that left the queue before this one."""
         return 0 if self.queue_wait is None else bypassed(self.queue_wait)
 
 
 class LeaderState:
     """State of the leader; ``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
 
-    ``occupants`` answers the ids of the requests that have a slot of a worker. ``fair_share``: None
-    where tenants are not told apart.
+    ``occupants`` returns the ids of the requests that have a slot at a worker. ``fair_share`` is
+    None if tenants are not distinguished.
     """
 
     def __init__(
@@ -122,16 +127,16 @@ class LeaderState:
         self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
-        #: by request id, until when
+        #: by request id: time until which the request is neither moved nor evicted
         self._spared: dict[str, float] = {}
         self.starts = StartingWorkers()
         self.demands = Demands()
-        # By then every gateway has looked twice who leads.
+        # After two heartbeats every gateway has asked twice which router leads.
         self.handover = QueueHandover(now, timeout_s=2 * config.heartbeat)
         self.generations = Generations(generation, now, timeout_s=config.lease)
-        #: to be computed for all requests that came since this leader's term began, as predicted
+        #: predicted tokens to compute for all requests that arrived during this leader's term
         self.offered_tokens = 0
-        #: what tenants were served before this term, or it does not matter
+        #: True once the previous term's tenant counters are restored, or if there are none
         self.has_recalled = fair_share is None
 
     @property
@@ -144,18 +149,21 @@ class LeaderState:
         return self._queue.work_tokens
 
     def class_queues(self) -> list[session_pb2.ClassQueue]:
-        """Queued requests by class."""
+        """Return the number of queued requests of each class that has any."""
         return [
             session_pb2.ClassQueue(priority=priority, queued=number)
             for priority, number in self._queue.numbers.items()
         ]
 
     def tenant_queues(self) -> list[session_pb2.TenantQueue]:
-        """Queued requests by tenant and class, for the tenants that have the most."""
+        """Return the longest queues of tenants; empty if tenants are not distinguished."""
         return self._fair_share.queues() if self._fair_share is not None else []
 
     def waited_s(self, now: float, ledger_now: float) -> float:
-        """Seconds since the next request was queued; 0 if the queue is empty."""
+        """Return the seconds that the next request has waited; 0 if the queue is empty.
+
+        For a request that has run, they count from when it was queued again.
+        """
         head = self._queue.peek(ledger_now)
         if head is None:
             return 0.0
@@ -168,14 +176,13 @@ class LeaderState:
 
     @property
     def has_work(self) -> bool:
-        """Return whether free capacity at a worker would be used."""
+        """Return whether any request is queued, or preempted at its worker."""
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules) -> Iterator[None]:
-        """Apply changed rules step by step.
+        """Apply changed rules, yielding after each part of a change of the order.
 
-        To go over to another order takes a while, which is gone through part by part; what is left
-        off there changes no order.
+        If the iterator is abandoned, the order does not change.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
@@ -183,10 +190,10 @@ class LeaderState:
             self._order, self._in_turns = rules.order, rules.fair_share
             self.handover.dismiss()
 
-    # what tenants were served
+    # service of tenants
 
     def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
-        """Restore what the previous leader reported; called once."""
+        """Restore the counters that the previous leader reported; only the first call counts."""
         if self._fair_share is not None and not self.has_recalled:
             self._fair_share.recall(services)
         self.has_recalled = True
@@ -196,7 +203,7 @@ class LeaderState:
 
     @property
     def service_gap(self) -> float:
-        """The largest difference between what tenants were served that wait in the same class."""
+        """Largest difference between counters of backlogged tenants of the same class."""
         return self._fair_share.gap if self._fair_share is not None else 0.0
 
     # gateways
@@ -215,7 +222,8 @@ class LeaderState:
     def on_message(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [], [])
         if message.order not in ("", self._order.place_name):
-            # What it will still tell may go before what it told: there is nothing to wait for.
+            # The gateway reports in another order, so that its unreported requests may precede
+            # reported ones. Waiting for its marker is therefore useless.
             self.handover.complete(gateway)
         for told in message.enqueue:
             waiting = Waiting.from_proto(gateway, told)
@@ -240,7 +248,7 @@ class LeaderState:
         return heard
 
     def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
-        # What was accepted once keeps its right to go on, however full the queue is.
+        # A request that was accepted once is never refused, however full the queue is.
         is_new = not accepted and waiting.request_id not in self._queue
         waiting = self._bounds.predict(waiting)
         if is_new:
@@ -266,23 +274,23 @@ class LeaderState:
         if running is not None and running.gateway == gateway:
             self._running.remove(request_id)
 
-    # an overload
+    # overload
 
     def update_estimates(self, now: float) -> None:
         """Update the estimates, five times a second. O(workers)."""
         self._waits.update(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Take out of the queue those that have waited for as long as they may."""
+        """Remove requests that have waited for too long, and return their refusals."""
         return self._bounds.expire(ledger_now)
 
     @property
     def wait_s(self) -> float | None:
-        """Return the predicted seconds until the queue is dispatched; None if unknown."""
+        """Predicted seconds until all queued requests are dispatched; None if unknown."""
         return self._waits.wait_s(self.queued_tokens)
 
     def queue_estimate(self) -> session_pb2.QueueEstimate:
-        """Return the estimate by which routers reject early."""
+        """Return the estimate by which gateways reject requests early."""
         waits = (
             session_pb2.ClassWait(
                 priority=priority,
@@ -298,16 +306,20 @@ class LeaderState:
             waits=waits,
         )
 
-    # what is decided
+    # decisions
 
     def note_workers(self, now: float) -> None:
-        """Note whether the queue has any worker to wait for."""
+        """Record whether any worker is connected, for the statistics of waits."""
         self._queue.wait_stats.update(now, has_worker=bool(self._placement.workers))
 
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Dispatch requests in order while there is credit, or a lower class can make room."""
+        """Dispatch up to ``limit`` requests in order, and return the dispatches.
+
+        It stops at the first request for which no worker has credit and no eviction is due.
+        ``make_epoch`` returns a fresh epoch.
+        """
         placed: list[Placed] = []
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
@@ -326,9 +338,9 @@ class LeaderState:
         return self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
-        """Return the next request, unless an unreported one may precede it.
+        """Return the next request; None if there is none, or an unreported one may precede it.
 
-        During a handover, order by key.
+        During a handover the order is that of the sort keys, without credit and tenants.
         """
         if self.handover.is_over(now):
             return self._queue.peek(ledger_now)
@@ -342,7 +354,8 @@ class LeaderState:
         worker_id = self._placement.choose(head)
         if worker_id is not None:
             return Placed(head, worker_id, make_epoch())
-        # Who has its turn by its class's floor keeps nobody above from room that others make.
+        # If the head is next because of its class's credit, it must not keep a request of a higher
+        # class from evicting others.
         highest = self._queue.peek_highest(ledger_now)
         if highest is not None and highest.priority > head.priority:
             head = highest
@@ -359,7 +372,11 @@ class LeaderState:
         return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
 
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
-        """Return a worker for a new request if none is queued or preempted."""
+        """Reserve a worker for a new request; return None if the request has to queue.
+
+        It has to queue while others are queued or preempted, while an unreported request may
+        precede it, or if no worker has credit for it.
+        """
         if self.has_work or not self.handover.allows(self._key(waiting), now):
             return None
         worker_id = self._placement.choose(waiting)
@@ -371,7 +388,7 @@ class LeaderState:
         return Placed(waiting, worker_id, epoch)
 
     def cancel_reservation(self, placed: Placed) -> None:
-        """Cancel a reservation whose request did not come."""
+        """Cancel a reservation whose request was not dispatched."""
         self._placement.acknowledge(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
 
@@ -381,14 +398,14 @@ class LeaderState:
         self.begun(placed, gateway)
 
     def begun(self, placed: Placed, gateway: str) -> None:
-        """Record that the ledger accepted the dispatch, for this router."""
+        """Record that the ledger accepted the dispatch of a request of this gateway."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
         self._running.add(Running.dispatched(waiting, gateway, worker_id, epoch))
 
     def moves(self, now: float, ledger_now: float) -> list[Move]:
-        """Return moves of preempted requests that resume sooner elsewhere, where room is reserved.
+        """Return moves of preempted requests that resume sooner at another worker.
 
-        O(preempted x workers).
+        Capacity is held for them there. O(preempted x workers).
         """
         is_fair = self._is_fair and self.handover.is_over(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
@@ -430,7 +447,7 @@ class LeaderState:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop old records."""
+        """Drop outdated records, and end the fair share's handover when the handover has ended."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.prune(self._placement.workers, now)
         if self._fair_share is not None and self.handover.is_over(now):
@@ -444,7 +461,7 @@ def cluster_load(
     now: float,
     ledger_now: float,
 ) -> session_pb2.ClusterLoad:
-    """Return the cluster's load; ``now`` and ``ledger_now`` as in LeaderState.
+    """Return the cluster's load; ``now`` and ``ledger_now`` are as in LeaderState.
 
     O(workers + tenants).
     """

@@ -1,11 +1,11 @@
 """Throughput of workers, from their own reports. Pure.
 
-A step takes longer the more tokens it computes, so times are compared between steps of about as
-many tokens: of each size class (1, 2 to 3, 4 to 7, ... tokens a step) the usual time is kept. For
-steps of ``n`` tokens a worker needs at most, ``t`` being its time for steps of ``m``,
+A step takes longer the more tokens it computes, so only steps of about as many tokens are compared.
+The mean time is kept for each size class (1, 2 to 3, 4 to 7, ... tokens per step). If a worker
+takes ``t`` seconds for steps of ``m`` tokens, then a step of ``n`` tokens takes at most
 
-    t              if m >= n     fewer tokens take no longer
-    t * n / m      if m < n      more of them in one step take no longer each
+    t              if m >= n     fewer tokens do not take longer
+    t * n / m      if m < n      the time per token does not grow with the number of tokens
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from typing import NamedTuple, Protocol
 from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import StepSize
 
-#: Shorter than this nothing is measured.
+#: Least duration of a measurement, in seconds.
 _SAMPLE_S = 0.2
-#: Times of steps follow a change in about a second, the flow of blocks in some.
+#: Time constants of the mean step times and of the flow of freed blocks, in seconds.
 _STEP_MEMORY_S = 1.0
 _FLOW_MEMORY_S = 5.0
-#: What a worker does when it has all that it can take depends on who runs there.
+#: Time constant of the throughput at saturation and of the mean row, in seconds. It is longer,
+#: because both depend on the requests that happen to run at the worker.
 _FULL_MEMORY_S = 10.0
-#: Whose last step is longer ago is not called slow any more: it has to be tried again.
+#: A worker whose last step is older than this, in seconds, is not called slow any more, because it
+#: has to be tried again.
 _OUTDATED_S = 10.0
-#: Steps below this are never slow: beside them it is the machine's other work that counts.
+#: Steps shorter than this, in seconds, are never slow: their time depends on the machine's other
+#: load.
 _SHORTEST_SLOW_S = 0.02
 
 
 class Counters(Protocol):
-    """Counters of an engine, as in EngineCounters."""
+    """Counters of an engine, as in the message EngineCounters."""
 
     @property
     def prefix_hit_tokens(self) -> int: ...
@@ -49,7 +52,7 @@ class Counters(Protocol):
 
 
 def spared_tokens(counters: Counters) -> int:
-    """Return tokens gained without computing, less tokens computed without gain."""
+    """Return the tokens gained without computing, less the tokens computed in vain."""
     wrong_drafts = counters.draft_tokens - counters.accepted_tokens
     return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
 
@@ -63,7 +66,7 @@ class Work:
     output_tokens: int = 0
     released_blocks: int = 0
     busy_s: float = 0.0
-    #: of all steps' rows, as StepSize has them
+    #: sums over all steps of the fields of StepSize
     num_rows: int = 0
     kv_tokens: int = 0
     num_pairs: int = 0
@@ -71,12 +74,12 @@ class Work:
 
     @property
     def done_tokens(self) -> int:
-        """Return prompt and output tokens by which requests progressed."""
+        """Prompt and output tokens by which requests have progressed."""
         return self.computed_tokens + self.spared_tokens
 
 
 class Sample(NamedTuple):
-    """Steps of a worker: what they computed, and how long they took; both are means."""
+    """Mean size and mean duration, in seconds, of some steps of a worker."""
 
     size: StepSize
     seconds: float
@@ -95,7 +98,7 @@ class _Steps:
 class ThroughputEstimator:
     """Throughput of a worker.
 
-    ``full_rate`` counts the tokens per second at saturation, prompts and outputs, including
+    ``full_rate`` is its tokens per second at saturation, of prompts and outputs, including
     prefix-cache hits; None if it was never saturated.
     """
 
@@ -108,38 +111,38 @@ class ThroughputEstimator:
         self._blocks_freed = 0.0
         self._was_full = False
         self.full_rate: float | None = None
-        #: of late, all steps together; what is longer ago counts less
+        #: sum of the sizes of all steps, with exponentially decaying weights
         self._computed = StepSize(0, 0, 0, 0)
 
     @property
     def step_s(self) -> float:
-        """Time of a step in about the last second; 0 if there was none."""
+        """Mean seconds of a step, over about the last second; 0 before the first step."""
         return self._last.seconds if self._last else 0.0
 
     @property
     def size_class(self) -> int:
-        """Return the size class of such a step."""
+        """Size class of the steps of about the last second; 0 before the first step."""
         return _size_class(self._last.tokens) if self._last else 0
 
     @property
     def row(self) -> StepSize | None:
-        """Return a row's mean share of recent steps, chunks included; None without any."""
+        """Mean size of a row of recent steps, prefill chunks included; None before any step."""
         num_rows = self._computed.num_rows
         return StepSize(*(sum_ / num_rows for sum_ in self._computed)) if num_rows else None
 
     @property
     def prefill_rate(self) -> float | None:
-        """Tokens per second of its best steps; None: not known."""
+        """Tokens per second of the size class with the highest rate; None if unknown."""
         rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
         return max(rates, default=None)
 
     @property
     def free_rate(self) -> float | None:
-        """Return the blocks freed per second, net of growth; None if unknown."""
+        """Blocks freed per second, less those for new output tokens; None if unknown."""
         return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
 
     def most_step_s(self, tokens: float) -> float:
-        """Return the longest time of a step of so many tokens; infinite if unknown."""
+        """Return an upper bound on the seconds of a step of ``tokens``; infinite if unknown."""
         return min(
             (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
         )
@@ -147,8 +150,9 @@ class ThroughputEstimator:
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
         """Measure the work up to ``now`` (seconds).
 
-        ``is_full``: more sequences there would compute no more tokens. Answers the steps of about
-        the last fifth of a second, if there were any.
+        ``is_full``: more sequences would not increase the worker's throughput. Return the mean of
+        the steps since the last measurement; None if that was less than 0.2 s ago, or without
+        steps.
         """
         if self._sample is None:
             self._sample, self._was_full = (now, work), is_full
@@ -192,7 +196,11 @@ class ThroughputEstimator:
         self._last.blend(tokens, seconds, weight)
 
     def is_slower(self, others: list[ThroughputEstimator], factor: float, now: float) -> bool:
-        """Return whether its steps take over ``factor`` times as long as others of that size."""
+        """Return whether recent steps take over ``factor`` times as long as the others' would.
+
+        They are compared with the median of ``most_step_s`` over ``others``. Return False if
+        nothing is known.
+        """
         last = self._last
         if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
             return False
@@ -214,9 +222,9 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 
 
 def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) -> frozenset[str]:
-    """Return the workers that are slower than the others.
+    """Return the workers whose steps take over ``factor`` times as long as the others'.
 
-    Costs O(workers) for each size class, and again for each candidate.
+    It is O(workers) for each size class, and again for each candidate.
     """
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
     if len(seconds) < 2:
@@ -236,7 +244,10 @@ def slow(paces: Mapping[str, ThroughputEstimator], factor: float, now: float) ->
 
 
 def _least_median_s(paces: Iterable[ThroughputEstimator], size: int) -> float:
-    """Return a lower bound on the median step time of this size class, if any one is left out."""
+    """Return a lower bound on the median step time of all workers but one, for a size class.
+
+    The bound holds whichever worker is left out.
+    """
     fewest = 1 << size >> 1
     known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
     return known[(len(known) - 2) // 2] if len(known) > 1 else inf
@@ -250,17 +261,20 @@ def _size_class(tokens: float) -> int:
     return int(tokens).bit_length()
 
 
-#: The rates follow a change in about so long,
+#: Time constant of the drain rates, in seconds.
 _MEMORY_S = 10.0
-#: or in the time in which so many requests leave, where that is longer: between two departures of a
-#: slow queue a rate that forgot sooner would fall to nothing.
+#: The time constant is at least the time in which this many requests leave. Otherwise the rate of a
+#: slow queue would fall to nothing between two departures.
 _MEMORY_REQUESTS = 8
-#: What was watched for less is not known.
+#: Seconds of observation from which the rates are known.
 _ENOUGH_S = 1.0
 
 
 class DrainRate:
-    """Rates are of each worker, so that they hold for another number of them."""
+    """Rate at which work leaves the queue, per worker.
+
+    A rate per worker stays valid when the number of workers changes.
+    """
 
     def __init__(self) -> None:
         self._tokens = self._requests = 0
@@ -274,11 +288,11 @@ class DrainRate:
         self._requests += 1
 
     def emptied(self) -> None:
-        """Note that the queue is empty: the drain rate is not limited by workers."""
+        """Stop the measurement, because workers do not limit the drain rate of an empty queue."""
         self._since = None
 
     def measure(self, num_queued: int, num_workers: int, now: float) -> None:
-        """Look what has left since this was called before. ``now`` is in seconds."""
+        """Update the rates by the departures since the last call. ``now`` is in seconds."""
         if self._since is not None and num_workers and (duration := now - self._since) > 0:
             self._blend(duration, num_workers)
         self._tokens = self._requests = 0
@@ -298,40 +312,45 @@ class DrainRate:
         return self._watched_s >= _ENOUGH_S and self._token_rate > 0
 
     def tokens_per_s(self, num_workers: int) -> float:
-        """Return the work that leaves the queue per second with so many workers."""
+        """Return the tokens of work that leave the queue per second with ``num_workers``."""
         return self._token_rate * num_workers
 
     def requests_per_s(self, num_workers: int) -> float:
         return self._request_rate * num_workers
 
 
-#: Of all requests, the part that takes less than the least that is told.
+#: Share of requests that take less than the estimated least.
 _QUANTILE = 0.05
-#: Who takes less lowers it by so much.
+#: Step of the approximation: a request that takes less lowers the logarithm by nearly this much.
 _STEP = 0.1
 
 
 class Least:
-    """The part of what was predicted that all but a twentieth of the requests have taken.
+    """Share ``part`` of the predicted time that 95 % of requests take at least.
 
-    By stochastic approximation of a quantile (Robbins and Monro, 1951), of the logarithm.
+    The 0.05 quantile is learned by stochastic approximation (Robbins and Monro, 1951) of its
+    logarithm. It is at most 1.
     """
 
     def __init__(self) -> None:
         self.part = 0.8
 
     def note(self, ratio: float) -> None:
-        """Note an output that took ``ratio`` times as long as predicted."""
+        """Record a request that took ``ratio`` times as long as predicted."""
         is_below = ratio < self.part
         self.part = min(1.0, self.part * exp(_STEP * (_QUANTILE - is_below)))
 
 
-#: Of an output of fewer tokens its time says little: it has the noise of frames and of the ledger.
+#: Least tokens of an output whose time per token is used. The time of shorter ones is dominated by
+#: the delays of frames and of the ledger.
 _FEWEST = 16
 
 
 def seen_ratio(predicted_s: float | None, decode_s: float, num_tokens: int) -> float | None:
-    """Return measured over predicted time per token; None if unknown or too short."""
+    """Return the measured over the predicted time per output token; None if unknown or too short.
+
+    ``decode_s`` is the time from the first to the last of ``num_tokens``.
+    """
     if not predicted_s or num_tokens < _FEWEST:
         return None
     return decode_s / (num_tokens - 1) / predicted_s

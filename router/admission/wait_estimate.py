@@ -1,14 +1,16 @@
 """Estimates of a request's wait, first token and end. Pure.
 
-    wait    (work of its class and higher ones that waits) / (work that leaves the queue a second)
-    prefill (prompt tokens that its worker computes before it, and its own), in the worker's steps
-    output  (its tokens after the first one) * (a step of what runs at its worker)
+    wait     (queued work of its class and higher ones) / (work that leaves the queue per second)
+    prefill  seconds for the pending prompt tokens of its worker, and for its own
+    output   (its tokens after the first one) * (predicted step time of its worker's batch)
 
-The rate is the one at which the queue was seen to empty (``drain``); before it was, what the
-workers compute when they are full, by what they did (``pace``) or, where none was full yet, by the
-time that a full batch's step would take (``step_fit``). The order within a class is not looked at:
-where shorter or more urgent ones go first, the part of the predicted wait that requests have at
-least is learned (``Least``), and so it is of the time that output tokens take.
+The drain rate of the queue is the measured one (``DrainRate``). Before it is known, the throughput
+of saturated workers is used: the measured one (``ThroughputEstimator``) or, if no worker has been
+saturated, the one that a full batch would have (``FittedStepTime``).
+
+The order within a class is ignored, so shorter or more urgent requests may wait less than is
+predicted. The share of the predicted wait that nearly all requests exceed is therefore learned
+(``Least``), and so is that share of the predicted time per output token.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from router.admission.request import Waiting
 from router.admission.throughput import DrainRate, Least
 from router.admission.workers import WorkerView, batch_of
 
-#: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
+#: Predicted waits below this, in seconds, are not compared with the actual ones, because the
+#: intervals of the leader's ticks dominate them.
 _SHORTEST_S = 0.1
 
 
 class WaitEstimator:
     """Estimator of waits over the leader's ``workers``.
 
-    Between two times that it looks at them a prediction costs O(1).
+    ``update`` goes through all of them, so that a prediction is O(1).
     """
 
     def __init__(self, workers: Mapping[str, WorkerView]) -> None:
@@ -37,12 +40,12 @@ class WaitEstimator:
         self.drain = DrainRate()
         self.least = Least()
         self.least_of_tpot = Least()
-        #: work that leaves the queue in a second while anybody waits; 0: not known
+        #: tokens of work that leave the queue per second while requests are queued; 0: unknown
         self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
 
     def update(self, num_queued: int, now: float) -> None:
-        """Update from the workers and from what left the queue. O(workers)."""
+        """Update the rates from the workers and from the queue's departures. O(workers)."""
         open_ = [worker for worker in self._workers.values() if worker.is_open]
         self.drain.measure(num_queued, len(open_), now)
         self._next = _next_of(open_)
@@ -59,7 +62,7 @@ class WaitEstimator:
         return work_tokens / self.tokens_per_s if self.tokens_per_s else None
 
     def note_left(self, waiting: Waiting, ledger_now: float) -> None:
-        """Note that a request left the queue for a worker."""
+        """Record that a request left the queue for a worker."""
         self.drain.note_left(waiting.work_tokens)
         predicted_s = waiting.predicted_wait_s
         if predicted_s is not None and predicted_s >= _SHORTEST_S:
@@ -70,12 +73,12 @@ class WaitEstimator:
         worker = self._next
         if worker is None:
             return 0.0
-        # A step is under way, of which half is left on the average.
+        # On average half of the current step remains.
         rest_s = worker.pace.step_s / 2
         return rest_s + (worker.prefill_s(worker.pending_prefill + waiting.prefill_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
-        """Return the wait that a predicted one is nearly always longer than."""
+        """Return the wait in seconds that nearly all requests exceed if ``wait_s`` is predicted."""
         return self.least.part * wait_s
 
     @property
@@ -85,14 +88,14 @@ class WaitEstimator:
 
     @property
     def least_tpot_s(self) -> float:
-        """Seconds per output token that are nearly always reached; 0 if unknown."""
+        """Seconds per output token that nearly all requests exceed; 0 if unknown."""
         if self._next is None or self._next.tpot_s is None:
             return 0.0
         return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
 
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:
-    """Return the worker that would probably get a new request."""
+    """Return the worker that would probably receive a new request; None without workers."""
     return min(workers, key=lambda it: it.load_rank, default=None)
 
 
@@ -107,29 +110,31 @@ def _full_rate(worker: WorkerView) -> float | None:
     return batch.num_tokens / worker.step_time.seconds(batch)
 
 
-#: Tokens a second that a cluster is taken to compute until it has shown what it can: few, so that
-#: orders that need a wait to go by have one from the first request on.
+#: Assumed throughput of a cluster in tokens per second until it is known. It is low, so that orders
+#: that depend on an estimated wait have one from the first request on.
 _UNKNOWN_RATE = 1000.0
 
 
 class EstimatedWait:
+    """Estimated wait of new requests in a gateway, from the leader's last estimate."""
+
     def __init__(self) -> None:
         self._queue_estimate = session_pb2.QueueEstimate()
-        #: tokens a second. The last one that was known holds while there is no worker
+        #: tokens per second; the last known rate is kept while it is unknown
         self._rate = _UNKNOWN_RATE
-        #: by class, tokens that came since the leader's last word
+        #: by class: predicted tokens of requests that arrived since the leader's last estimate
         self._came: dict[int, int] = {}
 
     def on_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Take the leader's estimate."""
+        """Replace the leader's estimate."""
         self._queue_estimate = queue_estimate
         self._rate = queue_estimate.tokens_per_s or self._rate
         self._came.clear()
 
     def estimate(self, priority: int, work_tokens: int) -> float:
-        """Return the seconds until the work before a request of this class has left the queue.
+        """Return the seconds until the work ahead of a request of this class has left the queue.
 
-        From now on it is one of those that came.
+        The request itself, of ``work_tokens``, is then counted for later estimates.
         """
         waits = [it.work_tokens for it in self._queue_estimate.waits if it.priority >= priority]
         came = sum(tokens for its, tokens in self._came.items() if its >= priority)

@@ -1,8 +1,9 @@
 """Waits of requests in the queue and their causes. Pure.
 
-A request waits without any worker, or until a worker has room and no other request is before it: an
-earlier one, one of a higher class, or one that precedes it by the rules. Clocks and counts only
-grow; a request notes them on arrival and compares when it leaves, so no cost grows with the queue.
+A request waits while there is no worker, while no worker has room for it, and while other requests
+precede it: earlier ones, ones of a higher class, or ones that the rules prefer. All clocks and
+counts only grow. A request records them when it arrives and compares them when it leaves, so that
+no cost grows with the length of the queue.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
 
-#: Tickets of a block, and blocks of a row.
+#: Tickets per block, and blocks per row, of the sums that speed up counting.
 _BLOCK, _ROW = 512, 64
 
 
 class BypassCounter:
+    """Set of consecutive tickets that have left, which counts those above a given ticket."""
+
     def __init__(self) -> None:
-        #: tickets below are not kept any more
+        #: smallest ticket that is kept
         self._first = 0
         self._left = bytearray()
         self._of_block: list[int] = []
@@ -30,7 +33,7 @@ class BypassCounter:
 
     @property
     def num_kept(self) -> int:
-        """Tickets that are looked back to."""
+        """Number of tickets that are kept."""
         return len(self._left)
 
     def note_left(self, ticket: int) -> None:
@@ -42,7 +45,7 @@ class BypassCounter:
         self._of_row[place // (_BLOCK * _ROW)] += 1
 
     def count(self, ticket: int) -> int:
-        """Larger tickets that left."""
+        """Return how many larger tickets have left."""
         place = ticket - self._first
         if place >= len(self._left):
             return 0
@@ -55,7 +58,7 @@ class BypassCounter:
         )
 
     def prune(self, oldest: int) -> None:
-        """Drop tickets below this one."""
+        """Drop tickets below ``oldest``, in whole rows."""
         rows = min((oldest - self._first) // (_BLOCK * _ROW), len(self._of_row))
         if rows > 0:
             del self._left[: rows * _ROW * _BLOCK]
@@ -70,12 +73,12 @@ class BypassCounter:
         self._of_row.extend([0] * rows)
 
 
-#: Requests that left last, which are looked through for those of a tenant, and those that are told.
+#: Last departures that are searched for those of a tenant, and most ids of them in a report.
 _LOOKED_AT, _TOLD = 16, 8
 
 
-#: When a request came, how many had left by then, how many waited, the seconds without a worker,
-#: its number in its class; and of each class its priority, and how many of it had come.
+#: Clocks and counts at the arrival of a request: the time, departures, queued requests, seconds
+#: without a worker, and its number in its class. Then for each class its priority and its arrivals.
 Arrival: TypeAlias = tuple[Any, ...]
 
 _NUMBER = 4
@@ -83,30 +86,30 @@ _CLASSES = _NUMBER + 1
 
 
 class WaitStatistics:
-    """Statistics of waits; ``now`` is in seconds and never goes back."""
+    """Statistics of waits; ``now`` is in seconds and never decreases."""
 
     def __init__(self) -> None:
         self._has_worker = True
         self._looked = 0.0
-        #: seconds without any worker, as of the last look
+        #: seconds without any worker, as of the last update
         self._no_worker_s = 0.0
-        #: requests that left for a worker
+        #: number of requests that left for a worker
         self.num_left = 0
-        #: by class, how many came
+        #: number of arrivals, by class
         self._num_come: dict[int, int] = {}
-        #: by class, who left for a worker
+        #: numbers of the requests that left for a worker, by class
         self._left: dict[int, BypassCounter] = {}
         self._left_last: deque[str] = deque(maxlen=_LOOKED_AT)
 
     @property
     def num_kept(self) -> int:
-        """Requests that are looked back to."""
+        """Number of tickets that are kept, over all classes."""
         return sum(left.num_kept for left in self._left.values())
 
-    # the queue
+    # time without workers
 
     def update(self, now: float, *, has_worker: bool) -> None:
-        """Note whether there is any worker from now on."""
+        """Record whether there is any worker from ``now`` on."""
         self._no_worker_s = self._without_worker_s(now)
         self._has_worker, self._looked = has_worker, now
 
@@ -114,7 +117,7 @@ class WaitStatistics:
         since_s = 0.0 if self._has_worker else max(0.0, now - self._looked)
         return self._no_worker_s + since_s
 
-    # who comes and goes
+    # arrivals and departures
 
     def note_arrival(self, waiting: Waiting, num_waiting: int, now: float) -> Arrival:
         number = self._num_come.setdefault(waiting.priority, 0)
@@ -130,9 +133,10 @@ class WaitStatistics:
         return arrival
 
     def note_left(self, arrival: Arrival, waiting: Waiting) -> None:
-        """Note that a request leaves for a worker.
+        """Record that a request leaves for a worker.
 
-        One that was reported before keeps its older place, and bypasses none.
+        A request that was accepted before keeps its older place, so it does not count as bypassing
+        others.
         """
         self.num_left += 1
         self._left_last.append(waiting.request_id)
@@ -143,15 +147,15 @@ class WaitStatistics:
             left.note_left(arrival[_NUMBER])
 
     def prune(self, oldest: Arrival | None) -> None:
-        """Remove what only arrivals before ``oldest``, the head of the queue, needed.
+        """Drop what only arrivals before ``oldest``, of the oldest queued request, needed.
 
-        None means that no request waits.
+        None means that no request is queued.
         """
         numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
             left.prune(numbers.get(priority, 0))
 
-    # what came of it
+    # waits of departures
 
     def _left_later(self, arrival: Arrival) -> dict[int, int]:
         numbers = _come(arrival)
@@ -163,7 +167,7 @@ class WaitStatistics:
     def wait_of(
         self, arrival: Arrival, waiting: Waiting, order: str, now: float, *, is_fair: bool
     ) -> session_pb2.QueueWait:
-        """Return the wait of a request that leaves now, from a queue of this order."""
+        """Return the wait of a request that leaves now, from a queue with these rules."""
         queue = self._bypass(arrival, waiting, is_fair)
         queue.order = order
         return session_pb2.QueueWait(
@@ -195,7 +199,7 @@ class WaitStatistics:
 
 
 def bypassed(queue_wait: session_pb2.QueueWait) -> int:
-    """Return how many later requests left first."""
+    """Return how many later requests left before the request with this wait."""
     return (
         queue_wait.queue.higher
         + queue_wait.queue.lower

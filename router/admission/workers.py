@@ -1,8 +1,8 @@
-"""The leader's view of one worker. Pure.
+"""Leader's view of one worker. Pure.
 
-It is the worker's last pushed state, plus the dispatches that this state does not count yet (those
-whose epoch the worker has not acknowledged), plus what is held for requests that are on their way
-back from another worker.
+It combines the last state that the worker sent, the dispatches that this state does not include yet
+(whose epochs the worker has not acknowledged), and the capacity that is held for requests that
+return from another worker.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from router.admission.throughput import ThroughputEstimator, Work, spared_tokens
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:
-    """Return the size of ``num_rows`` equal rows."""
+    """Return the size of a step of ``num_rows`` rows of size ``row``."""
     return StepSize(*(num_rows * share for share in row))
 
 
 def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: int) -> int:
-    """Return the most rows, from 1 to ``at_most``, whose step takes at most ``tpot_s``.
+    """Return the largest number of rows, up to ``at_most``, whose step takes at most ``tpot_s``.
 
-    A step of more rows must not take less. O(log at_most).
+    It is at least 1. The step time must not decrease with the number of rows. O(log at_most).
     """
     fits, too_many = 1, at_most + 1
     while too_many - fits > 1:
@@ -40,19 +40,22 @@ def largest_batch(step_time: StepTime, row: StepSize, tpot_s: float, at_most: in
 
 
 def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:
-    """Return the seconds to prefill ``tokens`` beside ``decoding`` rows, ``budget`` a step."""
+    """Return the seconds to prefill ``tokens`` in steps that also compute the rows ``decoding``.
+
+    A step computes at most ``budget`` tokens.
+    """
     if tokens <= 0:
         return 0.0
     steps = ceil(tokens / max(1, budget - ceil(decoding.num_tokens)))
     chunk = tokens / steps
-    # On the average a chunk has half of the tokens before it.
+    # On average half of the tokens precede a chunk.
     share = StepSize(1, chunk, (tokens + chunk) / 2, chunk * tokens / 2)
     step = StepSize(*(a + b for a, b in zip(decoding, share, strict=True)))
     return steps * step_time.seconds(step)
 
 
 class Connected(NamedTuple):
-    """A worker, and how long the steps of its kind take; None: nothing was learned of it."""
+    """Connected worker, and the fitted step time of its kind; None if unknown."""
 
     info: session_pb2.WorkerInfo
     state: session_pb2.WorkerState
@@ -62,7 +65,7 @@ class Connected(NamedTuple):
 def capacity(
     load: session_pb2.ClusterLoad | None, workers: Iterable[Connected]
 ) -> admin_pb2.CapacityResponse:
-    """Return the demand that the cluster can take.
+    """Return the cluster's capacity, and how much of it is used.
 
     ``load`` is the leader's report, None if outdated; ``workers`` are all connected ones.
     """
@@ -123,7 +126,7 @@ K = TypeVar("K")
 
 
 class Need(Protocol):
-    """Needs of a request at a worker."""
+    """Capacity that a request needs at a worker."""
 
     @property
     def prefill_tokens(self) -> int: ...
@@ -143,7 +146,7 @@ class Capacity:
     num_blocks: int
     max_num_batched_tokens: int = 2048
     kind: str = ""
-    #: that it is part of, empty for none
+    #: Ray cluster that the worker is part of; empty without one
     ray_cluster: str = ""
 
     @classmethod
@@ -162,7 +165,7 @@ NOTHING = Work()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Last reported load of a worker. A state with an older sequence number is ignored."""
+    """Last reported load of a worker. States with older sequence numbers are ignored."""
 
     sequence_number: int = -1
     num_running: int = 0
@@ -199,9 +202,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Capacity that a request will take and that the worker's state does not count yet.
+    """Capacity that a request will use and that the worker's state does not include yet.
 
-    ``since`` is in seconds.
+    ``since`` is the time of the claim in seconds.
     """
 
     tokens: int
@@ -210,7 +213,7 @@ class Claim:
 
 
 class Reservations(Generic[K]):
-    """Claims by epoch or by request id."""
+    """Claims by epoch or by request id, and their sums."""
 
     def __init__(self) -> None:
         self._claims: dict[K, Claim] = {}
@@ -234,7 +237,7 @@ class Reservations(Generic[K]):
         return claim
 
     def expire(self, before: float) -> list[K]:
-        """Remove the entries before that moment, and return their keys."""
+        """Remove the claims made before the time ``before``, and return their keys."""
         late = [key for key, claim in self._claims.items() if claim.since < before]
         for key in late:
             self.drop(key)
@@ -245,17 +248,18 @@ class Reservations(Generic[K]):
 class WorkerView:
     capacity: Capacity
     load: Load = field(default_factory=Load)
-    #: of all workers of its kind
+    #: shared by all workers of the same kind
     step_time: FittedStepTime = field(default_factory=FittedStepTime)
     pace: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     is_slow: bool = False
-    #: sequences that may run there at once; fewer than it could where its steps would take too long
+    #: sequences that may run at once; fewer than the worker allows if larger steps would exceed the
+    #: target time per output token
     slots: int = 0
-    #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
+    #: epoch of a suspect request, until it is clear that the worker survives it; 0: none
     trial: int = 0
-    #: dispatched, by epoch
+    #: dispatches that the state does not include yet, by epoch
     unacknowledged: Reservations[int] = field(default_factory=Reservations)
-    #: kept free, by request id
+    #: capacity held for requests, by request id
     held: Reservations[str] = field(default_factory=Reservations)
 
     def __post_init__(self) -> None:
@@ -268,7 +272,7 @@ class WorkerView:
 
     @property
     def ahead(self) -> int:
-        """Sequences that wait for a slot there."""
+        """Sequences that wait for a slot at the worker, including dispatched and held ones."""
         return self.load.num_waiting + self.unacknowledged.choices + self.held.choices
 
     @property
@@ -282,20 +286,20 @@ class WorkerView:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token: of a step of what runs there, as predicted. None: not known."""
+        """Predicted seconds per output token, that is per step of its batch; None if unknown."""
         if self.pace.row is None or not self.step_time.is_known:
             return None
         return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
 
     @property
     def decode_s(self) -> float:
-        """Predicted seconds of a step that only decodes what runs there; 0 if unknown."""
+        """Predicted seconds of a step that only decodes the running sequences; 0 if unknown."""
         return self.step_time.seconds(self._decoding)
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Return the seconds to compute so many prompt tokens; None if unknown.
+        """Return the seconds to prefill ``tokens`` at the worker; None if unknown.
 
-        Before anything is known of its kind, by the best steps of its own.
+        While the step time of its kind is unknown, the rate of its own best steps is used.
         """
         if self.step_time.is_known:
             budget = self.capacity.max_num_batched_tokens
@@ -311,7 +315,7 @@ class WorkerView:
 
     @property
     def load_rank(self) -> tuple[bool, int, int]:
-        """Rank of a worker, lower first: not slow, less pending prefill, fewer committed tokens."""
+        """Sort key, lower first: not slow, less pending prefill, fewer committed tokens."""
         return self.is_slow, self.pending_prefill, self.committed_tokens
 
     @property
@@ -337,19 +341,20 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Return the free blocks less reservations that the worker's state does not count yet."""
+        """Free blocks, less those that all pending prefill will take."""
         return self.unused_blocks - blocks_for(self.pending_prefill)
 
     def end_trial(self) -> None:
-        """End the trial when the suspect has its first token, or is gone."""
+        """End the trial of a suspect request once its prompt is computed, or once it has left."""
         has_come = not self.trial or self.trial not in self.unacknowledged
         if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
-        """Return whether few enough of them have to wait for one there.
+        """Return whether ``choices`` more sequences leave at most ``local_depth`` without a slot.
 
-        Where fewer may run than it could run, nobody does: it would begin them at once.
+        If a target time per output token limits the slots, none may be without one, because the
+        worker would start it at once.
         """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs
@@ -361,8 +366,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def blocks_of(need: Need) -> int:
-    """Return the blocks for the known tokens, without the last one.
+    """Return the KV blocks for a request's known tokens, without the last, partly filled block.
 
-    Choices share the prompt's blocks; each further choice needs one of its own.
+    Choices share the prompt's blocks; each further choice needs one block of its own.
     """
     return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

@@ -1,1 +1,1 @@
-"""Protocols that clients can reach, and the service behind them."""
+"""Client-facing protocols, and the service that they share."""

@@ -1,4 +1,4 @@
-"""Errors as clients receive them."""
+"""Conversion of exceptions into the errors that clients receive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ log = logs.get_logger(__name__)
 
 
 def answerable(error: Exception) -> EverliftError:
-    """Return the error to send for an exception. An unexpected one is logged, not shown."""
+    """Return the error to send to the client for ``error``.
+
+    An EverliftError is returned as it is. Any other exception is logged and replaced by a general
+    error, so that its details do not reach the client.
+    """
     if isinstance(error, EverliftError):
         return error
     log.exception("unforeseen error")

@@ -1,4 +1,4 @@
-"""Several requests over one call: each is one of its own, and has an end of its own."""
+"""Several requests over one call, each with its own output and its own end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from router.api.failures import answerable
 from router.api.opened import Opened
 from router.requests.stream import Source
 
-#: The ledger answers so many at the same time; more of one call would only keep others waiting.
+#: Requests of one call that are opened concurrently. The ledger has this many connections by
+#: default, so opening more at once would only delay other calls.
 _OPENED_AT_ONCE = 32
-#: Of one message. A piece alone may be larger.
+#: Bytes at which no further piece is added to a message. A single piece may be larger.
 _MESSAGE_BYTES = 256 << 10
 
 Open = Callable[[pb.GenerateRequest], Awaitable[Opened]]
 
 
 def check_count(num_requests: int) -> None:
-    """Check the number of requests in a call. Raises OutOfRange."""
+    """Check the number of requests in a call. Raises TooManyRequests, OutOfRange."""
     kind = TooManyRequests if num_requests > MAX_REQUESTS else OutOfRange
     if not 1 <= num_requests <= MAX_REQUESTS:
         raise kind(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
@@ -37,10 +38,11 @@ def check_names(requests: Sequence[pb.GenerateRequest]) -> None:
 
 
 class Many(AsyncIterator[pb.GenerateManyResponse]):
-    """Output of several requests that can be read at a time.
+    """Merged output of several requests, as one stream of messages.
 
-    It ends with the last of them; closing it leaves them all. Requests take turns in the order in
-    which they have output, and nothing is produced that nobody reads.
+    The stream ends when the last request has ended. Closing it closes the streams of all requests.
+    Requests take turns in the order in which their output became available, and no piece is
+    produced before it is read.
     """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], open_: Open) -> None:
@@ -49,11 +51,12 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
         self._came = asyncio.Event()
         self._pieces: dict[int, Source] = {}
-        #: of those that have ended; they are to be closed
+        #: sources of the requests that have ended, still to be closed
         self._ended: list[Source] = []
-        #: those of which there may be more, in their order
+        #: indices of the requests that may have a piece to read, in the order in which they became
+        #: ready
         self._ready: dict[int, None] = {}
-        #: of those that could not be opened
+        #: errors of the requests that could not be opened, not sent yet
         self._failures: list[pb.ManyPiece] = []
         self._opening = [
             asyncio.create_task(self._begin(index, request))

@@ -1,4 +1,4 @@
-"""A request that was opened for a client, with the stream of its output."""
+"""Request that was opened for a client, with the stream of its output."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from router.requests.stream import Source
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A known request and its pieces from the offsets that the client asked for.
+    """Open request with its output, from the offsets that the client asked for.
 
-    ``request_id`` is the client's name for it. The owner of this value closes ``pieces``; until
-    then the request has a reader. ``is_new``: this call submitted the request.
+    ``request_id`` is the id that the client uses. The owner of this value must close ``pieces``;
+    until then the request has a reader. ``trace`` is None if the request is not traced, or if
+    another router owns it. ``is_new`` is true if this call created the request, and false if it
+    already existed.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""Operations of a router for clients, independent of the protocol.
+"""Operations that a router offers to clients, independent of the protocol.
 
-The caller is authenticated, and errors are EverliftErrors.
+Callers are already authenticated. Errors are raised as EverliftErrors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 from router.requests.tracer import NO_TRACES, Tracer
 
-#: More than a moment can have, in microseconds.
+#: Exclusive upper bound of an arrival time in a page token, in microseconds.
 _MOST_US = 1 << 53
 
 
@@ -55,7 +55,7 @@ def write(position: Position) -> str:
 
 
 def read(token: str) -> Position:
-    """Parse a page token. Raises InvalidRequest."""
+    """Parse a page token into a position. Raises InvalidRequest."""
     try:
         arrived, _, request_id = urlsafe_b64decode(token.encode()).decode("ascii").partition(" ")
         microseconds = int(arrived)
@@ -79,10 +79,11 @@ _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 def apply(
     message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
 ) -> None:
-    """Apply the defaults of ``headers``, whose names are in lower case.
+    """Set the fields that ``message`` lacks from ``headers``, whose names are in lower case.
 
-    ``place`` is of the request among several of one call, each of which is named after the call's
-    name then. Raises InvalidRequest, OutOfRange with the header's name.
+    ``place`` is the index of the request in a call with several requests. The request id from the
+    headers then gets this index appended. Raises InvalidRequest and OutOfRange, which name the
+    header.
     """
     message.request_id = message.request_id or _request_id(headers, place)
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
@@ -94,7 +95,7 @@ def apply(
 
 
 def header_request_id(headers: Mapping[str, str]) -> str:
-    """Return the header's request id; empty if it is missing or unfit for a log line."""
+    """Return the value of x-request-id; empty if it is missing or unfit for a log line."""
     value = headers.get(X_REQUEST_ID, "")
     return value if _PRINTABLE.fullmatch(value) else ""
 
@@ -102,7 +103,7 @@ def header_request_id(headers: Mapping[str, str]) -> str:
 def _request_id(headers: Mapping[str, str], place: int | None) -> str:
     if IDEMPOTENCY_KEY not in headers:
         return ""
-    # The IETF's draft has the key in quotation marks, most clients have it without.
+    # The IETF draft of idempotency-key has quotation marks around the key; most clients omit them.
     request_id = headers[IDEMPOTENCY_KEY].strip('"') + ("" if place is None else f":{place}")
     if not is_request_id(request_id):
         raise InvalidRequest(
@@ -130,7 +131,7 @@ def _milliseconds(headers: Mapping[str, str], name: str) -> int:
 
 _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
 _STATES = {number: state for state, number in _WIRE_STATE.items()}
-#: Of a listing, where its caller says nothing.
+#: Default number of requests on a page of a listing.
 _PAGE_SIZE = 100
 
 
@@ -146,7 +147,7 @@ class Inference:
         self._model = model
         self._relay = Relay(transport)
         self._tracer = tracer
-        #: that are open, or have ended and not been collected
+        #: streams that are open, or have ended and were not garbage-collected yet
         self._streams = WeakSet[RequestStream]()
 
     async def generate(
@@ -157,13 +158,16 @@ class Inference:
         journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Return the request of this message and ``headers``, or the one that its id names.
+        """Submit a request, or return the existing request with the same id.
 
-        ``journal`` has what came before, ``timeout_s`` holds beside the message's own.
+        ``headers`` provide values for fields that ``message`` lacks. ``journal`` has the times
+        before the submission. ``timeout_s`` applies in addition to the timeout in ``message``; the
+        shorter one counts.
 
-        A message without an id is given one, also where it is refused then. Raises InvalidRequest,
-        UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
-        LedgerUnavailable, Moved.
+        If ``message`` has no id and the headers are valid, ``message.request_id`` is set to a new
+        one, even if the request is then rejected. Raises InvalidRequest, UnknownModel,
+        RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable,
+        Moved.
         """
         try:
             apply(message, headers)
@@ -180,10 +184,11 @@ class Inference:
         came: float,
         timeout_s: float | None = None,
     ) -> generate_many.Many:
-        """Return each request as ``generate`` would; names in ``headers`` get the request's index.
+        """Return the merged output of several requests, each submitted as by ``generate``.
 
-        All of them ``came`` with their call. What is wrong with one of them is told of that one
-        alone. Who has it closes it in the end.
+        The request id from ``headers`` gets each request's index appended. ``came`` is the time at
+        which the call arrived, ``timeout_s`` the time limit of the whole call. An error of one
+        request is reported for that request only. The caller must close the returned stream.
 
         Raises InvalidRequest.
         """
@@ -253,10 +258,12 @@ class Inference:
         body_hash: bytes = b"",
         had_output: bool = False,
     ) -> Opened:
-        """Open a known request from the offsets of ``message`` on.
+        """Open a known request from the offsets in ``message``.
 
-        ``body_hash`` is the hash of the body that the client sent again, if it sent one.
-        ``had_output``: the client has output of the request, also where ``message`` has no offset.
+        ``is_relayed``: another router reads on behalf of its client, and follows the request
+        itself. ``body_hash`` is the hash of the body that the client sent again, if it sent one; it
+        must match. ``had_output``: the client has output of the request, even if ``message`` has no
+        offsets.
 
         Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, RequestConflict,
         OffsetOutOfRange, RouterStopping, LedgerUnavailable.
@@ -273,7 +280,7 @@ class Inference:
             raise lost(error) if had_output else error from None
         request_id = bare(message.request_id)
         if is_relayed:
-            # The router that relays follows the request.
+            # The router that relays the output follows the request.
             return Opened(request_id, trace, source)
         is_carried_whole = isinstance(source, Carried) and not any(message.from_offsets)
         delivered = Delivered() if is_carried_whole else None
@@ -283,7 +290,10 @@ class Inference:
     async def _source(
         self, message: pb.AttachRequest, is_relayed: bool = False, body_hash: bytes = b""
     ) -> tuple[TraceContext | None, Source]:
-        """Return a known request's trace, and its pieces from the router that owns it."""
+        """Return a known request's trace and the source of its pieces.
+
+        If another router owns the request, the source relays from it, and the trace is None.
+        """
         try:
             live = await self._requests.attach(message.request_id)
         except Elsewhere as elsewhere:
@@ -315,7 +325,7 @@ class Inference:
         was_submitted: bool = False,
         had_output: bool = False,
     ) -> RequestStream:
-        """Return a stream that reads from ``source`` and follows the request to other routers."""
+        """Return a stream from ``source`` that follows the request when its router changes."""
         stream = RequestStream(
             message.request_id,
             source,
@@ -333,7 +343,7 @@ class Inference:
         return source
 
     async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
-        """Cancel a request. Raises UnknownRequest, LedgerUnavailable."""
+        """Cancel a request and return its state. Raises UnknownRequest, LedgerUnavailable."""
         message.request_id = caller.qualify(message.request_id)
         try:
             entry = await self._requests.cancel(message.request_id)
@@ -353,7 +363,7 @@ class Inference:
     async def get_request(
         self, caller: Caller, message: pb.GetRequestRequest
     ) -> pb.GetRequestResponse:
-        """Return a request and its events. Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request's state and events. Raises UnknownRequest, LedgerUnavailable."""
         stored, events = await self._requests.get(caller.qualify(message.request_id))
         response = _described(stored.entry)
         response.request_id = caller.name(stored.entry.request_id)
@@ -366,7 +376,7 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Return the explanation of a request. Raises UnknownRequest, LedgerUnavailable."""
+        """Return the time breakdown of a request. Raises UnknownRequest, LedgerUnavailable."""
         return _named(caller, await self._explained(caller.qualify(message.request_id)))
 
     async def _explained(self, request_id: str) -> pb.Explanation:
@@ -377,7 +387,7 @@ class Inference:
             return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Tokenise a text. Raises UnknownModel, PromptTooLong."""
+        """Return the token ids of a text. Raises UnknownModel, PromptTooLong."""
         self._model.check_asked(message.model)
         ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
@@ -385,7 +395,7 @@ class Inference:
     async def detokenize(
         self, caller: Caller, message: pb.DetokenizeRequest
     ) -> pb.DetokenizeResponse:
-        """Detokenise ids. Raises UnknownModel, OutOfRange."""
+        """Return the text of token ids. Raises UnknownModel, OutOfRange."""
         self._model.check_asked(message.model)
         ids = message.token_ids
         text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
@@ -407,7 +417,10 @@ class Inference:
     async def list_requests(
         self, caller: Caller, message: pb.ListRequestsRequest
     ) -> pb.ListRequestsResponse:
-        """List requests. Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable."""
+        """Return a page of requests that the caller may list, newest first.
+
+        Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable.
+        """
         tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
         if message.page_size > MOST_LISTED:
             raise OutOfRange(f"page_size must be at most {MOST_LISTED}")
@@ -423,19 +436,22 @@ class Inference:
         )
 
     def stop(self) -> None:
-        """End the streams that are left, so that their clients resume through another router."""
+        """End the open streams with RouterStopping, so that clients resume at another router."""
         for stream in list(self._streams):
             stream.fail(RouterStopping("this router is stopping: attach through another router"))
 
     def turned_away(self, error: EverliftError) -> None:
-        """Record a submission that could not be parsed."""
+        """Count a submission that was rejected because its message or headers are invalid."""
         self._requests.turned_away(error)
 
     @contextmanager
     def _telling_refusals(
         self, trace: TraceContext | None, came: float, x_request_id: str
     ) -> Iterator[None]:
-        """Count errors as rejections: such calls were never accepted."""
+        """Context manager that counts and traces an exception as a rejected submission.
+
+        The exception is raised again.
+        """
         try:
             yield
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Authentication: keys, their tenants, and the limits of tenants."""
+"""Authentication: API keys, their tenants, and the limits of tenants."""

@@ -1,4 +1,4 @@
-"""Authentication of callers by key. Pure."""
+"""Authentication of callers by API key, with keys that are reloaded from a store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from router.config import RouterConfig
 from router.ledger.base import Ledger
 
 _BEARER = "bearer"
-#: Where clients of other services put their keys.
+#: Headers in which clients of other services send their keys.
 _OTHER_HEADERS = ("x-api-key", "api-key")
-#: What a key that there is not is compared with: nobody learns from the time which ids there are.
+#: Key that a secret with an unknown id is compared with, so that the response time does not reveal
+#: which ids exist.
 _NOBODYS = Key("nobody", (Scope.INFER,), hash_of(""), "1970-01-01T00:00:00Z")
 
 
@@ -37,7 +38,7 @@ class Table:
         self._limits_of_others = document.limits_of(EVERYBODY)
 
     def admit(self, headers: Mapping[str, str], now: float) -> Caller:
-        """Return the caller with these headers; ``now`` is seconds since 1970.
+        """Return the caller whose key is in ``headers``; ``now`` is in seconds since 1970.
 
         Raises Unauthenticated.
         """
@@ -68,12 +69,12 @@ def _shown(headers: Mapping[str, str]) -> str:
 
 log = logs.get_logger(__name__)
 
-#: A key that was made or revoked holds everywhere so soon.
+#: Seconds between two reads of the store, after which a created or revoked key takes effect.
 _LOOK_S = 1.0
 
 
 def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
-    """Return the store of keys, or None if access is off."""
+    """Return the store of keys, or None if access control is off."""
     match config.access:
         case "file":
             return FileStore(Path(config.access_file))
@@ -84,17 +85,20 @@ def store_of(config: RouterConfig, ledger: Ledger) -> Store | None:
 
 
 class Access:
-    """A Door. What it knows is what the store held when it was last asked, however long ago."""
+    """Authenticator that uses keys and limits from a store.
+
+    While the store cannot be read, the last known contents apply without a time limit.
+    """
 
     def __init__(self, store: Store, document: Document) -> None:
         self._store = store
         self._table = Table(document)
-        #: why the store could not be read when it was last asked
+        #: cause of the failure of the last read; empty if it succeeded
         self._cause = ""
 
     @classmethod
     async def open(cls, store: Store) -> Self:
-        """Open the store of keys. Raises SettingsError, LedgerUnavailable."""
+        """Read the store and return the authenticator. Raises SettingsError, LedgerUnavailable."""
         try:
             document = await store.news()
         except OSError as error:
@@ -117,17 +121,17 @@ class Access:
         return self.limits_of(tenant).weight
 
     async def run(self) -> None:
-        """Follow the store until cancelled."""
+        """Reload changes of the store until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             await self.reload()
 
     async def reload(self) -> None:
-        """Load changed keys and tenants. Invalid data changes nothing."""
+        """Load keys and tenants if they have changed; if that fails, the present ones remain."""
         try:
             document = await self._store.news()
         except LedgerUnavailable:
-            # Its beats tell of it.
+            # The heartbeat already reports this.
             return
         except OSError as error:
             self._keep(error.strerror or type(error).__name__)

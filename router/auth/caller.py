@@ -1,4 +1,4 @@
-"""The caller and its permissions. Pure."""
+"""Caller of an operation, and its permissions. Pure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from router.auth.limits import NO_LIMITS, Limits
 class Scope(Enum):
     """Scope of a credential."""
 
-    #: requests, and what belongs to them
+    #: requests: submit, attach, cancel, forget, read
     INFER = "infer"
-    #: what changes a cluster, and every tenant's requests
+    #: changes of the cluster, and access to the requests of all tenants
     ADMIN = "admin"
-    #: what is to be seen of a cluster, without its requests
+    #: state of the cluster, without requests
     METRICS = "metrics"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Caller; ``tenant`` is empty if tenants are not told apart."""
+    """Authenticated caller; ``tenant`` is empty if the cluster does not distinguish tenants."""
 
     tenant: str = ""
     scopes: frozenset[Scope] = frozenset(Scope)
@@ -45,9 +45,10 @@ class Caller:
             raise Forbidden(f"this key lacks the scope {names}")
 
     def qualify(self, request_id: str) -> str:
-        """Return the name inside the cluster of what this caller calls ``request_id``.
+        """Return the name in the cluster (``TENANT/ID``) of the caller's request ``request_id``.
 
-        Who administers the cluster may name any tenant's. Raises InvalidRequest.
+        An administrator may also pass the name in the cluster of any tenant's request. Raises
+        InvalidRequest.
         """
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
@@ -56,8 +57,9 @@ class Caller:
     def tenant_of_listing(self, tenant: str | None) -> str:
         """Return the tenant whose requests the caller may list; empty for all tenants.
 
-        ``tenant`` None is the caller's own. Raises Forbidden for others' unless it administers the
-        cluster, InvalidRequest.
+        ``tenant`` is the requested one: None means the caller's own, and an empty text all tenants.
+        Raises InvalidRequest, and Forbidden if a caller without the scope ADMIN requests other
+        tenants.
         """
         its = self.tenant if tenant is None else tenant
         if its != self.tenant or not its:
@@ -65,17 +67,17 @@ class Caller:
         return check_tenant(its) if its else its
 
     def name(self, request_id: str) -> str:
-        """Return a name inside the cluster as this caller may see it."""
+        """Return the request's name for this caller; only administrators see the tenant in it."""
         return request_id if Scope.ADMIN in self.scopes else bare(request_id)
 
 
-#: Where nobody has to say who they are, and for routers among themselves.
+#: Caller of clusters without API keys, and of calls between routers.
 ANYONE = Caller()
 
 
 class Authenticator(Protocol):
     def admit(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller with these headers, whose names are lower case.
+        """Return the caller that ``headers`` identify; their names are in lower case.
 
         Raises Unauthenticated.
         """
@@ -87,5 +89,5 @@ class _OpenDoor:
         return ANYONE
 
 
-#: Everybody may come in, and do everything.
+#: Authenticator that admits all callers, with all scopes.
 OPEN: Authenticator = _OpenDoor()

@@ -3,10 +3,10 @@
     keys:
       3f9a1c2b4d5e: {tenant: acme, scopes: [infer], sha256: ..., created: 2030-01-31T12:00:00Z}
     tenants:
-      "*": {max_concurrent: 100}         # of every tenant that has no other one
+      "*": {max_concurrent: 100}         # default of all tenants
       acme: {requests_per_minute: 600, max_concurrent: null}
 
-A limit that a tenant has no value for is that of ``*``; null is no limit.
+A limit that a tenant does not set is that of ``*``; null means no limit.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from everlift.request_id import check_tenant
 from router.auth.key import Key, is_id
 from router.auth.limits import Limits
 
-#: Instead of a tenant's name: whoever has no limit of its own.
+#: Name of the entry with the default limits of all tenants.
 EVERYBODY = "*"
 
-#: A tenant's own limits by their names.
+#: Limits that a tenant sets, by their names.
 Own = Mapping[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document with ``keys`` by id, and ``tenants`` whose limits differ from EVERYBODY's."""
+    """API keys by id, and by tenant the limits that it sets itself."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     tenants: Mapping[str, Own] = field(default_factory=dict)
 
     def with_key(self, key_id: str, key: Key | None) -> Document:
-        """Return a copy with the key; ``key`` None removes it."""
+        """Return a copy with this key; ``key`` None removes it."""
         return replace(self, keys=_put(self.keys, key_id, key))
 
     def with_tenant(self, tenant: str, own: Own) -> Document:
-        """Return the document with the tenant's own limits. Raises SettingsError."""
+        """Return a copy in which the tenant sets these limits; without any, it is removed.
+
+        Raises SettingsError.
+        """
         document = replace(self, tenants=_put(self.tenants, tenant, dict(own) or None))
         document.limits_of(tenant)
         return document
@@ -55,14 +58,14 @@ class Document:
             raise SettingsError(f"tenants.{tenant}.{error}") from None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON."""
+        """Return the document as plain values for YAML and JSON."""
         return {
             "keys": {key_id: _plain_key(key) for key_id, key in self.keys.items()},
             "tenants": {tenant: dict(own) for tenant, own in self.tenants.items()},
         }
 
     def to_records(self) -> dict[str, str]:
-        """Return the ledger's records: a text for each key and each tenant."""
+        """Return the ledger's records, by ``keys/ID`` and ``tenants/NAME``, as JSON texts."""
         plain = self.to_plain()
         return {
             f"{section}/{name}": json.dumps(each)
@@ -72,7 +75,7 @@ class Document:
 
 
 def from_plain(plain: object) -> Document:
-    """Return the document of plain data. Raises SettingsError, which names the place."""
+    """Create the document from plain values. Raises SettingsError, which names the entry."""
     if plain is None:
         return Document()
     sections = _mapping("the document", plain)
@@ -91,7 +94,7 @@ def from_plain(plain: object) -> Document:
 
 
 def from_records(texts: Mapping[str, str]) -> Document:
-    """Return the document of stored records. Raises SettingsError."""
+    """Create the document from the ledger's records. Raises SettingsError."""
     plain: dict[str, dict[str, Any]] = {"keys": {}, "tenants": {}}
     for name, text in texts.items():
         section, _, rest = name.partition("/")
@@ -149,7 +152,7 @@ def _put(mapping: Mapping[str, Any], name: str, value: object) -> dict[str, Any]
 
 
 def changes(before: Document, after: Document) -> dict[str, str | None]:
-    """Return what turns the records of ``before`` into those of ``after``; None removes one."""
+    """Return the records of ``after`` that differ from ``before``; None for removed ones."""
 
     def differing() -> Iterator[tuple[str, str | None]]:
         was, will_be = before.to_records(), after.to_records()

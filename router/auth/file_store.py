@@ -1,6 +1,7 @@
-"""A file that says who may come in, in YAML.
+"""Store of keys and tenants in a YAML file.
 
-It holds hashes of secrets, so that who reads it has no key; who writes to it could make one.
+The file contains only hashes of secrets, so that reading it reveals no key. Anyone who can write to
+it could add a key.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from router.auth.store import Edit
 
 log = logs.get_logger(__name__)
 
-#: What is another file is another one of these, also where the symbolic link to it was changed.
+#: Values of stat() that change if the file is changed or replaced, or if a symbolic link to it
+#: changes.
 _Identity = tuple[int, ...]
 
 
 def parse(text: str) -> Document:
-    """Parse a file of keys. Raises SettingsError."""
+    """Parse the text of a key file. Raises SettingsError."""
     try:
         plain = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
-        # In its own words it would quote the file. A date that there is not is a ValueError.
+        # The original message would quote the file. An invalid date raises ValueError.
         raise SettingsError("is not YAML") from None
     return from_plain(plain)
 
@@ -50,7 +52,7 @@ class FileStore:
         try:
             document = await asyncio.to_thread(self._read)
         except SettingsError:
-            # It is told once, too.
+            # The same invalid version is reported only once.
             self._identity = identity
             raise
         self._identity = identity
@@ -95,9 +97,9 @@ class FileStore:
             os.close(descriptor)
 
     def _write(self, document: Document) -> None:
-        """Replace the file atomically, readable by its owner only.
+        """Replace the file atomically; only its owner can read it.
 
-        Behind a symbolic link the target is replaced.
+        If the path is a symbolic link, its target is replaced.
         """
         path = self._path.resolve()
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

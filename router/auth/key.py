@@ -1,9 +1,9 @@
-"""API keys. Pure, but for the randomness of new ones.
+"""API keys. Pure, except for the randomness of new keys.
 
-    ev_3f9a1c2b4d5e_xGk...        ev, the key's id, its secret
+    ev_3f9a1c2b4d5e_xGk...        ev_ID_SECRET
 
-The id is no secret: it names the key in lists. The secret has 256 random bits, so that its hash
-needs neither salt nor slowness: nobody finds what it is the hash of. Nothing but the hash is kept.
+The id is not secret; it names the key in lists. The secret has 256 random bits. Nobody can find it
+from its hash, even without a salt or a slow hash function. Only the hash is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Key:
     """Stored data of a key.
 
     ``created`` and ``expires`` are ISO 8601 with an offset from UTC; a key without ``expires`` is
-    valid until revoked.
+    valid until it is revoked.
     """
 
     tenant: str
@@ -42,7 +42,7 @@ class Key:
     sha256: str = field(repr=False)
     created: str
     expires: str | None = None
-    #: for people
+    #: description, for people
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Key:
                 _check_moment(name, text)
 
     def opens_with(self, secret: str) -> bool:
-        """Take as long for a wrong secret as for the right one."""
+        """Return whether ``secret`` is the key's secret, in a time that does not depend on it."""
         return hmac.compare_digest(hash_of(secret), self.sha256)
 
     def has_expired(self, now: float) -> bool:
@@ -83,12 +83,12 @@ def _seconds(moment: str) -> float:
 
 
 def moment(seconds: float) -> str:
-    """Return a moment of seconds since 1970 as text, to the second."""
+    """Return seconds since 1970 as ISO 8601 text in UTC, rounded down to a second."""
     return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
 
 
 def duration(text: str) -> float:
-    """Return the seconds of 30m, 12h or 90d. Raises ValueError."""
+    """Return the seconds of a duration such as 30m, 12h or 90d. Raises ValueError."""
     if (found := _DURATION.fullmatch(text)) is None:
         raise ValueError(f"must be minutes, hours or days, such as 30m, 12h or 90d, not {text!r}")
     return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
@@ -107,16 +107,16 @@ def is_id(text: str) -> bool:
 
 
 def whole(key_id: str, secret: str) -> str:
-    """Return the key as its owner shows it."""
+    """Return the complete key, as its owner sends it."""
     return f"ev_{key_id}_{secret}"
 
 
 def parts(shown: str) -> tuple[str, str] | None:
-    """Return id and secret of a presented key; None if it is malformed."""
+    """Return id and secret of a key that a client sent; None if the key is malformed."""
     found = _KEY.fullmatch(shown)
     return (found[1], found[2]) if found else None
 
 
 def hash_of(secret: str) -> str:
-    """Return the hash of a key, as in ``Key.sha256``."""
+    """Return the hash of a secret, as stored in ``Key.sha256``."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -8,26 +8,27 @@ from everlift.checks import check_range
 from everlift.errors import OutOfRange
 from everlift.messages import MAX_PRIORITY, Submission
 
-#: More than any cluster does; the ledger's scripts count exactly up to there.
+#: Maximum of a limit: more than any cluster serves, and small enough for the ledger's scripts to
+#: count exactly.
 _MOST = 10**9
 _RANGES = {"max_priority": (-MAX_PRIORITY, MAX_PRIORITY), "weight": (1, 1000)}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a tenant; None is no limit."""
+    """Limits of a tenant; None means no limit."""
 
-    #: requests that may begin in a minute; as many at once, then evenly
+    #: requests per minute: a bucket of this size, which refills evenly within a minute
     requests_per_minute: int | None = None
-    #: tokens of prompts and outputs in a minute; as many at once, then evenly
+    #: prompt and output tokens per minute, as a bucket of the same kind
     tokens_per_minute: int | None = None
-    #: requests that are not at their end, those that wait counted in
+    #: unfinished requests, including queued ones
     max_concurrent: int | None = None
-    #: output tokens that a request may ask for, of all its choices
+    #: output tokens of a request, over all its choices
     max_tokens: int | None = None
-    #: the highest class that a request may be of
+    #: highest priority class of a request
     max_priority: int | None = None
-    #: of what tenants that wait are served, this one gets so many shares
+    #: weight of its share of the served tokens, among the tenants with queued requests
     weight: int = 1
 
     def __post_init__(self) -> None:
@@ -39,14 +40,14 @@ class Limits:
 
     @property
     def is_metered(self) -> bool:
-        """Return whether a limit applies to all requests together."""
+        """Return whether any limit applies to all of the tenant's requests together."""
         together = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in together)
 
     def fitted(self, submission: Submission) -> Submission:
-        """Return the same within these limits: tokens that it does not limit are.
+        """Return the submission within these limits: if it sets no max_tokens, the limit is used.
 
-        Raises OutOfRange.
+        Raises OutOfRange if the submission exceeds a limit.
         """
         if self.max_priority is not None and submission.priority > self.max_priority:
             raise OutOfRange(

@@ -1,8 +1,8 @@
 """Charges of this router's requests against their tenants' limits.
 
-    comes -> charge -> held while it is in this gateway's hands, or an heir's -> settled at its end
+    submitted -> charged -> held while this router or a later owner has it -> settled at its end
 
-What the ledger is not told, because a router died, stops to count when its lease is over.
+A charge ends with its lease if no router renews it, because its router died.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from router.auth.limits import NO_LIMITS, Limits
 from router.ledger.base import Ledger
 from router.ledger.quota import Charge, Settlement
 
-#: Longer than an heir needs to come, and a router to be restarted.
+#: Lease of a charge in seconds: longer than it takes until another router takes over the request,
+#: or until the router is restarted.
 _LEASE_S = 30.0
-#: Between two renewals, and until a ledger that is away is told again.
+#: Seconds between two renewals, and before a call to an unavailable ledger is repeated.
 _HOLD_S, _RETRY_S = _LEASE_S / 3, 0.1
 
 
@@ -32,23 +33,25 @@ class Quotas:
     def __init__(self, ledger: Ledger, limits_of: Callable[[str], Limits] = unlimited) -> None:
         self._ledger = ledger
         self._limits_of = limits_of
-        #: charged, or taken over, and in this gateway's hands
+        #: requests that this router owns, and that were charged here or before a takeover
         self._held: set[str] = set()
-        #: ends that the ledger has not been told
+        #: settlements that were not sent to the ledger yet
         self._ended: dict[str, Settlement] = {}
         self._has_ended = asyncio.Event()
         self._telling = asyncio.Lock()
 
     async def charge(self, request: Request) -> bool:
-        """Charge a request before it is opened.
+        """Charge a request before it is opened, and return whether it was charged now.
 
-        False where there is nothing to give back if it is not: without limits, or charged before.
+        Returns False if the request's tenant has no limits for all its requests together, or if the
+        request was charged before. In these cases there is nothing to refund if opening fails.
         Raises RateLimited, LedgerFull, LedgerUnavailable.
         """
         limits = self._limits_of(tenant_of(request.request_id))
         if not limits.is_metered:
             return False
-        # What ended here is free before its client can have seen the end.
+        # Requests that have ended are settled first, so that a client that has seen a request end
+        # can already use the limit again.
         await self.flush()
         charge = Charge(
             request.request_id,
@@ -61,16 +64,16 @@ class Quotas:
         return await self._ledger.charge(charge, _LEASE_S)
 
     def hold(self, request_id: str) -> None:
-        """Note that a request is in this router's hands."""
+        """Renew the charge of a request from now on, because this router owns it."""
         if self._is_metered(request_id):
             self._held.add(request_id)
 
     def let_go(self, request_id: str) -> None:
-        """Note that a request is no longer in this router's hands."""
+        """Stop renewing the charge of a request, because this router no longer owns it."""
         self._held.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:
-        """Settle a request that has ended; None takes the whole charge back."""
+        """Queue the settlement of a request; ``output_tokens`` None refunds the whole charge."""
         self.let_go(request_id)
         if self._is_metered(request_id):
             self._ended[request_id] = Settlement(request_id, output_tokens)
@@ -96,7 +99,7 @@ class Quotas:
                 await asyncio.sleep(_RETRY_S)
 
     async def flush(self) -> None:
-        """Settle the requests that have ended. Raises LedgerUnavailable."""
+        """Send the queued settlements to the ledger. Raises LedgerUnavailable."""
         async with self._telling:
             self._has_ended.clear()
             if ended := list(self._ended.values()):

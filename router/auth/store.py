@@ -13,14 +13,14 @@ Edit = Callable[[Document], Document]
 
 class Store(Protocol):
     async def news(self) -> Document | None:
-        """Return the document; None if it equals the last answer.
+        """Return the document, or None if it has not changed since the last call.
 
-        Raises SettingsError for an invalid one, OSError, LedgerUnavailable.
+        Raises SettingsError if the document is invalid, OSError, LedgerUnavailable.
         """
         ...
 
     async def change(self, edit: Edit) -> Document:
-        """Change the document and return it.
+        """Change the document with ``edit`` and return it.
 
         Raises as ``news`` and ``edit`` do; then nothing is changed.
         """
@@ -36,12 +36,15 @@ class LedgerStore:
         records = await self._ledger.access(self._version)
         if records is None:
             return None
-        # A version that cannot be read is told once, too.
+        # The same invalid version is reported only once.
         self._version = records.version
         return from_records(records.texts)
 
     async def change(self, edit: Edit) -> Document:
-        """Change a store. Of two simultaneous changes of one key or tenant, the later one holds."""
+        """Change the records that ``edit`` changes, and return the document.
+
+        If two callers change the same key or tenant at a time, the later change wins.
+        """
         records = await self._ledger.access()
         assert records is not None
         before = from_records(records.texts)

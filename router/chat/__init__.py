@@ -1,7 +1,7 @@
-"""Chats: from messages and tools to a prompt, and from an output's text to content and tool calls.
+"""Chats: messages and tools become a prompt, and an output's text becomes content and tool calls.
 
     messages, tools --template--> prompt --model--> text --parser--> content, calls
 
-No HTTP in here. A model's template is a program that came with its weights: it runs in a process
-of its own. All else is pure.
+This package contains no HTTP code. A model's template is a program that comes with the weights, so
+it runs in a process of its own. All other code is pure.
 """

@@ -1,4 +1,4 @@
-"""Checks of what a client sets in a chat: JSON, function names, template variables. Pure."""
+"""Checks of a chat's JSON values, function names and template variables. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
 
-#: As deep as a grammar's schema may be, and far from what Python's own JSON can take.
+#: Most levels of a JSON value: as many as a grammar's schema may have, and far fewer than Python's
+#: own JSON parser accepts.
 MAX_DEPTH = 64
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -16,8 +17,8 @@ _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def check_json(name: str, value: Any, max_bytes: int) -> None:
     """Check a JSON value.
 
-    Raises OutOfRange if it is too deep or longer than ``max_bytes`` when serialised; NotUtf8;
-    InvalidRequest for a number that JSON does not have.
+    Raises OutOfRange if it is too deep, or longer than ``max_bytes`` when serialised. Raises
+    NotUtf8 for half of a surrogate pair, and InvalidRequest for a number that JSON does not have.
     """
     check_depth(name, value)
     try:
@@ -31,7 +32,7 @@ def check_json(name: str, value: Any, max_bytes: int) -> None:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Check the nesting depth of a value. Raises OutOfRange."""
+    """Check that a value has at most MAX_DEPTH levels. Raises OutOfRange."""
     level, depth = [value], 0
     while level := [part for whole in level for part in _parts(whole)]:
         depth += 1
@@ -46,7 +47,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def check_function_name(at: str, name: object) -> str:
-    """Return a valid function name. Raises InvalidRequest, which names its place ``at``."""
+    """Return a valid function name. Raises InvalidRequest, which names the position ``at``."""
     if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
         raise InvalidRequest(f"{at} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
     return name
@@ -58,21 +59,21 @@ MAX_VARIABLES = 16
 MAX_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = frozenset(
-    # of transformers' functions
+    # names that transformers' functions use
     {"chat_template", "conversation", "conversations", "documents", "messages", "tools"}
     | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
     | {"padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict"}
     | {"return_tensors", "max_length", "tokenize", "tokenizer_kwargs", "truncation", "kwargs"}
-    # of its environment, and of Jinja's
+    # names in the template environments of transformers and of Jinja
     | {"cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range"}
     | {"caller", "context", "environment", "loop", "self", "strftime_now", "varargs"}
 )
-#: bos_token and the like are the model's own.
+#: Names such as bos_token, which only the model sets.
 _SPECIAL = re.compile(r".*_tokens?(_id)?")
 
 
 def checked(given: object) -> Variables:
-    """Check template variables. Raises InvalidRequest, OutOfRange, NotUtf8."""
+    """Check and return template variables. Raises InvalidRequest, OutOfRange, NotUtf8."""
     if not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
     if len(given) > MAX_VARIABLES:

@@ -1,4 +1,4 @@
-"""Deltas of an output's text. Pure."""
+"""Deltas of an output: its content and its tool calls, in parts. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-#: Mistral's templates take ids of nine letters and digits alone, and all others take these too.
+#: Length of call ids. Mistral's templates accept only ids of nine letters and digits, and all other
+#: templates accept such ids too.
 _ID_LENGTH = 9
 
 
@@ -17,7 +18,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """Start of a tool call; ``index`` counts an output's calls."""
+    """Start of a tool call; ``index`` is its position among the output's calls."""
 
     index: int
     id: str
@@ -36,17 +37,21 @@ Delta = Content | CallBegins | Arguments
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the same for the same output: who reads a stream again must see the same ids."""
+    """Return the id of a tool call, which is always the same for the same output.
+
+    A client that reads a stream again must see the same ids.
+    """
     digest = blake2b(f"{request_id} {choice} {index}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     return "".join(_DIGITS[number // 62**i % 62] for i in range(_ID_LENGTH))
 
 
 class Deltas:
-    """Gathers them; neighbours of one sort become one."""
+    """Collector of deltas, which merges adjacent deltas of the same kind."""
 
     def __init__(self) -> None:
-        #: of texts the pieces: a long output may come at once
+        #: kind and text of each delta. A text is a list of pieces, because a long output may arrive
+        #: at once.
         self._gathered: list[tuple[CallBegins | int | None, list[str]]] = []
 
     def content(self, text: str) -> None:
@@ -59,7 +64,7 @@ class Deltas:
         self._gathered.append((begins, []))
 
     def drain(self) -> list[Delta]:
-        """Return the deltas since the last call."""
+        """Return the deltas since the last call, and remove them."""
         gathered, self._gathered = self._gathered, []
         return [_delta(kind, "".join(texts)) for kind, texts in gathered]
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Format of tool calls: an object each, with a name and ``arguments``.
+    """Format of tool calls, which are objects with a name and arguments.
 
-    ``opens`` stands before a call, ``closes`` behind it, or one of ``separators`` before the next
-    one. One that ``may_be_bare`` needs no mark where it begins the output, or follows another one.
-    Of an output that ``is_enforced`` by a grammar nothing is content, not even what was cut off.
+    The mark ``opens`` precedes a call. The mark ``closes`` follows it, or one of the characters
+    ``separators`` if another call follows. ``arguments`` is the key of the arguments. If a call
+    ``may_be_bare``, it needs no opening mark at the beginning of the output or after another call.
+    An output that ``is_enforced`` by a grammar has no content, not even if a call is cut off.
     """
 
     name: str
@@ -24,11 +25,11 @@ class ToolFormat:
     is_enforced: bool = False
 
 
-#: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, each call in a pair of its own; text
-#: may be around them. Of Hermes, Qwen and many others.
+#: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, with a pair of marks for each call.
+#: Text may surround them. Hermes, Qwen and many other models use it.
 HERMES = ToolFormat("hermes", opens="<tool_call>", closes="</tool_call>")
-#: {"name": ..., "parameters": {...}}; {...}, as the whole output. The mark is a special token, and
-#: so mostly not in the text.
+#: {"name": ..., "parameters": {...}}; {...}, as the whole output. The opening mark is a special
+#: token, so it is usually absent from the text.
 LLAMA3 = ToolFormat(
     "llama3",
     opens="<|python_tag|>",
@@ -36,7 +37,7 @@ LLAMA3 = ToolFormat(
     arguments="parameters",
     may_be_bare=True,
 )
-#: [{"name": ..., "arguments": {...}}, ...], to which a grammar keeps an output that has to call.
+#: [{"name": ..., "arguments": {...}}, ...], which a grammar enforces if the output must be calls.
 LISTED = ToolFormat("listed", opens="[", closes="]", separators=",", is_enforced=True)
 
 _BY_NAME: Mapping[str, ToolFormat] = {tools.name: tools for tools in (HERMES, LLAMA3)}
@@ -44,15 +45,15 @@ AUTO = "auto"
 
 
 def tool_format(setting: str, template: str) -> ToolFormat | None:
-    """Return the format of tool calls by ``setting`` or, for "auto", as detected in ``template``.
+    """Return the format that ``setting`` names or, for "auto", that ``template`` shows.
 
-    None if it is unknown.
+    Return None if the template shows none.
     """
     return detected(template) if setting == AUTO else _BY_NAME[setting]
 
 
 def detected(template: str) -> ToolFormat | None:
-    # Others have the same mark around something else.
+    # Other formats use the same opening mark for calls of another form.
     is_other = "<function=" in template or "<arg_key>" in template
     if HERMES.opens in template and not is_other:
         return HERMES

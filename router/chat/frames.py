@@ -1,4 +1,4 @@
-"""Start and messages of a renderer process. Pure."""
+"""Start parameters and messages of a renderer process. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start parameters; ``tool_use`` is the template for chats with tools.
+    """Start parameters of a renderer process.
 
-    ``cpu_s`` for one chat, ``max_characters`` of what it becomes, ``memory_mib`` beyond what the
-    process has at its start.
+    ``default`` is the chat template, and ``tool_use`` the template for chats with tools. ``cpu_s``
+    limits the CPU time of one chat in seconds, and ``max_characters`` the length of its rendered
+    text. ``memory_mib`` limits the memory beyond what the process has at its start.
     """
 
     default: str
@@ -38,7 +39,7 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Decode a frame. Raises ValueError."""
+    """Return the frame of a message body. Raises ValueError."""
     frame = json.loads(body)
     if not isinstance(frame, dict):
         raise ValueError("no frame")

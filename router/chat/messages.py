@@ -1,8 +1,8 @@
-"""A chat's messages, from what a client sent to what a template is shown. Pure.
+"""Conversion of a chat's messages from a client's form to a template's form. Pure.
 
-Templates are written for what transformers gives them, which differs from what OpenAI's clients
-send: content is one text, the arguments of a call are an object and not its JSON, and what is null
-is not there.
+Templates are written for the form that transformers gives them, which differs from what OpenAI's
+clients send. In it, content is a single text, the arguments of a call are an object instead of JSON
+text, and members that are null are absent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_MESSAGES = 8192
 MAX_BYTES = 4 << 20
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Text members that a template receives, by role, beside the content. Other members are ignored:
-#: clients send answers back as they received them, and add members of their own.
+#: Text members that a template receives besides the content, by role. Other members are ignored,
+#: because clients send answers back as they received them and add members of their own.
 _TEXTS: Mapping[str, tuple[str, ...]] = {
     "system": ("name",),
     "developer": ("name",),
@@ -35,9 +35,10 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def shown_messages(given: object) -> list[Message]:
-    """Return a request's messages for the template.
+    """Return a request's messages in the template's form.
 
-    Raises InvalidRequest, OutOfRange, NotUtf8, UnsupportedContent, which name the place.
+    Raises InvalidRequest, OutOfRange, NotUtf8, UnsupportedContent. The error names the faulty
+    member.
     """
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of at least one message")
@@ -61,7 +62,7 @@ def _message(at: str, given: object) -> Message:
             raise UnsupportedContent(f"{at}.{key} is not supported")
     shown: Message = {"role": role, "content": _content(at, message)}
     for key in _TEXTS[role]:
-        # Other APIs' clients add reasoning that is not a text.
+        # Clients of other APIs add reasoning that is not text, which is ignored.
         if key in message and (isinstance(message[key], str) or key not in _REASONING):
             shown[key] = _text(f"{at}.{key}", message[key])
     if role == "assistant" and (calls := _tool_calls(at, message.get("tool_calls", []))):
@@ -72,10 +73,10 @@ def _message(at: str, given: object) -> Message:
 
 
 def _content(at: str, message: Message) -> str:
-    """Return the content as one text.
+    """Return a message's content as one text.
 
-    An assistant's message may have none, beside tool calls or a refusal. Templates read the content
-    of every message, so it is then the refusal, or empty.
+    An assistant's message may have none if it has tool calls or a refusal. Templates read the
+    content of every message, so the refusal or an empty text takes its place.
     """
     content = message.get("content")
     if message["role"] == "assistant" and content in (None, []):
@@ -84,7 +85,7 @@ def _content(at: str, message: Message) -> str:
 
 
 def _joined(at: str, content: object) -> str:
-    """Return a text, or the texts of a list of parts, one a line."""
+    """Return a text, or the texts of a list of parts joined by line breaks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -132,9 +133,9 @@ def _tool_call(at: str, call: object) -> Message:
 
 
 def _arguments(at: str, given: object) -> object:
-    """Return the arguments as an object, or as the model's text if it is no JSON object.
+    """Return the arguments as an object, or as the model's text if it is not a JSON object.
 
-    A client can only send back what it received.
+    Such a text is no error, because a client can only send back what it received.
     """
     if given is None or isinstance(given, dict):
         return given or {}

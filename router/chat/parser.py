@@ -1,14 +1,15 @@
-"""Parser from an output's text to content and tool calls, character by character. Pure.
+"""Parser of an output's text into content and tool calls, character by character. Pure.
 
-What is certain after character k depends on characters 0..k alone, however they come: who reads a
-stream again from anywhere goes on with exactly the next character. Text is held back while it may
-still become another thing: the mark of a call, the call before its name and arguments are known,
-half of an escape in its arguments. What turns out to be no call is content as it stands; where it
-is short a call may begin in it. So each character is read a bounded number of times, whatever the
-text is.
+The result after character k depends on characters 0 to k alone, and not on their division into
+pieces. A client that reads a stream again from any offset therefore continues with exactly the next
+character. Text is held back while its meaning is open: a possible opening mark of a call, a call
+before its name and arguments are known, half of an escape in its arguments.
 
-The end of a call's arguments is where their brackets close: whether they are JSON inside, and fit
-the tool, is for the client to check.
+Text that turns out not to be a call is content, unchanged. If it is short, it is searched for
+another call. Each character is thus read a bounded number of times, for every text.
+
+The arguments of a call end where their brackets close. The client has to check whether they are
+valid JSON and fit the tool.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from router.chat.deltas import CallBegins, Delta, Deltas
 from router.chat.formats import ToolFormat
 
 T = TypeVar("T")
-#: Asks for characters, one at a time.
+#: Generator that requests one character with each yield.
 Reading = Generator[None, str, T]
 
 _SPACE = " \t\r\n"
 _HEX = "0123456789abcdefABCDEF"
 _ARGUMENTS = ("arguments", "parameters")
-#: What else models write into a call's object.
+#: Other keys that models write into a call's object. Their values are ignored.
 _PASSED_OVER = ("type", "id")
-#: What a call's object has before it begins.
+#: Keys that a call's object may have before the call has begun.
 _KEYS = frozenset(("name", *_ARGUMENTS, *_PASSED_OVER))
 _TOO_MUCH = "},"
-#: The first half of a character in two escapes.
+#: First half of a surrogate pair, a character that is written as two escapes.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
-#: Characters of the longest of those keys, when each of it is an escape, and of its quotes.
+#: Most characters of such a key with its quotes, if each of its characters is an escape.
 _MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
-#: Characters of what was no call that are looked at again for one. A mark and the first key behind
-#: it have 17, so none is read more than 16 times; without a bound a text that is all marks would be
-#: read as often as it has marks.
+#: Most characters that are searched again for a call after a text has turned out not to be one. An
+#: opening mark and the first key behind it have 17 characters, so none is read more than 16 times.
+#: Without a bound, a text of nothing but marks would be read as often as it has marks.
 _MAX_AGAIN = 256
-#: What numbers, true, false and null consist of.
+#: Characters of numbers, true, false and null.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
@@ -53,11 +54,11 @@ class Parser(Protocol):
     def has_calls(self) -> bool: ...
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what is certain after more text."""
+        """Return the deltas that are certain after more text."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return the rest, when no more text comes."""
+        """Return the remaining deltas at the end of the output."""
         ...
 
 
@@ -87,17 +88,17 @@ class _Call:
 
 
 class _CharParser:
-    """Parser that runs ``_output``, a grammar of generators that ``yield`` for characters."""
+    """Parser that runs the grammar ``_output``, a generator that yields for each character."""
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
         self._call_id = call_id
         self._num_calls = 0
         self._deltas = Deltas()
-        #: to be read next
+        #: characters that are read next
         self._unread: deque[str] = deque()
-        #: read, and neither told nor dropped
+        #: characters that were read, and are neither emitted nor dropped yet
         self._held: list[str] = []
-        #: what becomes of that when the output ends here
+        #: handles the held characters if the output ends at this point
         self._at_end: Callable[[], None] = self._tell_content
         self._reading = self._output()
         next(self._reading)
@@ -127,7 +128,10 @@ class _CharParser:
         return char
 
     def _read_solid(self) -> Reading[str]:
-        """Return the next one that is no space; what is before it is held too."""
+        """Read and return the next character that is not whitespace.
+
+        The whitespace before it is held, too.
+        """
         while (char := (yield from self._read())) in _SPACE:
             pass
         return char
@@ -208,10 +212,10 @@ class ArgumentsParser(_CharParser):
 
 
 class CallParser(_CharParser):
-    """Parser of an output in ``form`` with calls of the functions ``names``.
+    """Parser of an output in the format ``form`` with calls of the functions ``names``.
 
-    Unless ``is_parallel``, the output ends for its reader with the first call. Space next to a call
-    is no content, and an unknown name is no call.
+    Unless ``is_parallel``, all text after the first call is ignored. Whitespace next to a call is
+    not content, and a call with an unknown name is not a call.
     """
 
     def __init__(
@@ -266,18 +270,19 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _take_back(self) -> None:
-        """Treat the first character as content: there is no call, but one may begin behind it.
+        """Emit the first held character as content, because no call begins with it.
 
-        Of much text all but the last character is content.
+        A call may begin after it, so the other held characters are read again. If they are too
+        many, only the last one is read again and all others are content.
         """
         behind = len(self._held) - self._held_space() - 1
         self._put_back(behind if behind <= _MAX_AGAIN else 1)
         self._tell_content()
 
     def _is_followed(self) -> Reading[bool]:
-        """Return whether another call follows without a mark.
+        """Return whether another call follows without an opening mark.
 
-        The closing mark and superfluous characters behind an object are skipped.
+        The closing mark and superfluous characters after a call's object are skipped.
         """
         while True:
             self._drop()
@@ -303,7 +308,7 @@ class CallParser(_CharParser):
         except _NoCall:
             if not call.has_begun:
                 raise
-            # However its object ends.
+            # The call has begun, so it remains a call however its object ends.
             self._put_back(1)
 
     def _members(self, call: _Call) -> Reading[None]:
@@ -337,7 +342,7 @@ class CallParser(_CharParser):
             call.arguments = _object(value)
 
     def _key(self, call: _Call) -> Reading[str]:
-        """Return the next member's name. Raises _NoCall as soon as ``call`` cannot have it."""
+        """Return the next member's key. Raises _NoCall as soon as it cannot be one of a call."""
         if (yield from self._read_solid()) != '"':
             raise _NoCall
         first = len(self._held) - 1
@@ -397,7 +402,7 @@ def _text(value: str) -> str:
 
 
 def _object(value: str) -> str:
-    """Return the JSON object that ``value`` is or contains as text; none is an empty one.
+    """Return the JSON object that ``value`` is or contains as a string; null is an empty object.
 
     Raises _NoCall for anything else.
     """

@@ -1,4 +1,4 @@
-"""A renderer's process, as the router sees it."""
+"""Client side of a renderer process, which the router uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from router.chat.frames import Frame, Launch
 
 log = logs.get_logger(__name__)
 
-#: On a busy machine the same work takes so many times its CPU time.
+#: Time limit of a chat as a multiple of its CPU time limit, because a busy machine needs longer.
 _PATIENCE = 5
-#: It loads transformers: 1 s, and more where it does so for the first time.
+#: Seconds for the start of the process. It loads transformers, which takes 1 s, and more the first
+#: time.
 _START_S = 120.0
-#: UTF-8 of one character, written as JSON.
+#: Most bytes of one character in UTF-8, written as JSON.
 _MAX_BYTES_PER_CHARACTER = 6
-#: Of an answer, beside the text; of an error all.
+#: Most bytes of an answer besides its text, and of an error in total.
 _MAX_FRAME_HEAD = 4096
-#: What a template has no business with stays out of its process.
+#: Variables of the environment that the process receives. All others are withheld from templates.
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
-#: It forks: it must find no threads.
+#: The process forks, so these libraries must not start threads in it.
 _FOR_FORKS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -36,7 +37,7 @@ class _Ended(Exception):
 
 
 class RendererProcess:
-    """Renderer process, started by the first chat. One chat runs at a time."""
+    """Renderer process that is started when needed, and renders one chat at a time."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -49,10 +50,10 @@ class RendererProcess:
             await self._start()
 
     async def render(self, request: bytes) -> str:
-        """Render a chat.
+        """Return the text of a rendered chat.
 
-        Raises TemplateFailed, TemplateTimeout, PromptTextTooLong; EverliftError if no process can
-        be started.
+        Raises TemplateFailed, TemplateTimeout, PromptTextTooLong. Raises EverliftError if no
+        process can be started.
         """
         await self.start()
         try:
@@ -64,10 +65,10 @@ class RendererProcess:
         return self._text(answer)
 
     def end(self) -> None:
-        """End the process and wait for it."""
+        """Kill the process and wait for its end."""
         if self._socket is not None:
             self._socket.close()
-        # Else its child, if that is left, ends with the socket.
+        # If the process has already ended, a child that still runs ends with the socket.
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -83,7 +84,8 @@ class RendererProcess:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
-                # Ctrl-C is for the router, and the children are its group.
+                # A session of its own keeps Ctrl-C from the process, and makes its children its
+                # process group.
                 start_new_session=True,
             )
         log.info("chat renderer started", child_pid=self._process.pid)
@@ -101,7 +103,7 @@ class RendererProcess:
                 return frames.decode(await self._receive(frames.decode_length(head)))
         except (EOFError, OSError, ValueError) as error:
             self.end()
-            # It is an OSError.
+            # TimeoutError is an OSError, but must remain distinguishable.
             raise error if isinstance(error, TimeoutError) else _Ended from None
         except asyncio.CancelledError:
             self.end()
@@ -134,7 +136,7 @@ class RendererProcess:
                     "longer than the model's context length "
                     f"({self._launch.max_characters} at most)"
                 )
-            # It ended over this chat, and another one has taken its place.
+            # The child exceeded the CPU time limit with this chat, and a new child has replaced it.
             case {"ready": signal.SIGPROF.name}:
                 raise self._too_slow()
         raise _crashed()
@@ -150,7 +152,7 @@ def _crashed() -> TemplateFailed:
 
 
 def _environment() -> dict[str, str]:
-    # What this process can import, however it came to that, its child can too.
+    # The process must be able to import all that this one can, whatever made that possible.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, **_FOR_FORKS, "PYTHONPATH": path}

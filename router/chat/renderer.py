@@ -1,15 +1,17 @@
-"""``python -m router.chat.renderer``: renders chats by a model's template, which nobody has read.
+"""``python -m router.chat.renderer``: renders chats with a model's template, an untrusted program.
 
     router <--socket (stdin)--> child: renders, one chat at a time
                                   ^ fork
                                 this process: has transformers' sandbox loaded, and waits
 
-The sandbox keeps a template from what it should not touch, and this process from what it should not
-use up: the kernel ends the child when a chat takes too much CPU time, and lets it have no more than
-so much memory. The next child is there 10 ms later. It ends when its socket does.
+The sandbox limits what a template can access, and this process limits the resources that it can
+use. The kernel kills the child when a chat takes too much CPU time, and limits the child's memory.
+The next child is ready 10 ms later. A child ends when its socket is closed, and this process with
+it.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
-    to the router     {"ready": what ended the child before}; then {text}, {too_long} or {error}
+    to the router     {"ready": signal that ended the child before}; then an answer to each chat:
+                      {text}, {too_long} or {error}
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from router.chat import frames
 from router.chat.frames import Frame, Launch
 
-#: No cause is longer for a client.
+#: Most characters of an error for a client.
 _MAX_CAUSE = 500
 
 
@@ -59,7 +61,7 @@ def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
 
 def _serve(sock: socket.socket, launch: Launch) -> None:
     request = _receive(sock)
-    # When it is over, the signal is the end of this process.
+    # If the time runs out, the timer's signal kills this process.
     signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
     answer = _answer(request, launch)
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -80,7 +82,7 @@ def _answer(request: Frame, launch: Launch) -> bytes:
         return _refusal(str(error))
     except MemoryError:
         return _refusal("the chat template takes too much memory")
-    # Whatever Python code can raise, a template can.
+    # A template can raise any exception that Python code can raise.
     except Exception as error:
         return _refusal(f"the chat template fails: {type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""A model's chat template: chats wait here for a process that renders them."""
+"""Chat template of a model, and the queue of chats that wait for a renderer process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from router.chat.messages import Message, shown_messages
 from router.chat.process import RendererProcess
 from router.config import RouterConfig
 
-#: No context holds more.
+#: Most characters of a rendered chat. No context holds more.
 _MAX_CHARACTERS = 1 << 24
-#: For one chat: 4 MiB of messages, and what a template makes of them, are 200 MiB at most.
+#: Memory limit of one chat in MiB. 4 MiB of messages and what a template makes of them take at most
+#: 200 MiB.
 _MEMORY_MIB = 512
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 64 << 20
@@ -36,7 +37,10 @@ class _Chat:
 
 
 class ChatTemplate:
-    """Used in one event loop. Who has it closes it."""
+    """Chat template of a model, rendered by separate processes.
+
+    An instance is used in one event loop, and its owner must close it.
+    """
 
     def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
         self._templates = templates
@@ -60,16 +64,17 @@ class ChatTemplate:
         config: RouterConfig = _DEFAULTS,
         max_characters: int = _MAX_CHARACTERS,
     ) -> Self | None:
-        """Load the template of the model in ``directory``; None if it has none.
+        """Load the template of the model in ``directory``; return None if it has none.
 
-        A chat may have ``max_characters`` characters. Raises UnknownModel for invalid files.
+        ``max_characters`` limits the length of a rendered chat. Raises UnknownModel for invalid
+        files.
         """
         templates = Templates.read(directory)
         return cls(templates, config, max_characters) if templates is not None else None
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of the model's tool calls; None if unknown."""
+        """Return the format of the model's tool calls, or None if it is unknown."""
         return self._tool_format
 
     def start(self) -> None:
@@ -85,13 +90,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
-        """Return the prompt for a client's ``messages`` and ``more``, and for ``tools`` of ToolUse.
+        """Return the prompt that the template renders for a client's ``messages``.
 
-        ``more`` is a request's chat_template_kwargs.
+        ``tools`` are those of ToolUse.shown. ``more`` is the request's chat_template_kwargs.
 
-        Raises InvalidRequest and what is one: UnsupportedContent, OutOfRange, NotUtf8,
-        TemplateFailed (the template refuses them), TemplateTimeout, PromptTextTooLong.
-        Raises QueueFull where too many wait already, EverliftError where there is no process.
+        Raises InvalidRequest, or one of its subclasses UnsupportedContent, OutOfRange, NotUtf8,
+        TemplateFailed (the template rejects the messages), TemplateTimeout and PromptTextTooLong.
+        Raises QueueFull if too many chats are waiting, and EverliftError if no process can be
+        started.
         """
         shown = self._with_roles(shown_messages(messages))
         request = frames.encode(
@@ -105,7 +111,7 @@ class ChatTemplate:
         return await self._in_turn(request)
 
     async def close(self) -> None:
-        """End the processes; who waits is cancelled."""
+        """End the processes and cancel waiting chats."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -132,7 +138,7 @@ class ChatTemplate:
         return await text
 
     async def _run(self, process: RendererProcess) -> None:
-        # A chat tries it again, and hears of it.
+        # The first chat starts the process again and receives the error.
         with suppress(Exception):
             await process.start()
         while True:
@@ -152,6 +158,6 @@ async def _render(process: RendererProcess, chat: _Chat) -> None:
         if not chat.text.done():
             chat.text.set_exception(error)
         return
-    # Its client may have gone meanwhile.
+    # The chat may be cancelled by now, because its client has gone.
     if not chat.text.done():
         chat.text.set_result(text)

@@ -1,4 +1,4 @@
-"""A request's tools: which there are, whether they must be called, what the model may write. Pure.
+"""Tools of a request: their definitions, the choice of a call, and the output's grammar. Pure.
 
     tool_choice     the output                                  is read as
     none            anything; the template shows no tools       content
@@ -6,8 +6,8 @@
     required        a JSON array of calls, by a grammar         calls
     a function      its arguments, by a grammar                 one call of it
 
-A schema is enforced by the grammar alone, whether or not its function is ``strict``: with auto the
-model writes what it likes.
+Only a grammar enforces a tool's schema, whether or not the function is ``strict``. With auto there
+is no grammar, so the model can write anything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from router.chat.parser import ArgumentsParser, CallParser, Parser, PlainParser
 
 Json = Any
 
-#: As in OpenAI's API.
+#: Most tools of a request, as in OpenAI's API.
 MAX_TOOLS = 128
-#: Of one tool, and of all together.
+#: Most bytes of one tool, and of all tools together, as JSON.
 MAX_TOOL_BYTES = 64 << 10
 MAX_BYTES = 512 << 10
 #: Members of a function that the template receives. Others, which clients add, are ignored.
@@ -40,11 +40,11 @@ _NO_PARAMETERS: Mapping[str, Json] = {
     "properties": {},
     "additionalProperties": False,
 }
-#: Beside one of these a grammar takes no type.
+#: Keywords next to which a grammar accepts no type.
 _WHOLE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
-#: Schemas by names, which are no keywords.
+#: Keywords whose value is an object of schemas by name. The names are not keywords.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-#: Of these the values are data and not schemas.
+#: Keywords whose values are data and not schemas.
 _DATA = frozenset({"const", "default", "enum", "examples"})
 
 
@@ -58,7 +58,11 @@ class Choice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Function; ``parameters`` is the schema of its arguments."""
+    """Function that the model may call.
+
+    ``shown`` is its tool definition for the template, and ``parameters`` the schema of its
+    arguments.
+    """
 
     name: str
     shown: Json
@@ -67,7 +71,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Use of tools in a request; ``named`` is the function of Choice.NAMED."""
+    """Tools of a request, and which of them the model must call.
+
+    ``named`` is the function of Choice.NAMED, else empty.
+    """
 
     functions: tuple[Function, ...]
     choice: Choice
@@ -76,9 +83,10 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
-        """Parse ``tools``, ``tool_choice`` (None if absent) and ``parallel_tool_calls``.
+        """Parse the ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
 
-        Raises InvalidRequest, OutOfRange, NotUtf8.
+        ``tools`` and ``tool_choice`` are None if they are absent. Raises InvalidRequest,
+        OutOfRange, NotUtf8.
         """
         functions = _functions(tools)
         choice, named = _choice(tool_choice)
@@ -93,16 +101,16 @@ class ToolUse:
 
     @property
     def shown(self) -> list[Json] | None:
-        """Return the tools for the template; None without tools."""
+        """Return the tools for the template, or None if it shows none."""
         if self.choice is Choice.NONE:
             return None
         return [function.shown for function in self.functions]
 
     def grammar(self, form: ToolFormat | None) -> Grammar | None:
-        """Return the grammar of the output; None if it is free.
+        """Return the grammar of the output, or None if the output is unconstrained.
 
-        ``form`` is the model's format of calls, None if unknown. Raises ToolsUnsupported if it is
-        required, OutOfRange for schemas that are too large.
+        ``form`` is the model's format of calls, or None if it is unknown. Raises ToolsUnsupported
+        if the format is needed and unknown, and OutOfRange for schemas that are too large.
         """
         match self.choice:
             case Choice.NAMED:
@@ -119,9 +127,10 @@ class ToolUse:
         return Grammar(GrammarKind.JSON_SCHEMA, (json.dumps(schema, ensure_ascii=False),))
 
     def parser(self, form: ToolFormat | None, request_id: str, choice: int) -> Parser:
-        """Return the parser of a choice, whose call ids follow from the request's id.
+        """Return the parser of the output of choice number ``choice``.
 
-        ``form`` must be the one given to ``grammar``.
+        The ids of calls are derived from the request's id and this number. ``form`` must be the one
+        given to ``grammar``.
         """
         identify = partial(call_id, request_id, choice)
         if self.choice is Choice.NONE:
@@ -138,9 +147,9 @@ class ToolUse:
         return next(function for function in self.functions if function.name == name)
 
     def _calls_schema(self, form: ToolFormat) -> Json:
-        """Return the schema of an array of calls.
+        """Return the schema of an array of calls of these functions.
 
-        References inside a tool's schema are rebased to its place.
+        References inside a tool's schema are rebased to its position in this schema.
         """
         schema: Json = {
             "type": "array",
@@ -168,7 +177,10 @@ def _root(name: str) -> str:
 
 
 def _definition(function: Function) -> Json:
-    """Return a schema as a definition of another one, without `$id` and with rebased references."""
+    """Return a function's schema as a definition inside of another schema.
+
+    It has no `$id`, and its references are rebased.
+    """
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
     schema = {key: value for key, value in function.parameters.items() if key != "$id"}
@@ -176,7 +188,7 @@ def _definition(function: Function) -> Json:
 
 
 def _rooted(schema: Json, root: str, bases: Set[str]) -> Json:
-    """Return ``schema`` with its references to one of ``bases`` leading to ``root``."""
+    """Return ``schema`` with its references to one of ``bases`` redirected to ``root``."""
     if isinstance(schema, list):
         return [_rooted(part, root, bases) for part in schema]
     if not isinstance(schema, dict):

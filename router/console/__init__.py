@@ -1,1 +1,1 @@
-"""The console: a page that shows a cluster as it serves, and what feeds it."""
+"""Web console: a page that shows the cluster live, and the data for it."""

@@ -1,4 +1,4 @@
-"""Operations of the console's page besides its feed.
+"""Operations of the console's page, except its feed.
 
 Bodies are messages of ``everlift.v1`` as JSON.
 """
@@ -23,9 +23,9 @@ from router.console.page import SECURITY_HEADERS
 
 M = TypeVar("M", bound=Message)
 
-#: Requests of a list of the newest ones.
+#: Number of requests in the list of the newest ones.
 MOST_RECENT = 20
-#: Of an error, characters: it may have a field's whole value.
+#: Maximum characters of a parse error, which may quote a field's whole value.
 _MOST_CAUSE = 200
 
 
@@ -52,7 +52,7 @@ class Chaos(Protocol):
 
 
 class Actions:
-    """Actions of the console; ``has_access`` shows that callers need keys."""
+    """Actions of the console; ``has_access`` means that callers need keys."""
 
     def __init__(
         self, inference: Inference, admin: Admin, chaos: Chaos, *, has_access: bool
@@ -63,13 +63,13 @@ class Actions:
         self._has_access = has_access
 
     async def request(self, call: Call) -> Response:
-        """Return a request. Raises UnknownRequest, LedgerUnavailable."""
+        """Return a request's state and events. Raises UnknownRequest, LedgerUnavailable."""
         request_id = call.request.path_params["request_id"]
         message = pb.GetRequestRequest(request_id=request_id)
         return _told(call, await self._inference.get_request(call.caller, message))
 
     async def recent(self, call: Call) -> Response:
-        """List the newest requests: of all tenants for an administrator, else the caller's own.
+        """Return the newest requests: of all tenants for an administrator, else the caller's own.
 
         Raises LedgerUnavailable.
         """
@@ -83,7 +83,7 @@ class Actions:
         return _told(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
 
     async def policy(self, call: Call) -> Response:
-        """Change the policy. Raises InvalidRequest, LedgerUnavailable."""
+        """Change the runtime policy. Raises InvalidRequest, LedgerUnavailable."""
         message = await self._read(call, admin_pb2.SetPolicyRequest)
         return _told(call, await self._admin.set_policy(message))
 
@@ -107,10 +107,11 @@ def message_of(kind: type[M], fields: Json) -> M:
 
 
 def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
-    """Check that no other site's page sent this request through a reader's browser.
+    """Check that no other site's page sent this request through a user's browser.
 
-    JSON from another origin makes a browser ask first. Without keys a host name is not trusted (DNS
-    rebinding). Raises Forbidden, UnsupportedMediaType.
+    The body must be JSON, because a browser asks the server for permission before it sends JSON to
+    another origin. Without keys, the host must be an IP address or localhost, because any other
+    name may be under an attacker's control (DNS rebinding). Raises Forbidden, UnsupportedMediaType.
     """
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")

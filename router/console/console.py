@@ -1,4 +1,4 @@
-"""The console of one router: a page, what feeds it, and what it may ask for."""
+"""Console of one router: its page, its feed, and its paths."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from router.ledger.base import Ledger, LoadReport, ScalingReport
 
 log = logs.get_logger(__name__)
 
-#: Between two frames of a page that reads them in time.
+#: Seconds between two frames for a page that reads them in time.
 FRAME_S = 0.25
-#: Pages that watch one router.
+#: Maximum number of pages that one router feeds.
 MOST_VIEWERS = 32
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,7 +43,7 @@ _HEADERS = (
 
 
 class Audience:
-    """The viewers of the console."""
+    """Count of the pages that receive the feed."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -52,7 +52,7 @@ class Audience:
         return self._size
 
     def check_room(self) -> None:
-        """Check that another console may connect. Raises TooManyConnections."""
+        """Check that another page may connect. Raises TooManyConnections."""
         if self._size >= MOST_VIEWERS:
             raise TooManyConnections(f"this router already serves {MOST_VIEWERS} consoles")
 
@@ -68,8 +68,8 @@ class Audience:
 class Feed:
     """ASGI response of the console's event stream.
 
-    ``frame`` makes the next one; what it raises is told as the last event. Who reads slowly gets
-    fewer of them.
+    ``frame`` returns the next frame; an error that it raises is sent as the last event. A slow
+    reader gets fewer frames.
     """
 
     def __init__(self, audience: Audience, frame: Callable[[], str]) -> None:
@@ -100,13 +100,14 @@ async def _say(send: Send, kind: str, data: str) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-#: Between two looks while nobody watches: what happened lately is known to who comes.
+#: Seconds between two snapshots while no page is open, so that a new page can show recent events.
 _IDLE_S = 1.0
-#: After a look it rests for so many times its CPU time, however many workers there are.
+#: Minimum pause after a snapshot, in multiples of its CPU time, which limits the load however many
+#: workers there are.
 _RESTS = 50
-#: Between two questions to the ledger.
+#: Seconds between two reads of the ledger, and of other routers' counters while a page is open.
 _ASK_S = 1.0
-#: Other routers are asked less often while nobody watches: so many times more seldom.
+#: Factor by which the other routers' counters are read less often while no page is open.
 _IDLE_ASKS = 10
 
 
@@ -126,18 +127,19 @@ class Console:
         self._peers = peers
         self._page = Page()
         self._audience = Audience()
-        #: of the last look, and those of them that were wanted as JSON
+        #: sections of the last snapshot, and the same as JSON once a page has needed them
         self._sections: Mapping[str, Any] = {}
         self._encoded: dict[str, str] = {}
-        #: what has: each is logged once
+        #: failures that were logged; each is logged only once
         self._failed: set[str] = set()
 
     async def run(self) -> None:
-        """Look at the cluster until cancelled."""
+        """Take snapshots of the cluster until cancelled."""
         asking = [asyncio.create_task(it) for it in (self._ask_ledger(), self._ask_peers())]
         try:
             while True:
-                # Not what others had of the core meanwhile: a busy router is looked at as often.
+                # CPU time of this thread, not elapsed time, so that snapshots of a busy router are
+                # as frequent.
                 began = time.thread_time()
                 self._look()
                 rest_s = FRAME_S if self._audience else _IDLE_S
@@ -193,16 +195,16 @@ class Console:
             counts, num_silent = await self._peers.counts()
             self._snapshot.add_counts(counts, num_silent, now())
         except LedgerUnavailable:
-            # It knows who the others are: until it is back their last counts stand.
+            # The ledger lists the other routers. Their last counters are shown until it is back.
             pass
         except Exception:
             self._log_failure("the console could not read other routers")
 
     async def feed(self, call: Call) -> ASGIApp:
-        """Return the feed.
+        """Return the feed of a page.
 
-        Raises TooManyConnections; later, Unauthenticated and Forbidden when the key becomes
-        invalid.
+        Raises TooManyConnections. Later the feed ends with Unauthenticated or Forbidden when the
+        caller's key becomes invalid.
         """
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
@@ -222,7 +224,7 @@ class Console:
         return Feed(self._audience, frame)
 
     def paths(self) -> list[Path]:
-        """Return the paths, with the scopes of the same calls over gRPC."""
+        """Return the console's paths, with the same scopes as the calls over gRPC."""
         page, actions = self._page, self._actions
         return [
             ("GET", "/console", page.without_slash),

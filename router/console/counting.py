@@ -1,4 +1,4 @@
-"""Counts of a router since its start, for its own console and others'. Pure."""
+"""Counters of routers since their start, for the consoles of all routers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.console.failures import Failed, Failures
 from router.console.parts import Measured, Requests, Sessions
 from router.console.rates import Percentiles, RecentHistogram, percentiles
 
-#: Histograms of which a page has percentiles, by their names there and in the catalogue.
+#: Histograms whose percentiles the page shows: name on the page, and name of the metric.
 LATENCIES = {
     "ttft": "everlift_time_to_first_token_seconds",
     "inter_token": "everlift_inter_token_latency_seconds",
@@ -48,7 +48,7 @@ class Counting:
         )
 
 
-#: A router that was not heard for so long is none.
+#: Seconds without an answer after which a router is removed.
 _FORGOTTEN_S = 60.0
 _TOTALS = (
     "completed",
@@ -79,15 +79,16 @@ class _Router:
 
 
 class Aggregates:
-    """Aggregates of the counters, from the start of ``router_id``.
+    """Aggregates of the counters of all routers.
 
-    ``bounds`` are those of the buckets, by histogram.
+    ``router_id`` is this router, whose failures count from its start; those of other routers count
+    from their first report. ``bounds`` are the upper bounds of the buckets, by histogram.
     """
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:
         self._bounds = bounds
         self._routers = {router_id: _Router(bounds, {})}
-        #: that answered when they were asked last, this one counted in, and that did not
+        #: routers that answered when last asked, including this one, and routers that did not
         self.num_heard, self.num_silent = 1, 0
 
     def note(self, counts: session_pb2.Counts, now: float) -> None:
@@ -98,12 +99,12 @@ class Aggregates:
         router.note(counts, now)
 
     def drop_routers(self, now: float) -> None:
-        """Remove routers that are gone, with their counts."""
+        """Remove routers without a recent answer, with their counters."""
         self._routers = {
             name: it for name, it in self._routers.items() if now - it.heard < _FORGOTTEN_S
         }
 
-    # of all of them
+    # aggregates of all routers
 
     def latencies(self) -> dict[str, Percentiles]:
         return {
@@ -112,7 +113,7 @@ class Aggregates:
         }
 
     def failures(self, now: float) -> list[Failed]:
-        """Return recent failures, the most frequent first."""
+        """Return the recent failures of all routers, most frequent first."""
         merged: dict[str, Failed] = {}
         for router in self._routers.values():
             for each in router.failures.recent(now):
@@ -120,7 +121,7 @@ class Aggregates:
         return sorted(merged.values(), key=lambda it: (-it.recent, it.slug))
 
     def totals(self) -> dict[str, int]:
-        """Return the counts of all present routers since their starts."""
+        """Return the sums of all present routers' counters since their starts."""
         return {
             name: sum(getattr(it.counts, name) for it in self._routers.values()) for name in _TOTALS
         }

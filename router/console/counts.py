@@ -1,4 +1,4 @@
-"""Counts of requests, of this router and of the others in the cluster."""
+"""Counters of requests, from this router's metrics and from the other routers."""
 
 from __future__ import annotations
 
@@ -48,25 +48,26 @@ class MeasuredRequests:
 
 log = logs.get_logger(__name__)
 
-#: That are asked at once.
+#: Maximum number of other routers that are asked.
 _MOST = 64
 _TIMEOUT_S = 1.0
 
 
 class Peers:
-    """A channel to each of them is kept for as long as it answers."""
+    """Client of the other routers' counters, with an open channel to each router that answers."""
 
     def __init__(self, router_id: str, ledger: Ledger, transport: Transport) -> None:
         self._router_id = router_id
         self._ledger = ledger
         self._transport = transport
-        #: by address
+        #: channels by the router's address
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Return the counts of the routers that answer in time, and the number of the others.
+        """Return the counters of other routers that answer in time, and the number of the rest.
 
-        A router that returned to its address has two leases for a while. Raises LedgerUnavailable.
+        Each address counts once, because a router that restarted at its address has two leases for
+        a while. Raises LedgerUnavailable.
         """
         gateways = await self._ledger.gateways()
         others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
@@ -93,7 +94,7 @@ class Peers:
             return await stub.Count(session_pb2.CountRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("router counters not received", address=address, code=error.code().name)
-            # The next one shows the certificate that holds then.
+            # A new channel uses the certificate that is then valid.
             self._channels.pop(address, None)
             await channel.close()
             return None

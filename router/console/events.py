@@ -1,4 +1,4 @@
-"""Events of a cluster, from the differences of two views. Pure."""
+"""Events of a cluster, derived from two successive views of its state. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from router.console.workers import Row, State
 
 Json = dict[str, Any]
 
-#: Of which a page that comes is told.
+#: Maximum number of events that a new page receives.
 _MOST_KEPT = 256
-#: Workers that are told of by name at one look; the others as a number.
+#: Maximum number of workers that an event names; it also has their total number.
 _MOST_NAMED = 16
-#: Preemptions are told as a number, so often at most.
+#: Minimum seconds between two events with the number of preemptions.
 _PREEMPTIONS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConsoleEvent:
-    """Event of the console; ``kind`` is one of a few words, ``at`` is in seconds."""
+    """Event of the console; ``at`` is in seconds, and ``details`` depends on ``kind``."""
 
     number: int
     at: float
@@ -35,7 +35,7 @@ class ConsoleEvent:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """State that is compared."""
+    """State of the cluster; events are the differences between two successive views."""
 
     rows: Sequence[Row]
     leader: str
@@ -45,17 +45,17 @@ class View:
 
 
 class EventLog:
-    """The last ones, by numbers that count from 1."""
+    """Log of the latest events, which are numbered from 1."""
 
     def __init__(self) -> None:
         self._kept: deque[ConsoleEvent] = deque(maxlen=_MOST_KEPT)
         self._before: View | None = None
         self._number = 0
-        #: not told yet, and when they were told last
+        #: preemptions that no event has reported yet, and the time of the last such event
         self._preempted, self._preempted_at = 0, -inf
 
     def after(self, number: int) -> list[ConsoleEvent]:
-        """Return the kept events after this one."""
+        """Return the kept events with a higher number than ``number``."""
         return [each for each in self._kept if each.number > number]
 
     @property
@@ -63,7 +63,7 @@ class EventLog:
         return self._number
 
     def update(self, view: View, now: float) -> None:
-        """Record the events since the last view; none for the first one."""
+        """Record the events since the last view; the first view has none."""
         before, self._before = self._before, view
         if before is None:
             return

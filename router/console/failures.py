@@ -1,4 +1,4 @@
-"""Recent failures and recent numbers, for the console's charts. Pure."""
+"""Recent failures, and a history of values, for the console's charts. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: What was longer ago is not recent.
+#: Seconds for which a failure is recent.
 _WINDOW_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Failures of the last five minutes: their number, and seconds since the last one."""
+    """Failures with one slug in the last five minutes.
+
+    ``recent`` is their number, ``last_s`` the time since the last one in seconds.
+    """
 
     slug: str
     recent: int
     last_s: float
 
     def __add__(self, other: Failed) -> Failed:
-        """Add failures of the same slug at two routers."""
+        """Return the sum of the failures of two routers, which have the same slug."""
         return Failed(self.slug, self.recent + other.recent, min(self.last_s, other.last_s))
 
 
 class Failures:
-    """Counts of failures by slug, from counters that only grow.
+    """Recent failures by slug, derived from counters that only grow.
 
-    Nobody knows when those of ``before`` were.
+    Failures counted in ``before`` are left out, because their times are unknown.
     """
 
     def __init__(self, before: Mapping[str, int] | None = None) -> None:
         self._totals = dict(before or {})
-        #: moment in seconds, slug, how many then
+        #: time in seconds, slug, number of new failures
         self._seen: deque[tuple[float, str, int]] = deque()
 
     def note(self, totals: Mapping[str, int], now: float) -> None:
@@ -44,7 +47,7 @@ class Failures:
             self._seen.popleft()
 
     def recent(self, now: float) -> list[Failed]:
-        """Return the most frequent first."""
+        """Return the recent failures, most frequent first."""
         counts: dict[str, int] = {}
         last: dict[str, float] = {}
         for moment, slug, more in self._seen:
@@ -56,7 +59,7 @@ class Failures:
 
 Json = dict[str, Any]
 
-#: Between two points, at least.
+#: Minimum seconds between two points of the history.
 _EVERY_S = 0.9
 _KEPT_S = 300.0
 
@@ -66,7 +69,7 @@ class History:
         self._points: deque[Json] = deque()
 
     def note(self, numbers: Mapping[str, Any], now: float) -> None:
-        """Note the current numbers, at a time in seconds."""
+        """Add a point with these values at ``now`` (seconds), unless the last one is too recent."""
         if self._points and now - self._points[-1]["at"] < _EVERY_S:
             return
         self._points.append({"at": round(now, 3), **numbers})
@@ -75,5 +78,5 @@ class History:
 
     @property
     def points(self) -> list[Json]:
-        """Points of the chart, oldest first."""
+        """Points of the charts, oldest first."""
         return list(self._points)

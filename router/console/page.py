@@ -1,4 +1,4 @@
-"""The page's files, as a browser gets them: nothing in them comes from elsewhere, or may."""
+"""Files of the console's page, with headers that forbid content from elsewhere."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Text is made into no element and no script, also by mistake.
+        # Text never becomes markup or a script, not even by mistake.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
 )
-#: Of everything that the console answers.
+#: Headers of all answers of the console.
 SECURITY_HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
@@ -67,7 +67,7 @@ class Page:
         self._files = {path.name: _File.read(path) for path in paths}
 
     async def without_slash(self, call: Call) -> Response:
-        """Redirect to the path with a slash: files are named relative to the folder."""
+        """Redirect to the path with a slash, because file names are relative to the folder."""
         call.told |= SECURITY_HEADERS
         return RedirectResponse("console/")
 
@@ -82,7 +82,7 @@ class Page:
         call.told |= SECURITY_HEADERS
         if (file := self._files.get(name)) is None:
             raise UnknownPath("the console has no such file")
-        # A browser asks each time whether it is another one.
+        # A browser checks with each use whether the file has changed.
         headers = {"etag": file.etag, "cache-control": "no-cache"}
         if call.headers.get("if-none-match") == file.etag:
             return Response(status_code=304, headers=headers)

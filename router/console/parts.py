@@ -63,7 +63,7 @@ class Heartbeat(Protocol):
 
 
 class Holding(Protocol):
-    """The policy in force, and the settings that differ from the configuration."""
+    """Policy in effect, and the names of its settings that differ from the configuration."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
@@ -85,19 +85,20 @@ class Measured(Protocol):
         ...
 
     def cumulative(self, name: str) -> Sequence[int]:
-        """Return the cumulative counts by bucket, over all classes."""
+        """Return the cumulative counts by bucket, summed over all priority classes."""
         ...
 
     def failures(self) -> Mapping[str, int]:
-        """Return failed requests by slug."""
+        """Return the number of failed requests by slug."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a router.
+    """Identity of a router, and its features.
 
-    With ``has_access`` callers need keys; with ``has_template`` the model chats.
+    ``has_chaos``: faults can be injected. ``has_access``: callers need keys. ``has_template``: the
+    model has a chat template.
     """
 
     router_id: str

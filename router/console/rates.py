@@ -1,4 +1,4 @@
-"""Token rates of workers, from their counters at two times. Pure."""
+"""Token rates and percentiles, from counters at two times. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-#: Between two counts of a worker's tokens that a rate is made of, at least: a shorter one jumps.
+#: Minimum seconds between two counts for a rate, because rates over a shorter time fluctuate.
 _INTERVAL_S = 1.0
 
 
 class Rates:
-    """Tokens per second by worker."""
+    """Token rates of workers, in tokens per second."""
 
     def __init__(self) -> None:
         self._marks: dict[str, tuple[float, int]] = {}
         self._rates: dict[str, float] = {}
 
     def of(self, worker_id: str, tokens: int, now: float) -> float:
-        """Return the rate at ``now`` (seconds); 0 before the second sample."""
+        """Return a worker's rate in tokens per second; 0 until there are two counts.
+
+        ``tokens`` is the worker's counter at ``now``, in seconds.
+        """
         then, before = self._marks.setdefault(worker_id, (now, tokens))
         if now - then >= _INTERVAL_S:
             self._marks[worker_id] = now, tokens
@@ -28,7 +31,7 @@ class Rates:
         return self._rates.get(worker_id, 0.0)
 
     def keep(self, worker_ids: Iterable[str]) -> None:
-        """Keep these workers' rates, and drop those of lost ones."""
+        """Drop the rates of all workers except ``worker_ids``."""
         kept = set(worker_ids)
         if kept == self._marks.keys():
             return
@@ -36,13 +39,13 @@ class Rates:
         self._rates = {name: rate for name, rate in self._rates.items() if name in kept}
 
 
-#: What was observed longer ago does not count.
+#: Seconds of observations that a recent histogram covers.
 _WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of ``count`` observations, in their unit; None without any."""
+    """Percentiles of ``count`` observations, in the observations' unit; None without any."""
 
     count: int
     p50: float | None = None
@@ -51,15 +54,15 @@ class Percentiles:
 
 
 class RecentHistogram:
-    """Histogram of recent values; ``bounds`` are the buckets' upper bounds, the last infinite."""
+    """Histogram of the last minute; ``bounds`` are the buckets' upper bounds, the last infinite."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
-        #: cumulative counts as they were at moments in seconds, the oldest first
+        #: time in seconds and cumulative counts at that time, oldest first
         self._marks: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def note(self, cumulative: Sequence[int], now: float) -> None:
-        """Add observations by bucket."""
+        """Add the cumulative counts by bucket at ``now``, in seconds."""
         self._marks.append((now, tuple(cumulative)))
         while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW_S:
             self._marks.popleft()
@@ -71,7 +74,7 @@ class RecentHistogram:
 
     @property
     def recent(self) -> list[int]:
-        """Return the cumulative counts by bucket."""
+        """Return the cumulative counts of recent observations by bucket."""
         if len(self._marks) < 2:
             return [0] * self.size
         first, last = self._marks[0][1], self._marks[-1][1]
@@ -79,7 +82,7 @@ class RecentHistogram:
 
 
 def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) -> Percentiles:
-    """Return the percentiles of several histograms with the same bounds."""
+    """Return the percentiles of several histograms together, which have the same bounds."""
     counts = [sum(column) for column in zip(*cumulative, strict=True)]
     if not counts or not (total := counts[-1]):
         return Percentiles(0)
@@ -87,10 +90,10 @@ def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) ->
 
 
 def quantile(bounds: Sequence[float], cumulative: Sequence[int], part: float) -> float:
-    """Return a quantile of a histogram as Prometheus's histogram_quantile.
+    """Return a quantile of a histogram as Prometheus's histogram_quantile does.
 
-    It is linear within its bucket, whose lower bound is 0 for the first one; the infinite bucket
-    gives the last finite bound.
+    ``part`` is from 0 to 1. The value is interpolated linearly within its bucket. The first bucket
+    begins at 0. For the infinite bucket the last finite bound is returned.
     """
     wanted = part * cumulative[-1]
     edges = pairwise([(0.0, 0), *zip(bounds, cumulative, strict=True)])

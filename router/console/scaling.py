@@ -8,16 +8,16 @@ from router.ledger.base import ScalingReport
 
 Json = dict[str, Any]
 
-#: It says something every second; of what it said so long ago a page hears nothing.
+#: Age in seconds above which the autoscaler's report is no longer shown. It reports every second.
 _FORGOTTEN_S = 3600.0
-#: It is late when it said nothing for so long.
+#: Age in seconds above which the report is shown as late.
 _LATE_S = 10.0
 
 
 def described(report: ScalingReport | None, now: float) -> Json | None:
-    """Return the autoscaler's report, or None without one: the number of workers is fixed.
+    """Return the autoscaler's report for the page, or None without a recent report.
 
-    Moments are in seconds, as ``now`` is.
+    Without an autoscaler the number of workers is fixed. Times are in seconds, as ``now`` is.
     """
     if report is None or report.age_s > _FORGOTTEN_S:
         return None

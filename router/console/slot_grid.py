@@ -1,10 +1,11 @@
-"""Requests in the batch slots of some workers, from one snapshot to the next. Pure.
+"""Moves of requests between batch slots, derived from successive snapshots of some workers. Pure.
 
-A request that leaves a slot and has another one later went on there: at another worker it has
-migrated, at the same one it was preempted and is back. Who only left has ended, or waits.
+A request that leaves a slot and later appears in another one has moved. At another worker it was
+migrated; at the same worker it was preempted and has resumed. A request that appears nowhere else
+has ended or is queued.
 
-    seats of worker a:   |== r ==|                      left at 2 s
-    seats of worker b:              |== r ==========    migrated at 3 s, from a's seat to this one
+    slots of worker a:   |== r ==|                      left at 2 s
+    slots of worker b:              |== r ==========    migrated at 3 s, from a's slot to this one
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from enum import Enum, IntEnum
 from math import inf
 from typing import NamedTuple
 
-#: A request that left is looked for in other slots for so long, and so many of them are.
+#: Seconds for which other slots are searched for a request that left its slot, and maximum number
+#: of such requests.
 _LOOKED_FOR_S = 120.0
 _MOST_LOOKED_FOR = 2048
 _FORGET_EVERY_S = 1.0
@@ -49,7 +51,10 @@ class Sitter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """A worker at a look. ``preemptions`` counts on while it is up; a lost one has no sitters."""
+    """Requests in the slots of a worker at a snapshot, by slot; a lost worker has none.
+
+    ``preemptions`` is a counter that grows while the worker is up.
+    """
 
     sitters: Mapping[int, Sitter]
     preemptions: int = 0
@@ -62,7 +67,7 @@ LOST = Occupancy({}, is_up=False)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A slot changes its occupant; ``key`` stands for a request, 0 for none."""
+    """Change of a slot's occupant or its phase; ``key`` stands for a request, 0 for none."""
 
     seat: Seat
     key: int
@@ -71,7 +76,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Move of a request; ``left_at`` is when it left the ``source``, in seconds."""
+    """Move of a request between slots; ``left_at`` is when it left ``source``, in seconds."""
 
     key: int
     request_id: str
@@ -91,7 +96,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Changes since the last frame; ``requests`` are names by key."""
+    """Changes since the last frame; ``requests`` has the requests' ids by key."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -99,9 +104,9 @@ class News:
 
 
 class SlotGrid:
-    """Slots of the shown workers, the same at each snapshot.
+    """Tracker of the requests in the slots of the shown workers.
 
-    Memory is bounded by their slots and by ``_MOST_LOOKED_FOR``.
+    Its memory is bounded by the number of slots and by ``_MOST_LOOKED_FOR``.
     """
 
     def __init__(self) -> None:
@@ -111,7 +116,7 @@ class SlotGrid:
         self._forgot_at = -inf
 
     def update(self, workers: Mapping[str, Occupancy], now: float) -> News:
-        """Return the changes since the last call. O(slots of these workers)."""
+        """Return the changes since the last call, in O(slots of these workers)."""
         news = News()
         for worker_id, occupancy in self._before.items():
             self._leave(worker_id, occupancy, workers.get(worker_id, LOST), now, news)
@@ -133,7 +138,8 @@ class SlotGrid:
             seat, trace = Seat(worker_id, slot), self._traces.get(sitter.request_id)
             if trace is not None and trace.seat == seat:
                 trace.left_at, trace.preemptions = now, before.preemptions
-                # Who left last is last.
+                # Move the trace to the end, so that traces are ordered by the time at which
+                # requests left.
                 self._traces[sitter.request_id] = self._traces.pop(sitter.request_id)
             if other is None:
                 news.changes.append(Change(seat, 0, Phase.EMPTY))
@@ -150,7 +156,8 @@ class SlotGrid:
         for slot, sitter in sorted(after.sitters.items() - before.items()):
             seat, known = Seat(worker_id, slot), before.get(slot)
             is_new = known is None or known.request_id != sitter.request_id
-            # Of one whose other choice left long ago nothing may be known any more.
+            # The trace of a request may have been removed after one of its choices left, while
+            # another choice kept its slot.
             if is_new or sitter.request_id not in self._traces:
                 self._sit(sitter.request_id, seat, workers, now, news)
             trace = self._traces[sitter.request_id]
@@ -170,10 +177,10 @@ class SlotGrid:
             self._traces[request_id] = _Trace(self._last_key, seat)
             news.requests[self._last_key] = request_id
             return
-        # It may have been away for longer than anybody remembers its name.
+        # The request may have been away for so long that the page has forgotten its id.
         news.requests[trace.key] = request_id
         if (cause := _cause(trace, seat, workers)) is not None:
-            # One whose worker has not been heard yet since it left has just done so.
+            # If the slot that it left was not seen empty yet, it has left just now.
             left_at = now if trace.left_at is None else trace.left_at
             news.transfers.append(Transfer(trace.key, request_id, cause, trace.seat, seat, left_at))
         trace.seat, trace.left_at = seat, None
@@ -197,24 +204,31 @@ def _cause(trace: _Trace, seat: Seat, workers: Mapping[str, Occupancy]) -> Cause
     return Cause.WORKER_DRAINED if source.is_draining else Cause.MOVED
 
 
-#: At most; and where the page has chosen none.
+#: Maximum number of lanes, and their number if the page has not chosen workers.
 MOST_LANES = 8
 _MOST_BY_THEMSELVES = 6
-#: A worker that is gone keeps its lane for so long: what became of its requests is to be seen.
+#: Seconds for which a worker that is gone keeps its lane, so that users see where its requests
+#: went.
 _KEPT_S = 60.0
 
 
 class Lanes:
-    """Lanes of workers, each in its place; ``chosen`` None chooses them automatically."""
+    """Workers whose slots a page shows, each in a lane that stays the same.
+
+    ``chosen`` are the workers that the page names; None chooses connected ones automatically.
+    """
 
     def __init__(self, chosen: Sequence[str] | None) -> None:
         self._is_chosen = chosen is not None
         self.worker_ids = list(dict.fromkeys(chosen or ()))[:MOST_LANES]
-        #: by worker, since when it is not there
+        #: time in seconds since which a worker with a lane is gone, by worker
         self._gone: dict[str, float] = {}
 
     def update(self, there: Collection[str], now: float) -> None:
-        """Update from the connected workers ``there``, in a stable order."""
+        """Assign lanes to the connected workers ``there``, unless the page has chosen workers.
+
+        ``there`` must have a stable order.
+        """
         if self._is_chosen:
             return
         gone = [worker_id for worker_id in self.worker_ids if worker_id not in there]

@@ -1,8 +1,7 @@
-"""Cluster at a moment, as a router knows it, in sections of bounded size.
+"""Snapshot of the cluster as a router knows it, in sections of bounded size. Pure.
 
-Each is a JSON value that is the same for everyone who may see it. Pure.
-
-What only the leader knows is what it last told the ledger, so that any replica can answer.
+Each section is a JSON value that is the same for all viewers who may see it. Values that only the
+leader knows are from its last report to the ledger, so that any replica can show them.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ from router.missing_workers import missing_workers
 
 Json = dict[str, Any]
 
-#: The leader says five times a second what work there is; what it said so long ago says nothing.
+#: Age in seconds from which the leader's load report is ignored. The leader renews it five times a
+#: second.
 _STALE_S = 5.0
-#: Latencies of which a page has charts.
+#: Latencies that the page shows as charts.
 _CHARTED = ("ttft", "inter_token")
 _PARTS = ("p50", "p90", "p99")
-#: What a request's time went into, in words.
+#: Labels of the kinds of spans in a time breakdown.
 _SPAN_LABELS = {kind_name(kind): label for kind, label in LABELS.items()}
 
 
 class Snapshot:
-    """Snapshot of the cluster; ``load`` and ``scaling`` are set when they are read."""
+    """Snapshot of the cluster; its owner sets ``load`` and ``scaling`` from the ledger."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Snapshot:
         self._heartbeat = heartbeat
         self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
-        #: as described in scaling.py
+        #: autoscaler's report, from scaling.described
         self.scaling: Json | None = None
         self.events = EventLog()
         self.history = History()
@@ -79,11 +79,11 @@ class Snapshot:
 
     @property
     def links(self) -> dict[str, Link]:
-        """Links by worker id."""
+        """Connections to workers by worker id."""
         return {link.info.worker_id: link for link in self._sessions.links}
 
     def update(self, now: float) -> Mapping[str, Any]:
-        """Update and return all sections. O(workers)."""
+        """Take a new snapshot and return its sections by name. O(workers)."""
         self._rows = self._look_at_workers(now)
         self._aggregates.note(self._counting.counts(), now)
         self._aggregates.drop_routers(now)
@@ -136,7 +136,7 @@ class Snapshot:
         return sorted(rows, key=lambda each: each.worker_id)
 
     def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
-        """Add other routers' counts; ``num_silent`` routers did not answer."""
+        """Add other routers' counters; ``num_silent`` routers did not answer."""
         for each in counts:
             self._aggregates.note(each, now)
         self._aggregates.num_heard, self._aggregates.num_silent = 1 + len(counts), num_silent
@@ -187,9 +187,9 @@ class Snapshot:
         return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
 
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Return the queue by tenant and class, for all tenants or one.
+        """Return the queue by tenant and class, of one tenant, or of all if ``tenant`` is None.
 
-        The wait is that of the class.
+        The estimated wait is that of the class.
         """
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()

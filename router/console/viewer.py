@@ -1,4 +1,4 @@
-"""Viewer: its permissions, and what it has received. Pure."""
+"""Viewer of the console: its permissions, and the state that it has received. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from router.console.snapshot import Snapshot
 
 
 class Viewer:
-    """Viewer; the rights of ``caller`` may change between frames.
+    """Page that receives the feed.
 
-    ``lanes`` are the workers whose slots it is shown.
+    The permissions of ``caller`` may change between frames. ``lanes`` are the workers whose slots
+    the page shows.
     """
 
     def __init__(self, snapshot: Snapshot, caller: Caller, lanes: Lanes) -> None:
@@ -24,7 +25,7 @@ class Viewer:
         self.caller = caller
         self._lanes = lanes
         self._slot_grid = SlotGrid()
-        #: sections as they were told last
+        #: sections as they were last sent, as JSON
         self._told: dict[str, str] = {}
         self._last_event = 0
         self._has_history = False
@@ -32,7 +33,7 @@ class Viewer:
     def frame(self, sections: Mapping[str, str], now: float) -> str:
         """Return the changes since the last frame as JSON. O(slots of its lanes).
 
-        ``sections`` are JSON already.
+        ``sections`` are the snapshot's sections, already as JSON.
         """
         links = self._snapshot.links
         self._lanes.update([name for name in sorted(links) if links[name].is_up], now)
@@ -79,7 +80,7 @@ class Viewer:
             for worker_id in lanes
         }
         news = self._slot_grid.update(seen, now)
-        # Another worker may have the lane of one that is gone by now.
+        # Another worker may already have the lane of a worker that is gone.
         places = {worker_id: place for place, worker_id in enumerate(lanes)}
         return {
             "seats": [

@@ -1,7 +1,4 @@
-"""Workers of a cluster as the page shows them, in few numbers each. Pure.
-
-Pure.
-"""
+"""State of the workers in the compact form that the page shows. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from router.console.slot_grid import LOST, Occupancy, Phase, Sitter
 
 Json = dict[str, Any]
 
-#: Cells of the grid; where there are more workers, some share one.
+#: Maximum number of cells of the grid; with more workers, several share a cell.
 MOST_CELLS = 1024
 
 
@@ -26,12 +23,12 @@ class State(Enum):
     LOST = "lost"
 
 
-#: The worst of a cell's workers names it.
+#: States from the best to the worst; a cell shows the worst one of its workers.
 _SEVERITY = (State.UP, State.DRAINING, State.SLOW, State.LOST)
 
 
 class Link(Protocol):
-    """Stream to one worker."""
+    """Connection to one worker."""
 
     info: session_pb2.WorkerInfo
     state: session_pb2.WorkerState
@@ -42,10 +39,11 @@ class Link(Protocol):
 
 
 class Row(NamedTuple):
-    """A worker.
+    """State of one worker.
 
-    ``blocks_cached`` are free and hold a known prefix; of ``prompt_tokens``, known when their
-    sequences came into the batch, ``prefix_hit_tokens`` were found in such ones.
+    ``blocks_cached`` are free KV blocks that hold a cached prefix. ``prompt_tokens`` are the known
+    tokens of sequences when they entered the batch; ``prefix_hit_tokens`` of them were found in the
+    KV cache.
     """
 
     worker_id: str
@@ -67,7 +65,7 @@ class Row(NamedTuple):
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
     """Return a worker's row; ``view`` is the leader's, None if another router leads."""
     info, state = link.info, link.state
-    # A lost one has nothing, whatever it said last.
+    # A lost worker has no load, whatever it last reported.
     alive = int(link.is_up)
     return Row(
         info.worker_id,
@@ -96,7 +94,7 @@ def _state(link: Link, view: WorkerView | None) -> State:
 
 
 def occupancy(link: Link) -> Occupancy:
-    """Return the occupants of its slots. O(slots)."""
+    """Return the requests in a worker's slots. O(slots)."""
     if not link.is_up:
         return LOST
     sitters = {
@@ -107,7 +105,10 @@ def occupancy(link: Link) -> Occupancy:
 
 
 def names(rows: Sequence[Row]) -> Json:
-    """Return the names of the cells: first worker, number of workers, and each worker's details."""
+    """Return the first worker's id and the number of workers of each cell.
+
+    If no cell has more than one worker, their addresses and ranks are included.
+    """
     grouped = _grouped(rows)
     named: Json = {
         "ids": [cell[0].worker_id for cell in grouped],
@@ -154,7 +155,7 @@ def _cell_of(each: Row) -> list[str | int]:
 
 
 def summary(rows: Sequence[Row]) -> Json:
-    """Return a summary of all workers."""
+    """Return the number of workers by state, and totals of those that are not lost."""
     up = [each for each in rows if each.state is not State.LOST]
     return {
         "up": len(up),

@@ -1,9 +1,12 @@
 """Faults that can be injected, and their targets. Pure.
 
-target    KILL   PAUSE   PARTITION (peer)                   SLOW
-worker    rank   rank    all routers | one router           factor
-router    yes    yes     all | the ledger | one worker      -
-ledger    yes    yes     all routers | one router           delay_s
+The table has the parameter of each fault for each target, or "yes" if there is none. "-" means that
+the fault cannot be injected.
+
+    target    KILL   PAUSE   PARTITION from                     SLOW
+    worker    rank   rank    all routers | one router           factor
+    router    yes    yes     all | the ledger | one worker      -
+    ledger    yes    yes     all routers | one router           delay_s
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Part(Enum):
     LEDGER = "ledger"
 
 
-#: Whom a part can be cut off from.
+#: Kinds of peers that each kind of target can be partitioned from.
 _PEERS = {
     Part.WORKER: (Part.ROUTER,),
     Part.ROUTER: (Part.LEDGER, Part.WORKER),
@@ -42,7 +45,11 @@ _PEERS = {
 
 
 def check_fault(fault: pb.Fault, target: Part, peer: Part | None, num_ranks: int = 1) -> None:
-    """Check a fault for a target of ``num_ranks`` ranks. Raises InvalidRequest, OutOfRange."""
+    """Check a fault for a target with ``num_ranks`` ranks.
+
+    ``peer`` is what the target is partitioned from; None: everything. Raises InvalidRequest,
+    OutOfRange.
+    """
     if fault.kind not in pb.FaultKind.values() or not fault.kind:
         raise InvalidRequest("a fault must be one of kill, pause, partition and slow")
     if fault.kind != pb.FAULT_KIND_KILL:

@@ -1,10 +1,10 @@
 """Fault injection in a cluster that was started with chaos: finds the target and forwards.
 
     a client -> inject, at any router -> the worker, over its session
-                                      -> strike, at each router that it concerns
+                                      -> strike, at each router that the fault concerns
 
-What a router does itself: to end, to stop for a while, to hold its lines to workers and to the
-ledger, and to end or stop the ledger's server.
+``strike`` kills or pauses its router or the ledger's server, delays or fails the router's calls to
+the ledger, and holds its messages to and from workers.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from router.worker_sessions import Sessions, WorkerLink
 
 log = logs.get_logger(__name__)
 
-#: The answer leaves this process before the fault comes.
+#: Seconds until a process is killed or paused, so that the answer is sent before.
 _ANSWER_S = 0.1
 _TELL_TIMEOUT_S = 5.0
 
 
 @runtime_checkable
 class Disturbable(Protocol):
-    """A ledger with a server of its own."""
+    """Ledger with a server of its own, to which faults apply."""
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """Delay every call of this process by so long; infinite: fail it."""
+        """Delay the calls of this process in the next ``seconds`` by ``delay_s``.
+
+        If ``delay_s`` is infinite, they fail.
+        """
         ...
 
     async def process_id(self) -> int:
@@ -60,9 +63,9 @@ class Disturbable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Target by its full name.
+    """Target of a fault, by its full name.
 
-    ``address`` is a router's, empty for this one's; ``num_ranks`` a worker's.
+    ``address`` is that of a router, empty for this one; ``num_ranks`` is that of a worker.
     """
 
     part: Part
@@ -100,7 +103,7 @@ class Chaos:
         """Inject the fault, and return the full name of its target.
 
         Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker, Unreachable, and
-        LedgerUnavailable where the ledger's process cannot be asked for.
+        LedgerUnavailable if the ledger cannot be queried for its process.
         """
         self._check_allowed()
         target = await self._find(fault.target)
@@ -117,7 +120,7 @@ class Chaos:
     async def strike(self, fault: pb.Fault) -> None:
         """Apply this router's part of a fault.
 
-        Names are full ones. Raises ChaosForbidden, InvalidRequest, LedgerUnavailable.
+        Target and peer are full names. Raises ChaosForbidden, InvalidRequest, LedgerUnavailable.
         """
         self._check_allowed()
         match fault.kind:
@@ -136,7 +139,7 @@ class Chaos:
         if not self._config.chaos:
             raise ChaosForbidden("this cluster was started without chaos: everlift up --chaos")
 
-    # who
+    # targets
 
     async def _find(self, name: str) -> _Named:
         if name == LEDGER:
@@ -165,14 +168,14 @@ class Chaos:
     async def _routers(self) -> dict[str, str]:
         """Return internal addresses by router id, empty for this one.
 
-        While the ledger is away, no other router is known.
+        While the ledger is unavailable, no other router is known.
         """
         try:
             return await self._ledger.gateways() | {self._router_id: ""}
         except LedgerUnavailable:
             return {self._router_id: ""}
 
-    # where
+    # routers that apply a fault
 
     async def _concerned(
         self, fault: pb.Fault, target: _Named, peer: _Named | None
@@ -186,9 +189,9 @@ class Chaos:
         return (await self._routers()).values()
 
     async def _tell(self, addresses: Collection[str], fault: pb.Fault) -> None:
-        """Send a fault to routers.
+        """Send a fault to the routers at ``addresses``.
 
-        Raises the error if only one is concerned; of several, one that does not answer is ignored.
+        Raises the first error if no router applies it; otherwise errors are only logged.
         """
         told = (self._tell_one(address, fault) for address in addresses)
         answers = await asyncio.gather(*told, return_exceptions=True)
@@ -208,7 +211,7 @@ class Chaos:
             call = stub.Inject(fault, timeout=_TELL_TIMEOUT_S)
             await wire.answer(call, call)
 
-    # what
+    # effects
 
     async def _process(self, target: str) -> int:
         if target == LEDGER:

@@ -1,7 +1,7 @@
-"""Stops a process for a while: pause.py PID SECONDS.
+"""Program that pauses a process for a while: pause.py PID SECONDS.
 
-A program of its own: who is stopped cannot go on by itself. Where the kernel knows process
-descriptors (Linux) it ends with the process.
+It is a separate program because a stopped process cannot continue by itself. If the kernel has
+process descriptors (Linux), it ends early when the process does.
 """
 
 from __future__ import annotations

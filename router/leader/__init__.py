@@ -1,1 +1,1 @@
-"""The leader of the routers: its loop, lease and streams."""
+"""Leader of the routers: its loop, its lease, and its streams with the gateways."""

@@ -1,7 +1,7 @@
-"""A router's stream to the leader: queued and running requests go up, dispatches come down.
+"""Router's stream to the leader: sends queued and running requests, and receives dispatches.
 
 The leader may be this replica or another one, and may change. On each new stream the router first
-sends all its requests. While there is no leader, requests wait.
+sends all its requests. While there is no leader, requests stay queued.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from router.leader.leader import Arriving, Leader, Reservation
 
 log = logs.get_logger(__name__)
 
-#: Seconds. A leader sends five messages a second; after this silence it may no longer lead.
+#: Seconds of silence after which the leader may no longer lead; it sends five messages a second.
 _QUIET_S = 0.6
 #: Seconds of silence after which the stream is closed.
 _DEAD_S = 2.0
 
 
 class Gateway(Protocol):
-    """The router's requests, as the leader sees them."""
+    """Requests of a router, as the leader sees them, and receiver of the leader's messages."""
 
     def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
-        """Yield all queued requests in this order, without those that change meanwhile."""
+        """Yield the queued requests in this order, except those that leave during the iteration."""
         ...
 
     def running(self) -> Iterable[session_pb2.Running]:
-        """Yield all requests that workers have, likewise."""
+        """Return all requests that workers have."""
         ...
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """End a request that the queue rejected."""
+        """End a request that the leader refused."""
         ...
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None:
@@ -71,9 +71,9 @@ class LeaderClient:
         self._local = leader
         self._transport = transport
         self._gateway: Gateway | None = None
-        #: what this leader does not know yet; None while there is no stream
+        #: sender of what the leader does not know yet; None while there is no stream
         self._telling: HandoverSender | None = None
-        #: also from before the stream
+        #: output tokens that were not sent yet, also those from before the stream
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
@@ -88,30 +88,30 @@ class LeaderClient:
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
-        """Set the router's requests. Call it once, before the first leader is followed."""
+        """Set the router's requests. Call it once, before the first ``follow``."""
         self._gateway = gateway
 
     @property
     def is_open(self) -> bool:
-        """Return whether a leader is connected, as far as is known."""
+        """Return whether a stream to a leader is open and was not silent for too long."""
         return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no leader is known, or it has been silent for a while."""
+        """Return whether no leader is connected, or it has been silent for a while."""
         return not self.is_open or self._silence_s > _QUIET_S
 
     @property
     def _silence_s(self) -> float:
         return now() - self._heard_at
 
-    # what the leader is asked and told
+    # requests and reports to the leader
 
     def reserve(self, request: Arriving) -> Reservation | None:
         """Reserve a worker for a request that would leave the queue at once.
 
-        ``request`` makes its message for an arrival in ledger time. Return None if the request has
-        to queue, as it always has where another router leads.
+        ``request`` returns the request's message for its arrival in ledger time. Return None if the
+        request has to queue, which is always so if another router leads.
         """
         if self._telling is None or self._telling:
             return None
@@ -123,7 +123,7 @@ class LeaderClient:
             self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
-        """Release a request's place in the queue, or its worker."""
+        """Remove a request from the queue, or release its worker."""
         if self._telling is not None:
             self._telling.withdraw(request_id)
             self._changed.set()
@@ -135,45 +135,48 @@ class LeaderClient:
             self._changed.set()
 
     def report_served(self, request_id: str, priority: int, tokens: int) -> None:
-        """Report new output tokens of a request, with the next message."""
+        """Count new output tokens of a request, to be sent with the next message."""
         if tenant := tenant_of(request_id):
             self._served.add(tenant, priority, tokens)
 
     def flush_served(self) -> None:
-        """Report the output tokens now."""
+        """Send the counted output tokens now."""
         if self._served:
             self._is_served_due = True
             self._changed.set()
 
     def report_finished(self, tpot_ratio: float) -> None:
-        """Report a finished request with its measured over its predicted time per token."""
+        """Report the measured over the predicted time per output token of a finished request."""
         if self._telling is not None:
             self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
-        """Report a starting worker. It reports again, so a later leader learns of it."""
+        """Report a starting worker. The worker repeats its report, so later leaders receive it."""
         if self._telling is not None:
             self._starts.append(start)
             self._changed.set()
 
     def demand(self, demand: session_pb2.WorkerDemand) -> None:
-        """Tell each leader the workers that this cluster is to have, until they are others."""
+        """Set the cluster's demand for workers, which is sent to this leader and to later ones."""
         if demand != self._demand:
             self._demand.CopyFrom(demand)
             self._is_demand_due = True
             self._changed.set()
 
     def report_generation(self, generation: str) -> None:
-        """Report that this router restored what the ledger of this generation may have lost."""
+        """Report that this router has re-sent its state to the ledger of this generation."""
         self._generation = generation
         if self._telling is not None:
             self._telling.assert_generation(generation)
             self._changed.set()
 
-    # the line
+    # connection
 
     async def follow(self, leader: str, address: str) -> None:
-        """Connect to this leader, unless already connected to it."""
+        """Connect to this leader, unless already connected to it.
+
+        If ``leader`` is empty, only disconnect.
+        """
         if (leader, address) == self._followed and self.is_open:
             return
         await self.close()
@@ -190,9 +193,9 @@ class LeaderClient:
             self._task = None
 
     async def _speak(self, address: str) -> None:
-        """Run the stream; without an address, within this replica.
+        """Run the stream to the leader at ``address``; empty: the leader is this replica.
 
-        An error ends the stream; the next heartbeat opens another one.
+        An error ends the stream, and the next heartbeat opens another one.
         """
         try:
             await (self._speak_to(address) if address else self._speak_locally())
@@ -258,10 +261,13 @@ class LeaderClient:
             self._is_demand_due = False
         return message
 
-    # what the leader says
+    # messages from the leader
 
     async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
-        """Read until the leader resigns or the stream breaks, then find the next leader."""
+        """Handle messages until the leader resigns or the stream breaks.
+
+        Then wake the heartbeat, which finds the next leader.
+        """
         has_led = False
         try:
             async for message in messages:

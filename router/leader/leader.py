@@ -1,14 +1,14 @@
-"""The leader of the admission queue: the loop around its decisions.
+"""Leader of the admission queue: the loop around its decisions.
 
-Every router replica runs this loop; only the one that holds the leader's lease acts. The queue
-lives in memory while a replica leads (``LeaderState``): the living routers tell a new leader what
-they have queued, and it finds the requests of dead routers in the ledger.
+Every router replica runs this loop; only the one that holds the leader's lease acts. The queue is
+in memory while a replica leads (``LeaderState``). Live routers report their queued requests to a
+new leader, and it finds the requests of dead routers in the ledger.
 
     routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
     workers' frames  --report---> Placement   --moves-->                     move, to routers
-    its own router   --reserve--> LeaderState --> the dispatch of a ledger.open, if none waits
+    its own router   --reserve--> LeaderState --> ledger.open with a dispatch, if the queue is empty
 
-Nothing is dispatched or moved while the routers restore what the ledger may have lost.
+Nothing is dispatched or moved while routers re-send state that the ledger may have lost.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from router.ledger.entry import Dispatch, Entry
 
 log = logs.get_logger(__name__)
 
-#: Dispatches that the ledger has not answered: as many may be in flight besides the others.
+#: Most dispatches that are retried because the ledger did not answer. They do not count towards
+#: ``DISPATCHES_AT_ONCE``.
 _MOST_LATE = 512
-#: Seconds until the ledger is asked again, at first and at most.
+#: Seconds until a dispatch is retried at the ledger, at first and at most.
 _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
-#: Seconds between two looks at which routers are alive, while the leader waits for them.
+#: Seconds between two queries for the live routers, while the leader waits for them.
 _ROLL_CALL_S = 0.05
 
 
-#: Makes the message of a new request for its arrival in ledger time.
+#: Returns the message of a new request for its arrival in ledger time, in seconds.
 Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A worker that is reserved for a request before the ledger has it.
+    """Worker that is reserved for a request before the ledger has the request.
 
-    Its holder calls exactly one of ``begun`` and ``cancel``.
+    The holder calls exactly one of ``begun`` and ``cancel``.
     """
 
     leader: Leader
@@ -82,16 +83,22 @@ class Reservation:
         )
 
     def begun(self) -> bool:
-        """Note that the request began. Return whether the current leader knows of it."""
+        """Record that the ledger dispatched the request.
+
+        Return whether the leader state that made the reservation is still in use.
+        """
         return self.leader.settle_reservation(self, has_begun=True)
 
     def cancel(self) -> None:
-        """Note that the request did not begin."""
+        """Record that the request was not dispatched."""
         self.leader.settle_reservation(self, has_begun=False)
 
 
 class Leader:
-    """Leader; ``weight_of`` returns a tenant's weight, None treats all tenants as one."""
+    """Leader loop of a replica.
+
+    ``weight_of`` returns a tenant's weight; if it is None, tenants are not distinguished.
+    """
 
     def __init__(
         self,
@@ -116,18 +123,18 @@ class Leader:
         self._ledger_ahead = 0.0
         self._move_after = 0.0
         self._is_reporting = False
-        #: settings of the autoscaler, which it reads with the load
+        #: settings of the autoscaler, which reads them with the load
         self.autoscale: Mapping[str, float] = {}
-        #: times that this replica took the lead
+        #: how often this replica became the leader
         self.num_tenures = 0
-        #: workers lost without a drain while it led
+        #: number of workers that were lost without a drain while this replica led
         self.num_losses = 0
-        #: dispatches under way, and those of them that the ledger did not answer at once
+        #: number of dispatches in flight, and of those among them that are retried
         self._asking = self._late = 0
         self._wake = asyncio.Event()
         self._began = asyncio.Event()
         self._ruled = asyncio.Event()
-        #: set when this replica begins or ceases to lead, or its line to the leader is over
+        #: set when this replica begins or ceases to lead, or its stream to the leader has ended
         self.changed = asyncio.Event()
 
     @property
@@ -140,12 +147,12 @@ class Leader:
 
     @property
     def running(self) -> int:
-        """Requests that workers have; 0 if another replica leads."""
+        """Number of requests that workers have; 0 if another replica leads."""
         return self._leader_state.running if self._leader_state else 0
 
     @property
     def views(self) -> Mapping[str, WorkerView]:
-        """Views of the workers that are up, by their ids."""
+        """Views of the workers that are up, by worker id."""
         return self._placement.workers
 
     def view(self, worker_id: str) -> WorkerView | None:
@@ -153,7 +160,7 @@ class Leader:
         return self.views.get(worker_id)
 
     async def run(self) -> None:
-        """Campaign, dispatch and sweep until cancelled; then give the lease back."""
+        """Campaign, dispatch and sweep until cancelled; then release the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
@@ -168,11 +175,11 @@ class Leader:
     # leadership
 
     async def stand_back(self) -> None:
-        """Leave the lead to other replicas for the time of one lease."""
+        """Release the lease and leave it to other replicas for the duration of one lease."""
         await self._lease.stand_back()
 
     def on_heartbeat(self, membership: Membership) -> None:
-        """Update the members of the cluster after this replica's heartbeat."""
+        """Update the ledger's clock, leader and generation after this replica's heartbeat."""
         self._ledger_ahead = membership.now - now()
         if not membership.leader:
             self._lease.hurry()
@@ -225,10 +232,10 @@ class Leader:
                     log.info("live gateways unknown")
                 await asyncio.sleep(_ROLL_CALL_S)
 
-    # operators speak
+    # changes by operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Change the rules of the queue."""
+        """Set the rules of the queue; a task of the loop then applies them to queued requests."""
         self.rules = rules
         self._placement.tpot_target = rules.tpot_target
         self._ruled.set()
@@ -244,12 +251,12 @@ class Leader:
                     break
             self._wake.set()
 
-    # gateways speak
+    # messages from gateways
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a router's stream until it ends or this replica no longer leads."""
+        """Serve a gateway's stream until it ends or this replica no longer leads."""
         if not self.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
             return
@@ -282,7 +289,7 @@ class Leader:
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
         """Reserve a worker for a new request of this replica's own router.
 
-        Return None if the request has to queue. The ledger does not have it yet.
+        The ledger does not have the request yet. Return None if the request has to queue.
         """
         leader_state = self._leader_state
         if leader_state is None or gateway not in self._lines.gateways or not self._may_act():
@@ -296,7 +303,7 @@ class Leader:
         return Reservation(self, leader_state, placed, dispatch)
 
     def settle_reservation(self, reservation: Reservation, *, has_begun: bool) -> bool:
-        """Settle a reservation; return whether the current leader knows of it."""
+        """Confirm or cancel a reservation; return whether its leader state is still in use."""
         leader_state, placed = reservation.leader_state, reservation.placed
         if has_begun:
             leader_state.confirm_reservation(placed, placed.waiting.gateway)
@@ -320,7 +327,7 @@ class Leader:
         message.queued = self.queued
         self._lines.send(gateway, message)
 
-    # workers speak
+    # messages from workers
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         self._placement.join(info.worker_id, Capacity.from_proto(info))
@@ -359,7 +366,11 @@ class Leader:
                     tasks.create_task(self._dispatch(placed, leader_state, self._lease.term))
 
     def _may_act(self) -> bool:
-        """Return whether lease and ledger are up to date, so that the leader may dispatch."""
+        """Return whether this replica may dispatch and move requests.
+
+        It must lead, the ledger must have confirmed its term, and all gateways must have re-sent
+        their state to the ledger's current generation.
+        """
         return (
             self._leader_state is not None
             and self._lease.is_confirmed
@@ -410,11 +421,11 @@ class Leader:
             self._tell_stale(placed.waiting)
             return
         except StaleTerm:
-            # Who took it from the queue is told of it again: by its gateway, on its next line.
+            # The request has left this queue, but its gateway reports it again on its next stream.
             if term == self._lease.term:
                 self._lease.lose()
             return
-        # A gateway that is gone says itself what it has when it comes again.
+        # A disconnected gateway reports its running requests itself when it connects again.
         if entry.gateway in self._lines.gateways:
             leader_state.begun(placed, entry.gateway)
         self._tell_dispatched(placed, entry, now() - asked)
@@ -475,7 +486,7 @@ class Leader:
         )
 
     async def _tick(self, tasks: asyncio.TaskGroup) -> None:
-        """Expire claims, and update the routers' estimates and the autoscaler's load."""
+        """Periodically expire claims, and send estimates to gateways and load to the autoscaler."""
         while True:
             await asyncio.sleep(TICK_S)
             self._placement.expire(now())
@@ -524,7 +535,7 @@ class Leader:
 
     async def _report(self, leader_state: LeaderState) -> None:
         try:
-            # In its place is what the leader before knew.
+            # Before the report of the previous leader is overwritten, its counters are restored.
             await self._recall(leader_state)
             await self._read_scaling(leader_state)
             await self._ledger.put_load(self._load(leader_state))
@@ -548,10 +559,10 @@ def dispatched(
     predicted_tpot_s: float | None = None,
     queue_wait: session_pb2.QueueWait | None = None,
 ) -> session_pb2.Dispatched:
-    """Return the message that tells a router about the dispatch of its request.
+    """Return the message that notifies a router of the dispatch of its request.
 
-    ``bypassed`` counts requests that arrived later and left the queue earlier. Predictions are
-    None where nothing is known. ``queue_wait`` is None if the request never entered the queue.
+    ``bypassed`` counts requests that arrived later and left the queue earlier. Predictions are in
+    seconds, None if unknown. ``queue_wait`` is None if the request never entered the queue.
     """
     return session_pb2.Dispatched(
         request_id=entry.request_id,

@@ -1,9 +1,9 @@
-"""The lease of whoever leads: taken when it is free, renewed while it is held, given back.
+"""Leader's lease: acquired when it is free, renewed while it is held, and released.
 
-Each leadership has a fresh random term, without which the ledger refuses to dispatch. A leader that
-was away for longer than its lease finds that out from the ledger, here or at its next dispatch. If
-another one led meanwhile, even if nobody does now, it begins anew under a fresh term: what it knows
-of the queue is old.
+Each leadership has a fresh random term, and the ledger refuses dispatches under any other term. A
+leader that was frozen for longer than its lease learns from the ledger that it has lost it, at the
+next renewal or dispatch. If another router led meanwhile, even if none leads now, it starts again
+under a fresh term, because its view of the queue is outdated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logs.get_logger(__name__)
 
 
 class Lease:
-    """Lease of the leader; ``began`` and ``ended`` are called when this router's lead changes."""
+    """Lease of the leader; ``began`` is called when this router acquires it, ``ended`` on loss."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Lease:
         self._hurry = asyncio.Event()
         self.term = _fresh_term()
         self.is_held = False
-        #: False while the ledger may have forgotten the term
+        #: False while the ledger may have lost the term
         self.is_confirmed = False
 
     async def campaign(self) -> None:
@@ -62,11 +62,11 @@ class Lease:
             self._hurry.clear()
 
     def hurry(self) -> None:
-        """Try to lead at once: there is no known leader."""
+        """Try to acquire the lease at once, because no leader is known."""
         self._hurry.set()
 
     def confirm(self) -> None:
-        """Send the term again to a ledger that lost its last second."""
+        """Renew the lease at once, because the ledger may have lost its last second of writes."""
         self.is_confirmed = False
         self._hurry.set()
 
@@ -91,7 +91,7 @@ class Lease:
         )
 
     def lose(self) -> None:
-        """Give up the lead to another replica."""
+        """Stop leading, if this replica leads, and choose a fresh term for the next attempt."""
         if self.is_held:
             log.warning("leadership lost", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
@@ -99,13 +99,13 @@ class Lease:
             self._ended()
 
     async def stand_back(self) -> None:
-        """Give the lease back, if held, and let others take it for one lease duration."""
+        """Release the lease, if held, and leave it to others for the duration of one lease."""
         async with self._asking:
             self._stands_back_until = now() + self._config.lease
             await self.resign()
 
     async def resign(self) -> None:
-        """Give it back, if it is held."""
+        """Release the lease, if it is held."""
         if self.is_held:
             term = self.term
             self.lose()
@@ -118,7 +118,7 @@ class Lease:
 def _fresh_term() -> int:
     """Return a new term.
 
-    It is requested until it is granted: if the answer was lost, another term would be refused for
-    as long as the lease.
+    The caller requests the same term until it is granted. If the answer to a granted request was
+    lost, another term would be refused until the lease expires.
     """
     return secrets.randbits(64) or 1

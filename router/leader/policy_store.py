@@ -1,4 +1,4 @@
-"""Runtime policy of queue and engines: the settings, and what operators changed."""
+"""Runtime policy of queue and engines: the configuration with the changes that operators made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logs.get_logger(__name__)
 
 C = TypeVar("C", RouterConfig, "EngineSettings")
 
-#: Settings of a router that operators set at run time.
+#: Settings of a router that operators may change at run time.
 ROUTER_SETTINGS = (
     "order",
     "max_queued",
@@ -33,22 +33,22 @@ ROUTER_SETTINGS = (
     "fair_share",
     "tpot_target",
 )
-#: And of the workers' engines.
+#: Settings of the workers' engines that operators may change at run time.
 _ENGINE_SETTINGS = ("engine_policy",)
 SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of all engines that operators changed."""
+    """Settings of all engines that operators may change."""
 
-    #: whom steps are for (worker.scheduling.policy); default: each as it was started
+    #: batching policy (worker.scheduling.policy); default: the one that each worker started with
     engine_policy: Literal["default", EnginePolicy] = DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The policy in force. All of SETTINGS are in one of the two."""
+    """Settings in effect; each of SETTINGS is a field of ``router`` or of ``engines``."""
 
     router: RouterConfig
     engines: EngineSettings = EngineSettings()
@@ -57,7 +57,7 @@ class Ruling:
         return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
 
     def but_for(self, name: str, text: str) -> Ruling:
-        """Return a copy with another value of a setting. Raises SettingsError."""
+        """Return a copy with the value in ``text`` for a setting. Raises SettingsError."""
         if name in _ENGINE_SETTINGS:
             return replace(self, engines=_with(self.engines, name, text))
         return replace(self, router=_with(self.router, name, text))
@@ -70,14 +70,14 @@ class Subject(Protocol):
 
 
 class Engines(Protocol):
-    """The engines of all workers. Must not block."""
+    """Engines of all workers. Must not block."""
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The policy in force. ``overridden`` names the settings that differ from the configuration."""
+    """Settings in effect; ``overridden`` names those that operators set."""
 
     values: Mapping[str, Any]
     overridden: Collection[str]
@@ -104,7 +104,7 @@ class RuntimePolicy:
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
-        """Return the message for workers, which may not know a new policy."""
+        """Message that sets the engine policy; workers may not know a new policy."""
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
@@ -117,14 +117,14 @@ class RuntimePolicy:
         return self._ruling.router.order
 
     def configure(self, config: RouterConfig) -> None:
-        """Take the policy of another configuration; what operators set stays in effect."""
+        """Apply another configuration; the settings that operators set stay in effect."""
         self._configured = Ruling(config)
         self._put_in_force(self._policy)
 
     async def keep_up(self, version: int) -> None:
-        """Apply the policy that the ledger has under this version.
+        """Apply the ledger's policy if its ``version`` is newer; restore it there if it is older.
 
-        One that its server forgot is put back. Raises LedgerUnavailable.
+        It is older after the ledger's server lost a change. Raises LedgerUnavailable.
         """
         if version > self._policy.version:
             self._take(await self._ledger.policy())
@@ -132,9 +132,10 @@ class RuntimePolicy:
             self._take(await self._ledger.restore_policy(self._policy))
 
     async def set(self, changes: Mapping[str, Any]) -> Holding:
-        """Change what is named, one of SETTINGS, and answers what holds then.
+        """Change settings for all routers, and return the settings in effect then.
 
-        None goes back to the configuration. Raises SettingsError, LedgerUnavailable.
+        ``changes`` holds values by names of SETTINGS; None returns to the configured value. Raises
+        SettingsError, LedgerUnavailable.
         """
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""The leader's end of the gateways' lines."""
+"""Leader's side of the streams from the gateways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Send: TypeAlias = Callable[[session_pb2.LeaderMessage], None]
 
 
 class Listener(Protocol):
-    """Receiver of routers' messages. Must not block."""
+    """Receiver of gateways' messages. Must not block."""
 
     def connected(self, gateway: str) -> None: ...
 
@@ -34,20 +34,20 @@ class LeaderServer:
         return list(self._sends)
 
     def send(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
-        """Send a message to a router; a router that is gone is left to the sweep."""
+        """Send a message to a gateway; the requests of a disconnected one are left to the sweep."""
         send = self._sends.get(gateway)
         if send is not None:
             send(message)
 
     def hang_up(self) -> None:
-        """Tell every gateway to look for another leader."""
+        """Tell every gateway to look for the next leader, and disconnect it."""
         for gateway in self.gateways:
             self.redirect(gateway)
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a router's stream, from its first message until either end closes it."""
+        """Serve a gateway's stream, from its first message until either end closes it."""
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())
         if not gateway:
@@ -56,7 +56,7 @@ class LeaderServer:
         send = outbox.add
         self.connect(gateway, send)
         reader = asyncio.create_task(self._read(gateway, send, first, messages))
-        # A line that is not read any more ends, and its gateway opens another one.
+        # When reading has ended, the stream is closed, and its gateway opens another one.
         reader.add_done_callback(lambda _: send(session_pb2.LeaderMessage(resigned=True)))
         try:
             async with aclosing(outbox.messages()) as answers:
@@ -81,13 +81,13 @@ class LeaderServer:
 
     async def _hear(self, gateway: str, send: Send, message: session_pb2.GatewayMessage) -> None:
         async with self._hearing:
-            # What an older line still brings is out of date.
+            # Messages on a replaced stream are outdated.
             if self._sends.get(gateway) is send:
                 self._listener.receive(gateway, message)
             await asyncio.sleep(0)
 
     def connect(self, gateway: str, send: Send) -> None:
-        """Register a router's stream in place of an older one; ``send`` must not block."""
+        """Register a gateway's stream in place of an older one; ``send`` must not block."""
         self.redirect(gateway)
         self._sends[gateway] = send
         self._listener.connected(gateway)
@@ -97,7 +97,10 @@ class LeaderServer:
             self._forget(gateway)
 
     def redirect(self, gateway: str) -> None:
-        """Tell a router to look for the leader again, which may be this one."""
+        """Tell a gateway to look for the leader again, and disconnect it.
+
+        That leader may be this one.
+        """
         self.send(gateway, session_pb2.LeaderMessage(resigned=True))
         self._forget(gateway)
 

@@ -1,4 +1,4 @@
-"""The requests of dead gateways: found in the ledger by who leads, given to living gateways."""
+"""Sweep: the leader finds requests of dead gateways in the ledger and assigns them to live ones."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from router.ledger.base import Ledger
 
 Tell: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
 
-#: Orphans that are asked for at once.
+#: Most orphaned requests that are read from the ledger at once.
 _AT_ONCE = 256
-#: What was given to a gateway is not given to another one for so long.
+#: Seconds for which a request that was assigned to a gateway is not assigned again.
 _ADOPTION_S = 5.0
 
 
 class Sweep:
-    """Create the sweep.
+    """Periodic sweep of a leader for orphaned requests.
 
-    ``heirs`` returns routers with a stream, none while nothing may be assigned; ``tell`` reaches
-    them. ``bury`` is told of one whose lease is over although it has a line.
+    ``heirs`` returns the connected gateways, or none while nothing may be assigned; ``tell`` sends
+    a message to one of them. ``bury`` disconnects a gateway whose lease has expired.
     """
 
     def __init__(
@@ -45,14 +45,17 @@ class Sweep:
         self._after = 0.0
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Sweep after each heartbeat interval, until cancelled."""
         while True:
             await asyncio.sleep(self._config.heartbeat)
             if now() > self._after and self._heirs():
                 await self._sweep()
 
     def hold_off(self) -> None:
-        """Renew the living first, since nobody could renew a lease while the ledger was away."""
+        """Sweep no earlier than one lease from now, so that live gateways can renew theirs first.
+
+        They could not renew them while the ledger was unavailable.
+        """
         self._after = now() + self._config.lease
 
     async def _sweep(self) -> None:
@@ -67,9 +70,9 @@ class Sweep:
         self._give_away(orphans, now())
 
     def _bury_all_but(self, living: Container[str]) -> None:
-        """Remove the queued requests of routers without a lease.
+        """Disconnect gateways without a lease, which removes their queued requests.
 
-        A frozen router still has a stream; its requests would take room at workers.
+        A frozen router still has a stream, and its requests would take capacity of workers.
         """
         for gateway in self._heirs():
             if gateway not in living:

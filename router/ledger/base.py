@@ -1,12 +1,13 @@
-"""The ledger: the durable record of every request, and of who is there.
+"""The ledger: the durable record of every request, and of the members of the cluster.
 
-Every method is one atomic move that checks state and mover, changes, and answers. Repeating a move
-with the same arguments, because the reply was lost, changes nothing more and answers the same.
-Time is the ledger's own: callers pass durations, never moments. Only routers call this.
+Every method is one atomic move: it checks the state and the caller, changes the ledger, and returns
+the result. Repeating a call with the same arguments, because its reply was lost, changes nothing
+more and returns the same. The ledger uses its own clock: callers pass durations, never points in
+time. Only routers call this.
 
-Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write: the move
-may have happened or not, and may be repeated. ``open`` raises LedgerFull, and nothing is filed,
-where there is no memory for it; other moves that need some are LedgerUnavailable.
+Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write; the move
+may have happened or not, and may be repeated. ``open`` and ``charge`` raise LedgerFull, and store
+nothing, if there is no memory for it. Other moves that need memory raise LedgerUnavailable.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from router.ledger.entry import (
 from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
-#: Requests that one listing looks at, at most.
+#: Maximum number of requests that one call of ``list_requests`` examines.
 MOST_LISTED = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Opened request; ``created`` is False if the id was known with the same body."""
+    """Result of ``open``; ``created`` is False if the id already existed with the same body."""
 
     entry: Entry
     created: bool
@@ -48,13 +49,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Members of the cluster as of ``now`` (ledger time in seconds).
+    """State of the cluster and of the ledger's servers as of ``now`` (ledger time in seconds).
 
-    ``leader`` and ``leader_address`` are empty without a leader. ``workers_version`` changes with
-    the worker table, ``policy_version`` with the policy (0: never set). ``generation`` changes with
-    each restart or failover of a server, which may have lost acknowledged writes. ``memory_used``
-    is the used share of the fullest server, 0 without a limit. ``unfit`` is why a router would
-    refuse this ledger now; empty if it would not.
+    Without a leader, ``leader`` and ``leader_address`` are empty and ``term`` is 0.
+    ``workers_version`` changes with the worker table, ``policy_version`` with the policy (0: never
+    set). ``generation`` changes with each restart or failover of a server, which may have lost
+    acknowledged writes. ``memory_used`` is the used share of the fullest server's memory limit, 0
+    without a limit. ``unfit`` is the reason why a router would refuse to use this ledger now; empty
+    if there is none.
     """
 
     now: float
@@ -70,9 +72,9 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPolicy:
-    """Settings of queue and engines that operators set at run time, as texts by name.
+    """Settings of the queue and the engines that operators set at run time, as text by name.
 
-    The larger ``version`` is the newer one; 0: never set.
+    A larger ``version`` is newer; 0 means that no setting was ever set.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class ClusterPolicy:
 
 
 class Position(NamedTuple):
-    """Position of a request in a listing, largest first.
+    """Position of a request in a listing, which is sorted by descending position.
 
     ``arrived`` is ledger time in seconds, to the microsecond.
     """
@@ -91,7 +93,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A part of a listing. The next one begins behind ``last``; None: nothing is left."""
+    """Page of a listing; the next page begins after ``last``, which is None on the last page."""
 
     entries: tuple[Entry, ...]
     last: Position | None
@@ -99,7 +101,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Load of the cluster as a leader reported it, and its age in seconds."""
+    """Load of the cluster as a leader last reported it, and the age of the report in seconds."""
 
     load: session_pb2.ClusterLoad
     age_s: float
@@ -107,7 +109,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ScalingReport:
-    """Decisions of the autoscaler as reported, and their age in seconds."""
+    """Decisions that the autoscaler last reported, and the age of the report in seconds."""
 
     scaling: session_pb2.Scaling
     age_s: float
@@ -115,18 +117,21 @@ class ScalingReport:
 
 @dataclass(frozen=True, slots=True)
 class AccessRecords:
-    """Texts by their names. ``version`` changes with every change of them, 0 before the first."""
+    """Records of API keys and tenants, as text by name.
+
+    ``version`` changes with every change of a record; it is 0 before the first one.
+    """
 
     version: int
     texts: Mapping[str, str]
 
 
 class StaleTerm(Exception):
-    """Dispatch of a leader whose term is over; it must stop dispatching."""
+    """Error of a dispatch by a leader whose term has ended; that leader must stop dispatching."""
 
 
 class NotQueued(Exception):
-    """The request is not waiting (any more). ``entry`` says what it is instead; None if gone."""
+    """The request is not queued; ``entry`` is its current entry, or None if it does not exist."""
 
     def __init__(self, entry: Entry | None) -> None:
         super().__init__(entry.state.value if entry else "gone")
@@ -134,28 +139,31 @@ class NotQueued(Exception):
 
 
 def check_nonce(value: int) -> int:
-    """Return a valid epoch or term; 0 means none. Raises ValueError."""
+    """Return ``value`` if it is a valid epoch or term. Raises ValueError otherwise.
+
+    Valid are 1 to 2**64 - 1; 0 stands for none.
+    """
     if not 0 < value < 1 << 64:
         raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
     return value
 
 
 def check_end(state: State) -> State:
-    """Return a state in which a request can end. Raises ValueError."""
+    """Return ``state`` if ``end_request`` may set it. Raises ValueError otherwise."""
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
     return state
 
 
 def check_listed(limit: int) -> int:
-    """Return a valid page size of a listing. Raises ValueError."""
+    """Return ``limit`` if it is a valid page size of a listing. Raises ValueError otherwise."""
     if not 0 < limit <= MOST_LISTED:
         raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
     return limit
 
 
 def check_told(stored: Stored) -> Stored:
-    """Return a valid report for ``reassert``. Raises ValueError."""
+    """Return ``stored`` if it is a valid argument of ``reassert``. Raises ValueError otherwise."""
     entry = stored.entry
     if (entry.state is State.RUNNING) != (entry.epoch != 0):
         raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
@@ -169,9 +177,9 @@ def check_told(stored: Stored) -> Stored:
 
 
 class Ledger(Protocol):
-    #: name and version of what keeps it
+    #: name and version of the server that stores the ledger
     server: str
-    #: what an acknowledged move survives (README.md)
+    #: faults that an acknowledged move survives (README.md)
     durability_class: DurabilityClass
 
     # requests
@@ -183,25 +191,27 @@ class Ledger(Protocol):
         timeout_s: float | None = None,
         dispatch: Dispatch | None = None,
     ) -> Opened:
-        """Open a request as QUEUED, owned by ``gateway``, or as RUNNING with a valid ``dispatch``.
+        """Create a request as QUEUED, owned by ``gateway``, or RUNNING with a ``dispatch``.
 
-        The stored deadline is ledger time plus ``timeout_s``, whatever ``request`` says. Raises
-        RequestConflict when the id is known with another body hash, LedgerFull.
+        A ``dispatch`` is ignored unless its term is the leader's. The stored deadline is ledger
+        time plus ``timeout_s``, None without it; the deadline in ``request`` is ignored. Raises
+        RequestConflict if the id exists with another body hash, LedgerFull.
         """
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """Move a request from QUEUED to RUNNING under a new random ``epoch`` of the dispatch.
+        """Move a request from QUEUED to RUNNING at ``worker``, under a new random ``epoch``.
 
-        Repeating it returns the entry, under any term. Raises StaleTerm, NotQueued.
+        A call with the epoch under which the request runs returns the entry, whatever the term.
+        Otherwise raises StaleTerm if ``term`` is not the leader's, NotQueued in another state.
         """
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
         """Store tokens and log probabilities; the end of the last choice moves RUNNING to FINISHED.
 
-        One round trip for all of them. What overlaps stored tokens is trimmed. An item that is
-        refused changes nothing and does not disturb the others.
+        Returns one result per item. All items take one round trip. Tokens that are already stored
+        are skipped. A refused item changes nothing and does not affect the others.
         """
         ...
 
@@ -215,27 +225,29 @@ class Ledger(Protocol):
         tally: Tally = NOTHING,
         explanation: bytes = b"",
     ) -> Entry:
-        """Move a request from RUNNING to QUEUED.
+        """Move a request from RUNNING to QUEUED and return its entry.
 
-        With ``loss``, its cause in words, a loss is counted, and at ``max_losses`` the request goes
-        to FAILED (attempts_exhausted). ``tally`` is stored, and ``explanation`` unless it is empty.
-        Returns the entry unchanged if the epoch is not current. Raises UnknownRequest.
+        ``loss`` is the cause, in words, if its worker was lost; the loss is then counted, and at
+        ``max_losses`` the request becomes FAILED (attempts_exhausted) instead. ``tally`` is stored,
+        and so is ``explanation`` unless it is empty. Nothing changes if ``epoch`` is not current.
+        Raises UnknownRequest.
         """
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
-        """Move QUEUED or RUNNING to QUEUED, owned by ``gateway``; a running attempt is fenced off.
+        """Move an unfinished request of ``owner`` to QUEUED, owned by ``gateway``.
 
-        A request that is final, or no longer ``owner``'s, is answered as it is: the caller has it
-        if the entry's gateway is ``gateway``. Raises UnknownRequest.
+        A running attempt is fenced off. A request that is final, or not owned by ``owner``, is
+        returned unchanged: the caller owns the request only if the entry's gateway is ``gateway``.
+        Raises UnknownRequest.
         """
         ...
 
     async def discard(self, request_id: str, owner: str) -> Entry | None:
-        """Move QUEUED to gone: the id may be opened again.
+        """Delete a QUEUED request of ``owner``, so that its id may be opened again.
 
-        Answers None, also where there is no request, or the entry of one that stays: it is not
-        QUEUED, or not ``owner``'s.
+        Returns None if the request no longer exists, or never did. Returns the entry, unchanged, if
+        the request is not QUEUED or not owned by ``owner``.
         """
         ...
 
@@ -248,38 +260,42 @@ class Ledger(Protocol):
         owner: str | None = None,
         explanation: bytes = b"",
     ) -> Entry:
-        """Move QUEUED or RUNNING to ``state`` (FAILED, CANCELLED or EXPIRED).
+        """Move an unfinished request to ``state`` (FAILED, CANCELLED or EXPIRED) with an error.
 
-        A request that is final, or not ``owner``'s where one is given, is answered as it is; else
-        ``explanation`` is stored unless it is empty. Raises UnknownRequest.
+        Returns the entry. A request that is final, or not owned by a given ``owner``, is returned
+        unchanged. Otherwise ``explanation`` is stored unless it is empty. Raises UnknownRequest,
+        ValueError for another state.
         """
         ...
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        """Store them in the place of what was told with the requests' ends.
+        """Replace the explanations that were stored when the requests ended.
 
-        One whose request is not known, not final, another gateway's, or another one under the same
-        id changes nothing. One round trip for all of them.
+        An item is ignored if its request is unknown, not final, owned by another gateway, or
+        another request with the same id. All items take one round trip.
         """
         ...
 
     async def erase(self, request_id: str) -> Entry | None:
-        """Erase a final request with prompt, outputs and events; its id may be opened again."""
+        """Erase a final request with prompt, outputs and events; its id may be opened again.
+
+        Returns None, or the entry of a request that is not final and stays. Raises UnknownRequest.
+        """
         ...
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        """Send a router's state of a request again to a ledger that may have lost some of it.
+        """Restore a request from its router's copy in a ledger that may have lost parts of it.
 
-        ``stored`` has record, state, epoch, owner, ends, and every choice from offset 0. What is
-        missing is created; tokens and ends beyond the ledger's are added; state, owner, arrival and
-        deadline are taken from ``stored`` if it knows of more moves. With the end of its last
-        choice the request is finished. A forgotten request stays forgotten. Returns the resulting
-        entry.
+        ``stored`` has the request, state, epoch, owner, ends, and every choice from offset 0. A
+        missing request is created, and missing tokens and ends are added. State, owner, arrival and
+        deadline are taken from ``stored`` if it has more moves than the ledger. If the last choice
+        thereby ends, the request is finished. An erased request stays erased. Returns the result
+        and the entry after it. Raises ValueError for an invalid ``stored``.
         """
         ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]:
-        """Return a request's moves, oldest first; of very many the last ones.
+        """Return the events of a request, oldest first; only the last MAX_EVENTS are kept.
 
         Raises UnknownRequest.
         """
@@ -288,15 +304,16 @@ class Ledger(Protocol):
     async def get(self, request_id: str) -> Entry:
         """Return the request's entry.
 
-        Raises UnknownRequest; ForgottenRequest for ``retention`` after Forget.
+        Raises UnknownRequest; ForgottenRequest for ``retention`` seconds after ``erase``.
         """
         ...
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
-        """Return what each choice has from its offset on, from 0 on where none is given.
+        """Return a request with the tokens of each choice from its offset on.
 
-        Raises UnknownRequest and ForgottenRequest as ``get``; OffsetOutOfRange for an offset beyond
-        a choice's tokens, below 0 or of no choice.
+        ``offsets`` are by choice; an omitted one is 0. Raises UnknownRequest and ForgottenRequest
+        as ``get`` does; OffsetOutOfRange for an offset that is negative or beyond a choice's
+        tokens, and for more offsets than choices.
         """
         ...
 
@@ -308,30 +325,33 @@ class Ledger(Protocol):
         limit: int = MOST_LISTED,
         before: Position | None = None,
     ) -> Page:
-        """Return up to ``limit`` requests of ``tenant`` in ``states``, newest first.
+        """Return a page of up to ``limit`` requests of ``tenant`` in ``states``, newest first.
 
-        An empty tenant is all tenants, no states are all states.
+        An empty ``tenant`` selects all tenants, empty ``states`` all states. The page begins after
+        the position ``before``, or with the newest request. Raises ValueError for a ``limit`` out
+        of range.
         """
         ...
 
     # gateways
 
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
-        """Renew the gateway's lease, and return who is connected."""
+        """Renew the gateway's lease for ``lease_s`` seconds; return the state of the cluster."""
         ...
 
     async def end_lease(self, gateway: str) -> None:
-        """End the gateway's lease at once; its requests become orphans."""
+        """End the gateway's lease at once, so that its requests become orphans."""
         ...
 
     async def gateways(self) -> dict[str, str]:
-        """Return internal addresses of the routers with a living lease, by id."""
+        """Return the internal addresses of the routers whose lease has not ended, by id."""
         ...
 
     async def orphans(self, limit: int) -> list[str]:
-        """Return up to ``limit`` unfinished requests whose gateway's lease is over, oldest first.
+        """Return the ids of up to ``limit`` unfinished requests whose gateway's lease has ended.
 
-        The cost does not grow with the requests of living gateways.
+        Requests of the lease that ended first come first. The cost does not depend on the number
+        of requests of living gateways.
         """
         ...
 
@@ -340,22 +360,25 @@ class Ledger(Protocol):
     async def lead(
         self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
     ) -> bool:
-        """Take or renew the leader's lease; return False if another router holds it.
+        """Take or renew the leader's lease for ``lease_s`` seconds; return whether it is held.
 
-        ``term`` renews it if it was the last holder.
+        The last ``term`` renews the lease at any time. Another term takes it only after the lease
+        has ended. Without ``is_new`` the call is a renewal, which returns False if another term has
+        held the lease since.
         """
         ...
 
     async def resign(self, term: int) -> None:
-        """Give the leader's lease back, if it is held under ``term``."""
+        """End the leader's lease if it is held under ``term``."""
         ...
 
     # workers
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
-        """Put the worker into the table, in place of any other at its address.
+        """Add the worker to the table, replacing any other worker at its address.
 
-        A worker that is restarted on a fixed port has another id.
+        The same address may belong to another id, because a worker that restarts on a fixed port
+        gets a new one.
         """
         ...
 
@@ -370,18 +393,19 @@ class Ledger(Protocol):
     # load
 
     async def put_load(self, load: session_pb2.ClusterLoad) -> None:
-        """Store the load for the autoscaler. Nothing changes unless ``load.term`` is the latest."""
+        """Store the load for the autoscaler; ignored unless ``load.term`` is the latest term."""
         ...
 
     async def load(self) -> LoadReport | None:
-        """Return the stored load; None if there is none."""
+        """Return the last stored load; None if there is none."""
         ...
 
     async def is_active(self) -> bool:
-        """Return whether this cluster serves clients, of those that share ``active_key``.
+        """Return whether this cluster is the active one of those that share ``active_key``.
 
-        A cluster that none of the others precedes becomes active by asking. The active one stays
-        so for 10 s after its routers asked last.
+        Only the active cluster serves clients. If none is active, this call makes this cluster the
+        active one. It stays active for 10 s after the last such call of its routers. Without an
+        ``active_key`` every cluster is active.
         """
         ...
 
@@ -390,60 +414,63 @@ class Ledger(Protocol):
         ...
 
     async def active_load(self) -> LoadReport | None:
-        """Return the load of the active cluster if it is another one, as ``load`` does."""
+        """Return the active cluster's load; None if that is this cluster, or it stored none."""
         ...
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        """Store decisions of the autoscaler for display."""
+        """Store the decisions of the autoscaler, for display."""
         ...
 
     async def scaling(self) -> ScalingReport | None:
-        """Return the stored decisions; None if there are none."""
+        """Return the last stored decisions; None if there are none."""
         ...
 
     # tenants
 
     async def charge(self, charge: Charge, lease_s: float) -> bool:
-        """Take what the request may need of all its tenant's limits, or nothing.
+        """Charge a request to all limits of its tenant, or to none.
 
-        It counts among the tenant's requests until it is settled, or for the lease unless it is
-        held. False where it was charged before: nothing more is taken. Raises RateLimited,
-        LedgerFull.
+        It also counts as a concurrent request of the tenant until it is settled, or until
+        ``lease_s`` seconds have passed without a ``hold``. Returns False, and takes nothing more,
+        if the request was charged before. Raises RateLimited if a limit is reached, LedgerFull.
         """
         ...
 
     async def settle_charges(self, ends: Sequence[Settlement]) -> None:
-        """Settle requests that have ended: refund what they did not use.
+        """Settle the charges of requests that have ended: refund what they did not use.
 
-        Requests that were not charged or are settled are ignored.
+        Requests that were never charged, or are already settled, are ignored.
         """
         ...
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
-        """Renew the charges of running requests for another lease."""
+        """Extend the charges of running requests to ``lease_s`` seconds from now."""
         ...
 
-    # who may come in
+    # API keys and tenants
 
     async def access(self, known: int = -1) -> AccessRecords | None:
-        """Return the records of keys and tenants; None if their version is the ``known`` one."""
+        """Return the records of API keys and tenants; None if their version is ``known``."""
         ...
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
-        """Change records by their names; None removes one."""
+        """Change records by name; None removes a record."""
         ...
 
     # policy
 
     async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
-        """Change what is named, and answers what is set then.
+        """Change the named settings and return the resulting policy.
 
-        An empty text takes back what was set.
+        An empty text unsets a setting.
         """
         ...
 
     async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
-        """Restore the policy after a server lost it, unless the ledger's version is newer."""
+        """Restore ``policy`` after a server lost it; return the policy in effect.
+
+        Nothing changes if the ledger's version is as new or newer.
+        """
         ...
 
     async def policy(self) -> ClusterPolicy:
@@ -451,7 +478,7 @@ class Ledger(Protocol):
         ...
 
     async def cluster_id(self) -> str:
-        """Return the random id of this ledger's cluster, made at the first call."""
+        """Return the random id of this ledger's cluster, which is generated once."""
         ...
 
     async def close(self) -> None: ...

@@ -12,15 +12,15 @@ from everlift.settings import CHECKED, Count, Part, Positive
 from everlift.tls import check_pair, make_absolute
 from router.ledger.redis import address
 
-#: Where a ledger's url stands if it is in no configuration.
+#: Environment variable that contains the ledger's url if the configuration has none.
 URL_VARIABLE = "EVERLIFT_LEDGER__URL"
-#: The url of a ledger that the process which starts the cluster runs itself.
+#: Value of ``url`` for a server that is run by the process which starts the cluster.
 EMBEDDED = "embedded"
 MAX_SHARDS = 1024
 
-#: README.md has what each of them promises at length.
+#: Durability promises, which README.md describes in detail.
 DurabilityClass = Literal["memory", "everysec", "always", "replicated"]
-#: What an acknowledged move survives.
+#: Short description of each promise: the faults that an acknowledged move survives.
 PROMISES: dict[str, str] = {
     "memory": "writes survive routers and workers, not the end of the server",
     "everysec": "writes survive a restart of the server, except the last second, which "
@@ -31,15 +31,15 @@ PROMISES: dict[str, str] = {
 
 
 class LedgerSetupError(Exception):
-    """The ledger cannot be used as it is set up.
+    """The ledger cannot be used with its current setup.
 
-    The message says what to change; to try again does not help.
+    The message says what to change. A retry does not help.
     """
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class LedgerConfig:
-    """Durations are seconds.
+    """Settings of the ledger. Durations are in seconds.
 
     Routers of one cluster must agree on ``key_prefix`` and ``shards``; the ledger refuses others.
     """

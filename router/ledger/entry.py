@@ -1,26 +1,26 @@
-"""A request's life as a table.
+"""States of a request, and the moves between them.
 
     open                   -> queued
-    queued     dispatch    -> running     fenced by the leader's term
-    running    append      -> running     fenced by the epoch
-    running    append      -> finished    ... and it ends the last choice that went on
-    running    release     -> queued      fenced by the epoch; its worker is lost or gave it back
-    running    release     -> failed      ... and it was lost too often
-    queued     take over   -> queued      another gateway goes on with it
-    running    take over   -> queued      ... fencing off what runs
-    queued     discard     -> (gone)      as if it had never been opened: the queue was full
+    queued     dispatch    -> running     guarded by the leader's term
+    running    append      -> running     guarded by the epoch
+    running    append      -> finished    guarded by the epoch; the last unfinished choice ends
+    running    release     -> queued      guarded by the epoch; the worker is lost or returned it
+    running    release     -> failed      guarded by the epoch; its worker was lost too often
+    queued     take over   -> queued      another gateway becomes the owner
+    running    take over   -> queued      another gateway becomes the owner; fences off the attempt
+    queued     discard     -> (gone)      as if it was never opened, because the queue was full
     queued     end         -> failed | cancelled | expired
     running    end         -> failed | cancelled | expired
-    final      forget      -> (gone)      prompt, outputs and all
-    (any)      reassert    -> as its gateway has it, where the ledger's server came back with less
+    final      forget      -> (gone)      with prompt, outputs and events
+    (any)      reassert    -> as in its gateway's copy, after the ledger's server lost data
 
-The other four states are final: nothing leaves them but forget. Every state but running has epoch 0
-and no worker. A choice ends with the append that brings its finish reason, and the request is
-finished when all its choices are.
+Finished, failed, cancelled and expired are final: only forget leaves them. Every state but running
+has epoch 0 and no worker. A choice ends with the append that contains its finish reason, and the
+request is finished when all its choices have ended.
 
-Every move but append counts in ``moves`` and leaves an event; so does the append that finishes the
-request, and a reassertion that changes more than tokens, which leaves its teller's count. Who holds
-a request with more moves than the ledger knows of knows more than the ledger.
+Every move but append increments ``moves`` and leaves an event. So does the append that finishes the
+request. A reassert that changes more than tokens leaves an event too, and copies ``moves`` from the
+gateway's copy. A copy of a request with more moves than the ledger's entry is newer than the entry.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from enum import Enum
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 
-#: Events that are kept of a request: its last ones.
+#: Number of events that are kept of a request, the last ones.
 MAX_EVENTS = 64
 
 
 def lost_too_often(losses: int, cause: str) -> str:
-    """Return the error of a request that has no attempt left."""
+    """Return the error message of a request that failed because its worker was lost too often."""
     return f"given up after {losses} lost attempts; cause of the last one: {cause}"
 
 
 class State(Enum):
-    #: waits for a worker
+    #: waiting for a worker
     QUEUED = "queued"
-    #: one worker has it, under the entry's epoch
+    #: dispatched to one worker, under the entry's epoch
     RUNNING = "running"
-    #: complete: all tokens of all choices are in the ledger
+    #: complete; all tokens of all choices are in the ledger
     FINISHED = "finished"
-    #: given up; the entry's error says why
+    #: abandoned; the entry's error says why
     FAILED = "failed"
-    #: ended by the client, or because its last client was gone
+    #: cancelled by the client, or because its last client disconnected
     CANCELLED = "cancelled"
     #: its deadline passed
     EXPIRED = "expired"
@@ -62,7 +62,7 @@ class State(Enum):
 class Move(Enum):
     """Transition of a request, with the states that it may start from and end in.
 
-    A reassertion is none of them: it repeats what was.
+    Reassert is not a member, because it repeats earlier moves.
     """
 
     OPEN = ((), (State.QUEUED,))
@@ -83,9 +83,9 @@ class Move(Enum):
 class Tally:
     """Counters of a request, over all its attempts.
 
-    ``preemptions`` are the times that it released its KV blocks before its end, ``migrations`` the
-    attempts that continued tokens of an earlier one. ``cached_tokens`` are the prompt tokens that
-    the first attempt found in the prefix cache.
+    ``preemptions`` counts how often the request released its KV blocks before its end.
+    ``migrations`` counts the attempts that continued the tokens of an earlier one.
+    ``cached_tokens`` are the prompt tokens that the first attempt found in the prefix cache.
     """
 
     preemptions: int = 0
@@ -96,17 +96,17 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event of a request: the time (ledger time in seconds), the move, and its detail.
+    """Event of a request: the time (ledger time in seconds), the move, and a detail.
 
-    when (ledger time in seconds), which, and with whom or why.
+    The detail depends on the move; ``finish`` is the append that ended the last choice.
 
     open         its gateway
     dispatch     its worker
-    release      why its worker was lost; empty if it gave it back
-    take_over    its gateway from then on
-    finish       empty: an append brought the end of the last choice
+    release      cause of the loss of its worker; empty if the worker returned the request
+    take_over    its new gateway
+    finish       empty
     end          the error's slug
-    reassert     the gateway that told it
+    reassert     the gateway that sent its copy
     """
 
     time: float
@@ -116,11 +116,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Ledger's view of a request, without prompt and tokens.
+    """Entry of a request in the ledger, without prompt and tokens.
 
-    ``arrived`` is ledger time in seconds and never changes: the key under which the request is
-    queued. ``num_tokens`` and ``finish_reasons`` are by choice; an unfinished choice has no reason.
-    ``attempts`` counts dispatches, ``losses`` those whose worker was lost.
+    ``arrived`` is ledger time in seconds. It never changes, and the admission queue orders by it.
+    ``num_tokens`` and ``finish_reasons`` have one item per choice; the reason of an unfinished
+    choice is None. ``attempts`` counts dispatches, ``losses`` the dispatches whose worker was lost.
+    ``moves`` counts moves as the module describes.
     """
 
     request_id: str
@@ -143,7 +144,7 @@ class Entry:
 class StoredChoice:
     """Tokens of one choice, the first of them at ``offset``.
 
-    ``logprobs`` are theirs where the request asks for them, else none.
+    ``logprobs`` has one item per token if the request asks for them, else it is empty.
     """
 
     tokens: tuple[int, ...] = ()
@@ -153,11 +154,11 @@ class StoredChoice:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry with its request and what its choices have, as of ``now`` (ledger time).
+    """Request as the ledger stores it, as of ``now`` (ledger time in seconds).
 
-    ``prompt_logprobs`` are of the prompt's tokens from the second one on, all of them or none.
-
-    ``explanation`` is where its time went, as its gateway told it last: bytes of no meaning here.
+    ``prompt_logprobs`` has the prompt's tokens from the second one on, either all or none.
+    ``explanation`` says where the request's time went, as its gateway last reported. It is opaque
+    to the ledger.
     """
 
     entry: Entry
@@ -179,10 +180,11 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Tokens of one choice of one request, made under ``epoch``, the first of them at ``offset``.
+    """New tokens of one choice, generated under ``epoch``, the first of them at ``offset``.
 
-    ``logprobs`` are theirs if the request asks for them, with as many alternatives as it asks for.
-    ``prompt_logprobs`` come once, all together; with a repetition they are not stored again.
+    ``logprobs`` has one item per token, with the requested number of alternatives; it is empty if
+    the request does not ask for them. ``prompt_logprobs`` are sent once, all together; repeated
+    ones are not stored again. Raises ValueError for another number of ``logprobs``.
     """
 
     request_id: str
@@ -193,9 +195,9 @@ class Append:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    #: the request's counters so far; None leaves those that are stored
+    #: the request's counters so far; None keeps the stored ones
     tally: Tally | None = None
-    #: with a finish reason: where its time went so far; empty: what was told before stays
+    #: only with a finish reason: where the request's time went so far; empty keeps the stored one
     explanation: bytes = b""
 
     def __post_init__(self) -> None:
@@ -207,7 +209,7 @@ class Append:
 class Explained:
     """Explanation of a final request, from the ``gateway`` that owned it.
 
-    ``arrived`` tells it from a later request with its id.
+    ``arrived`` distinguishes the request from a later one with the same id.
     """
 
     request_id: str
@@ -217,34 +219,34 @@ class Explained:
 
 
 class Appended(Enum):
-    #: stored, or already there: a repeated append changes nothing
+    #: stored, or stored before: a repeated append changes nothing
     OK = "ok"
-    #: stored, or already there, and with it the request is finished
+    #: stored, or stored before, and it finished the request
     FINISHED = "finished"
-    #: the epoch is not the request's: somebody else goes on with it
+    #: the epoch is not current, because the request was requeued or dispatched again
     FENCED = "fenced"
-    #: the request is in a final state
+    #: the request, or its choice, has ended
     ENDED = "ended"
-    #: offset lies beyond what is stored: tokens are missing in between
+    #: the offset is beyond the stored tokens: tokens in between are missing
     GAP = "gap"
     #: more tokens than the request's max_tokens
     LIMIT = "limit"
-    #: no such request, or no such choice of it
+    #: the request or the choice does not exist
     UNKNOWN = "unknown"
 
 
 class Reasserted(Enum):
     """Result of restoring a request in the ledger."""
 
-    #: the ledger has all of it; where it knew of more moves, its state stays
+    #: the ledger has all data of the request; its state stays if it had as many moves or more
     OK = "ok"
-    #: another gateway has it by now, or had it all along: nothing is changed
+    #: another gateway owns the request, and the ledger has as many moves or more: nothing changes
     TAKEN = "taken"
-    #: it is final in the ledger, and here it is not: nothing is changed, unless what was told is
-    #: what the ledger lacked for the end of its last choice
+    #: the request is final in the ledger but not in the given copy. Nothing changes, unless the
+    #: copy has the last end of a choice that the ledger lacked: then the request is finished
     ENDED = "ended"
-    #: somebody had it forgotten, when its gateway was taken for dead: nothing is changed
+    #: the request was erased while its gateway was presumed dead: nothing changes
     FORGOTTEN = "forgotten"
     #: the ledger has other tokens at the same offsets, another end of a choice or another body:
-    #: nothing is changed
+    #: nothing changes
     DIVERGED = "diverged"

@@ -1,4 +1,4 @@
-"""Listings of a ledger: a page at a time, and all of it. Pure."""
+"""Listings of a ledger, page by page, and the items of its audit. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.ledger.entry import Entry, Event, State
 
 
 class Row(NamedTuple):
-    """A request that is listed; ``entry`` is None where it is not asked for, or gone."""
+    """Listed request; ``entry`` is None if its state is not requested or it does not exist."""
 
     position: Position
     entry: Entry | None
@@ -20,14 +20,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Next entries of a shard, newest first. ``is_end``: there are no more."""
+    """Next rows of one shard, newest first; ``is_end`` if the shard has no more."""
 
     rows: Sequence[Row]
     is_end: bool
 
 
 class Listing:
-    """Page of up to ``limit`` entries after ``last``, from MOST_LISTED requests at most."""
+    """Builder of a page of ``limit`` entries after ``last``, from at most MOST_LISTED rows."""
 
     def __init__(self, limit: int, last: Position | None) -> None:
         self._limit = limit
@@ -38,11 +38,11 @@ class Listing:
 
     @property
     def missing(self) -> int:
-        """Entries that are still to be found."""
+        """Return the number of entries that the page still lacks."""
         return self._limit - len(self._entries)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Add the next entries of each shard."""
+        """Add the next rows of each shard, which begin at ``last``."""
         rows, is_end = _merged(parts, self.last)
         assert rows or is_end, "a shard that has more answers at least one of it"
         for row in rows:
@@ -78,12 +78,12 @@ def _behind(rows: Iterable[Row], last: Position | None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A request.
+    """Audited state of a request.
 
-    ``owned`` says that its gateway's set of unfinished requests has it, ``listed`` that the
-    listings have it at its arrival, ``immortal`` which of its keys the server would keep for ever,
-    ``missing`` which are not there. ``finished_by`` is the epoch whose append finished it, 0 for
-    none.
+    ``owned`` says whether its gateway's set of unfinished requests contains it, ``listed`` whether
+    all its listings have it at its arrival time. ``immortal`` are its keys without a time to live,
+    ``missing`` its keys that do not exist. ``finished_by`` is the epoch whose append finished it, 0
+    for none.
     """
 
     entry: Entry
@@ -102,7 +102,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A key of a request that is not there."""
+    """Key of a request that does not exist."""
 
     request_id: str
     key: str
@@ -110,9 +110,9 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Entry in the set of ``gateway``'s unfinished requests, with ``state`` and ``owner``.
+    """Member of the set of ``gateway``'s unfinished requests.
 
-    None and empty if there is no such request.
+    ``state`` and ``owner`` are the request's own; None and empty if it does not exist.
     """
 
     request_id: str
@@ -123,9 +123,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Listing of a request under its tenant.
+    """Member of a tenant's listing.
 
-    ``is_kept_up``: as the listing of all does, so that it leaves both when it is gone.
+    ``is_kept_up`` says whether the tenant is the request's own and the listing of all tenants has
+    the request too, so that it is removed from both when it no longer exists.
     """
 
     request_id: str
@@ -138,11 +139,11 @@ Item: TypeAlias = Audited | Stray | Claim | Listed
 
 class Audit(Protocol):
     def items(self) -> AsyncIterator[Item]:
-        """Return all entries. Raises LedgerUnavailable."""
+        """Return an iterator over all items. Raises LedgerUnavailable."""
         ...
 
     async def again(self, items: Sequence[Item]) -> list[Item]:
-        """Return the same as they are by now, without those that are gone.
+        """Return the current state of ``items``, without those that no longer exist.
 
         Raises LedgerUnavailable.
         """

@@ -1,16 +1,16 @@
-"""Buckets of tenants' limits. Pure.
+"""Token buckets for the limits of tenants. Pure.
 
-Of what a limit allows in a minute, a bucket holds a minute's worth and is filled evenly. It is
-kept as one moment: ``due``, when it will be full again. To take something is to move it away, by
-the time in which so much is filled in; where it is a minute away nothing is left.
+A bucket holds as much as its limit allows in one minute, and refills at a constant rate. It is
+stored as one time, ``due``, at which it will be full again. Taking an amount moves ``due`` later,
+by the time in which that amount refills. If ``due`` is one minute away, the bucket is empty.
 
-            what is left        what was taken
+            available           taken
     |------------------------|------------------|
     now                                         now + 60 s        full: due <= now
                              ^ now + 60 s - (due - now)
 
-A request that takes more than a minute's worth begins when the bucket is full, and what it took is
-made up for before the next one.
+A request that takes more than the bucket holds begins when the bucket is full. The excess must
+refill before the next request can begin.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from everlift.errors import RateLimited
 from everlift.request_id import tenant_of
 
 MINUTE_US = 60 * 1_000_000
-#: Nobody knows when an unfinished request ends.
+#: Seconds until a retry at the limit of concurrent requests, because their ends are unknown.
 _SOME_S = 1.0
 CONCURRENT = "max_concurrent"
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Charge of a request and limits of its tenant; None is no limit.
+    """Amounts that a request may need at most, and the limits of its tenant; None is no limit.
 
-    ``output_tokens`` counts all choices.
+    ``output_tokens`` is the sum over all choices.
     """
 
     request_id: str
@@ -47,9 +47,9 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Settlement of a request that ended, with the tokens of all its choices.
+    """Output of a request that ended, in tokens of all its choices.
 
-    None: it never began, and takes nothing.
+    None means that the request never began, so that its whole charge is refunded.
     """
 
     request_id: str
@@ -57,12 +57,12 @@ class Settlement:
 
 
 def cost_us(amount: int, per_minute: int | None) -> int:
-    """Return the whole µs in which a bucket refills by ``amount``."""
+    """Return the time in µs in which a bucket refills by ``amount``; 0 without a limit."""
     return amount * MINUTE_US // per_minute if per_minute else 0
 
 
 def refusal(charge: Charge, limit: str, wait_us: int) -> RateLimited:
-    """Return the error for an exceeded limit."""
+    """Return the error for the exceeded ``limit``; ``wait_us`` is 0 if the wait is unknown."""
     of = f"{limit} ({getattr(charge, limit)})"
     wait_s = wait_us / 1e6 or _SOME_S
     return RateLimited(

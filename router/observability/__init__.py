@@ -1,1 +1,1 @@
-"""Metrics and traces."""
+"""Metrics and traces of a router."""

@@ -1,17 +1,19 @@
 """Corrections of predictions by their outcomes. Pure.
 
-Each quantile of each group has a shift of its logarithm. After every output it goes up by
-rate * q where the output was longer, and down by rate * (1 - q) where it was not: so the part of
-outputs within it tends to q whatever the model says and the outputs do (Gibbs and Candes, adaptive
-conformal inference, arXiv 2106.00170). Over n outputs in a row of a group it is off by at most
+Each quantile of each group has a shift of its logarithm. After every output the shift of quantile q
+increases by rate * q if the output was longer, and decreases by rate * (1 - q) if it was not. The
+share of outputs within the quantile therefore tends to q, whatever the model predicts and however
+the outputs are distributed (Gibbs and Candes, adaptive conformal inference, arXiv 2106.00170). Over
+n consecutive outputs of a group the share is off by at most
 
     (r + rate) / (rate * n)
 
-where r is how far the shift has to go: the range of ln(output / predicted).
+where r is the distance that the shift has to cover: the range of ln(output / predicted).
 
-An output is held against the quantile as it is when it ends, and not as it was told when it came.
-Else each of those that were under way meanwhile would move the shift for the same reason: with a
-few hundred of a group it would swing by several orders of magnitude, however good the model is.
+An output is compared with the quantile as corrected when it ends, not as corrected when its request
+arrived. Otherwise all outputs that run at the same time would move the shift for the same reason.
+With a few hundred of them in a group the shift would swing by several orders of magnitude, however
+good the model is.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-#: Of a shift, natural logarithm: an output that is longer than the median moves it by 2.5 %.
+#: Rate of a shift, in natural logarithm: an output longer than the median moves that by 2.5 %.
 RATE = 0.05
-#: Groups that have shifts of their own; then those that were not heard of for longest lose them.
+#: Most groups with shifts of their own; beyond that the least recently updated ones lose theirs.
 _MOST = 4096
 
 
@@ -34,21 +36,24 @@ class Corrections:
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
         """Return the corrected logarithms of the quantiles.
 
-        A group without outcomes is shifted like the average of the others.
+        A group without outcomes is shifted by the average of the others.
         """
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]
 
     def note(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record the length of an output with the uncorrected prediction ``logs``."""
+        """Record the length of an output that had the uncorrected prediction ``logs``.
+
+        Both are natural logarithms.
+        """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
     def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
-        """Record an output that was cut off with at least this length.
+        """Record an output that was cut off, and so would have had at least this length.
 
-        It teaches nothing about the quantiles above.
+        It does not move quantiles above that length.
         """
         is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)

@@ -1,4 +1,4 @@
-"""A predictor's file, followed while the router runs."""
+"""File of a trained predictor, which is reloaded when it changes while the router runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from router.prediction.model import MAX_BYTES, Model
 
 log = logs.get_logger(__name__)
 
-#: A file that was trained anew is in use so soon.
+#: Seconds between two checks whether the file has changed.
 _LOOK_S = 1.0
-#: What is another file is another one of these, also where the symbolic link to it was changed.
+#: Device, inode, size and modification time of a file. They also differ if a symbolic link was
+#: changed to point to another file.
 _Identity = tuple[int, ...]
 
 
 class PredictorFile:
-    """Predictor file; ``load`` gets each new model, and raises ValueError to refuse it.
+    """File of a predictor; ``load`` receives each new model, and raises ValueError to refuse it.
 
-    Then, as where the file cannot be read, what is in use stays.
+    The model in use is kept then, and also if the file cannot be read.
     """
 
     def __init__(self, path: Path, load: Callable[[Model], None]) -> None:
         self._path = path
         self._load = load
         self._identity: _Identity | None = None
-        #: why it was not taken when it was last looked at
+        #: why the file was refused at the last check; empty if it was not
         self._cause = ""
 
     async def run(self) -> None:
-        """Follow the file until cancelled."""
+        """Check the file every second, until cancelled."""
         while True:
             await self.reload()
             await asyncio.sleep(_LOOK_S)
@@ -57,7 +58,7 @@ class PredictorFile:
             identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
             if identity == self._identity:
                 return None
-            # What cannot be used is read and told once.
+            # Set first, so that a file that cannot be used is read and reported only once.
             self._identity = identity
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

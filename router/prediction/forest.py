@@ -1,15 +1,16 @@
-"""Trees that were grown by gradient boosting, asked one request at a time. Pure.
+"""Evaluation of gradient-boosted trees for one request at a time. Pure.
 
-The libraries that grow them take longer to be called than to answer, read their models from files
-that are code or nearly so, and are large. What they grow is a few thousand numbers. They are asked
-here as by QuickScorer (Lucchese et al., SIGIR 2015): not tree by tree but feature by feature.
+The libraries that train such trees are not used here, because calling them takes longer than the
+evaluation, their model files are code or nearly so, and they are large. A model is only a few
+thousand numbers. Trees are evaluated as in QuickScorer (Lucchese et al., SIGIR 2015): feature by
+feature instead of tree by tree.
 
-    every tree has 16 bits, one for each leaf, the leftmost leaf's the lowest
-    every node of a feature whose threshold is exceeded clears the bits of the leaves on its left
-    the lowest bit that is left in a tree is of the leaf that the request comes to
+    every tree has 16 bits, one for each leaf; the lowest bit is the leftmost leaf
+    every node whose threshold the feature exceeds clears the bits of the leaves on its left
+    the lowest remaining bit of a tree is the leaf that the request reaches
 
-What all nodes of a feature clear up to a threshold is one number of 16 bits a tree, which is known
-before anybody asks.
+For each feature and each number of exceeded thresholds, the remaining bits of all trees form one
+mask, which is computed in advance.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from math import isfinite
 
 import numpy as np
 
-#: A tree has so many leaves at most: a set of them is a number of as many bits.
+#: Most leaves of a tree; a set of leaves is a number of as many bits.
 _LEAVES = 16
-#: Of a model, all sums together.
+#: Most trees of a model, in all sums together.
 _MOST_TREES = 512
-#: By a number of one bit, which one it is.
+#: By a number with a single set bit: the position of that bit.
 _PLACE_OF_BIT = np.zeros(1 << _LEAVES, np.intp)
 _PLACE_OF_BIT[1 << np.arange(_LEAVES)] = np.arange(_LEAVES)
 
 
 class Forest:
-    """Several sums of trees, each of its own trees.
+    """Several sums, each over the values of its own trees.
 
-    A node asks whether its feature is at most its threshold, and if so leads to the left. A leaf
-    leads to itself on both sides, and has a value. Children come after their parents.
+    A node leads to its left child if its feature is at most its threshold, else to its right child.
+    A leaf has itself as both children, and has a value. Children come after their parents.
     """
 
     def __init__(
@@ -46,7 +47,11 @@ class Forest:
         value: Sequence[float],
         num_features: int,
     ) -> None:
-        """Create the forest; ``roots`` are by sum, the others by node. Raises ValueError."""
+        """Create the forest.
+
+        ``roots`` holds the root nodes of each sum; the other sequences are indexed by node. Raises
+        ValueError if the trees are not valid.
+        """
         counts = [len(each) for each in roots]
         if not counts or not all(counts) or sum(counts) > _MOST_TREES:
             raise ValueError(f"a sum has no tree, or all have more than {_MOST_TREES}")
@@ -55,7 +60,7 @@ class Forest:
             trees.add(root)
         self._num_bytes = 2 * len(trees.values)
         self._all = (1 << 8 * self._num_bytes) - 1
-        #: by feature that anything asks for: thresholds, and what is left below each and above all
+        #: feature, thresholds and masks (``_Trees.line``) of each feature that a node uses
         self._lines = [(each, *trees.line(each)) for each in range(num_features)]
         self._lines = [line for line in self._lines if line[1]]
         self._values = np.array(trees.values).ravel()
@@ -63,7 +68,7 @@ class Forest:
         self._starts = np.cumsum([0, *counts[:-1]])
 
     def sums(self, features: Sequence[float]) -> list[float]:
-        """Return the sum of the trees' values, for each sum."""
+        """Return the value of each sum for a request with these features."""
         left = self._all
         for feature, thresholds, masks in self._lines:
             left &= masks[bisect_left(thresholds, features[feature])]
@@ -86,13 +91,13 @@ class _Trees:
         self._feature, self._threshold, self._value = feature, threshold, value
         self._left, self._right = left, right
         self._num_features = num_features
-        #: by feature: thresholds, and the bits that are cleared above them
+        #: by feature: thresholds, each with the bits that are cleared if it is exceeded
         self._cleared: list[list[tuple[float, int]]] = [[] for _ in range(num_features)]
-        #: by tree and leaf
+        #: values of leaves, by tree and leaf
         self.values: list[list[float]] = []
 
     def add(self, root: int) -> None:
-        """Add a tree. Raises ValueError."""
+        """Add the tree with this root. Raises ValueError if it is not valid."""
         self.values.append([])
         leaves = self._walk(root, -1)
         self.values[-1] += [0.0] * (_LEAVES - leaves.bit_count())
@@ -121,7 +126,10 @@ class _Trees:
         return 1 << len(leaves) - 1
 
     def line(self, feature: int) -> tuple[list[float], list[int]]:
-        """Return thresholds in ascending order, and the masks of leaves that remain beyond each."""
+        """Return a feature's thresholds in ascending order, and masks of the remaining leaves.
+
+        ``masks[i]`` applies to a value that exceeds the first ``i`` thresholds.
+        """
         cleared = sorted(self._cleared[feature])
         masks = [-1]
         for _, bits in cleared:

@@ -1,8 +1,6 @@
-"""Trained predictor in a JSON file, which is validated completely.
+"""Trained predictor in a JSON file, which is validated completely. Pure.
 
-Pure.
-
-It has no prompts and no names: of groups digests.
+The file contains no prompts and no names of tenants or applications; groups are digests.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from router.prediction.forest import Forest
 
 KIND = "everlift output lengths"
 VERSION = 1
-#: Of an output's length, as a model predicts them.
+#: Quantiles of an output's length that a model predicts.
 QUANTILES = (0.5, 0.9)
-#: A file of more bytes is not read.
+#: Largest file that is read, in bytes.
 MAX_BYTES = 16 << 20
-#: Of a group: as many as a float counts exactly.
+#: Most outputs of a group: the largest count that a float represents exactly.
 _MOST_OUTPUTS = 1 << 53
 _COLUMNS = ("roots", "feature", "threshold", "left", "right", "value")
 
-#: Words that are looked for, in small letters; how many of each line are there is a feature by this
-#: name. They are English: what is asked in other languages is known by its template.
+#: Words in lower case, by the name of their feature: how many of them occur in the prompt. They are
+#: English; requests in other languages are recognised by their template.
 WORDS: dict[str, tuple[str, ...]] = {
     "ask": ("what", "who", "when", "where", "which", "whose", "is", "are", "does"),
     "reason": ("why", "how", "explain", "describe", "discuss", "analyse", "analyze", "compare"),
@@ -41,27 +39,27 @@ WORDS: dict[str, tuple[str, ...]] = {
     "think": ("think", "step", "prove", "solve", "calculate", "derive", "math", "proof"),
     "structured": ("json", "xml", "csv", "table", "yaml", "html", "schema", "sql"),
 }
-#: What ``Asked.static`` holds, in this order.
+#: Names of the values of ``Asked.static``, in this order.
 STATIC: tuple[str, ...] = (
     *("log_prompt_tokens", "log_max_tokens", "choices", "temperature", "stops", "grammar"),
     *("log_min_tokens", "hour", *WORDS),
     *("fences", "questions", "lines", "digits", "words", "ends_in_question", "ends_in_colon"),
 )
-#: Whose earlier outputs a request's are likely to resemble, from the widest on.
+#: Kinds of groups of requests with similar outputs, from the widest to the narrowest.
 GROUPS: tuple[str, ...] = ("tenant", "application", "opening", "template")
-#: What a forest is asked by, in this order.
+#: Names of the features of a forest, in this order.
 FEATURES: tuple[str, ...] = (
     *STATIC,
     *(f"{group}_{what}" for group in GROUPS for what in ("log_mean", "log_spread", "log_count")),
 )
-#: A mean follows the last so many outputs.
+#: Approximate number of last outputs over which mean and variance are taken.
 _HISTORY_MEMORY = 64
 
 
 class History(NamedTuple):
-    """Mean and variance of the logarithms of a group's last outputs, up to 64.
+    """Running mean and variance of the logarithmic lengths of a group's outputs.
 
-    The first output is assumed to have variance 1.
+    They follow about the last 64 outputs. After the first output the variance is assumed to be 1.
     """
 
     outputs: int = 0
@@ -78,10 +76,10 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Model; ``forest`` has a sum for the natural logarithm of each of QUANTILES.
+    """Trained model; ``forest`` has one sum for the natural logarithm of each of QUANTILES.
 
-    ``served`` is the name of the model whose outputs they are. ``report`` is what training found,
-    for people, with Kendall's ``tau``.
+    ``served`` is the name of the model whose outputs it was trained on. ``report`` contains the
+    results of the training, for people to read, and its Kendall's ``tau``.
     """
 
     served: str
@@ -92,7 +90,7 @@ class Model:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Parse a model. Raises ValueError with the cause."""
+        """Return the model in the text of a file. Raises ValueError with the cause."""
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError):
@@ -130,7 +128,7 @@ def text(
     histories: Mapping[str, History],
     report: Mapping[str, Any],
 ) -> str:
-    """Return the file's text; ``forest`` holds Forest's arguments by name."""
+    """Return the text of a model's file; ``forest`` holds Forest's arguments by name."""
     plain = {
         "kind": KIND,
         "version": VERSION,

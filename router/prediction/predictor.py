@@ -1,10 +1,10 @@
 """Prediction of output lengths: features of a request, a trained model, and the fallback. Pure.
 
-    a request  --predict-->  Prediction  ...  its outputs end  --note-->  what the next ones learn
+    a request  --predict-->  Prediction  ...  its outputs end  --note-->  later predictions
 
-Without a model, and while tau says that its order is worth nothing, every output that may end by
-itself is expected to be as long as the mean of the last ones. With a model whose order is worth
-nothing, requests are not ordered by it either: they leave the queue by arrival.
+Without a model, and while Kendall's tau of its predictions is too low to trust them, every output
+that may end by itself is predicted to be as long as the mean of the last ones. While a loaded model
+is not trusted, requests also leave the queue in the order of arrival.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from router.prediction.model import QUANTILES, WORDS, History, Model
 from router.prediction.trust import Trust
 
 _LONGEST_LENGTH = float(1 << 30)
-#: Of a log-normal length of which so little is left, no more is told by its tail.
+#: If the probability of a longer output is below this, the mean of longer ones is not computed.
 _LEAST_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Log-normal length of an output in tokens: ``median``, and ``sigma`` of its logarithm.
+    """Log-normal distribution of an output's length in tokens.
 
-    With a sigma of 0 it is the median.
+    ``sigma`` is the standard deviation of the natural logarithm; 0: the length is ``median``.
     """
 
     median: float
     sigma: float = 0.0
 
     def quantile(self, part: float) -> float:
-        """Return the length that this share of such outputs stays within."""
+        """Return the length that the share ``part`` of such outputs does not exceed."""
         return self.median * exp(self.sigma * NormalDist().inv_cdf(part))
 
     def to_come(self, num_made: int, max_tokens: int) -> int:
         """Return the expected remaining tokens after ``num_made`` of at most ``max_tokens``.
 
-        At least one, unless it is complete.
+        The result is at least 1, unless the output already has ``max_tokens``.
         """
         expected = max(num_made + 1, round(self._mean_beyond(num_made)))
         return max(0, min(expected, max_tokens) - num_made)
 
     def _mean_beyond(self, made: float) -> float:
-        """Return the mean of the outputs longer than ``made``.
+        """Return the mean length of outputs longer than ``made``.
 
         E[X | X > m] = E[X] * Phi(sigma - z) / Phi(-z), where z = ln(m / median) / sigma.
         """
@@ -75,14 +75,14 @@ def _below(z: float) -> float:
     return erfc(-z / sqrt(2.0)) / 2
 
 
-#: Taken for the length of an output while none has ended yet.
+#: Predicted length of an output in tokens before any has ended.
 _FIRST_GUESS = 128.0
-#: The mean follows the last so many outputs.
+#: Approximate number of last outputs over which the mean is taken.
 _LENGTH_MEMORY = 200
 
 
 class OutputLengths:
-    """A mean of the last outputs' lengths in tokens, those that ended here."""
+    """Running mean of the lengths, in tokens, of outputs that ended at this router."""
 
     def __init__(self) -> None:
         self.mean = _FIRST_GUESS
@@ -94,7 +94,7 @@ class OutputLengths:
         self.mean += (num_tokens - self.mean) / self._count
 
 
-#: Predictions that a rank is among, the last ones.
+#: Number of last predictions that a new one is ranked among.
 _WINDOW = 1024
 
 
@@ -104,9 +104,9 @@ class RecentRanks:
         self._sorted: list[float] = []
 
     def rank(self, length: float) -> float:
-        """Return the share of recent predictions that are shorter, equal ones by half: in (0, 1).
+        """Return the share of recent predictions that are shorter, above 0 and below 1.
 
-        From now on it is one of them.
+        Equal ones count half. ``length`` is one of the recent predictions from now on.
         """
         low, high = bisect_left(self._sorted, length), bisect_right(self._sorted, length)
         rank = (low + high + 1) / 2 / (len(self._sorted) + 1)
@@ -117,11 +117,12 @@ class RecentRanks:
         return rank
 
 
-#: Tokens of the prompt that are read, at its beginning and at its end.
+#: Tokens that are read at the beginning and at the end of a prompt.
 _HEAD, _TAIL = 32, 64
-#: Prompts that begin with so many equal tokens are likely to ask for the same.
+#: First tokens of the opening: prompts that agree in them probably ask for something similar.
 _OPENING = 8
-#: And those with so many equal ones of one template, or of one system prompt.
+#: First tokens of the template: prompts that agree in them probably share a template or system
+#: prompt.
 _TEMPLATE = 32
 
 _PLACES = {word: place for place, words in enumerate(WORDS.values()) for word in words}
@@ -132,8 +133,9 @@ _DAY_S = 86400.0
 class Asked(NamedTuple):
     """Features of a request.
 
-    ``static`` are the values of STATIC, ``groups`` digests of GROUPS, empty without an application
-    or for short prompts; ``moment`` is its arrival in ledger time.
+    ``static`` holds the values of STATIC. ``groups`` holds a digest for each of GROUPS, which is
+    empty without an application or if the prompt is too short. ``moment`` is the arrival in ledger
+    time, in seconds.
     """
 
     static: tuple[float, ...]
@@ -176,7 +178,8 @@ def asked_of(
 ) -> Asked:
     """Return the features of a request.
 
-    ``stops`` are strings that end an output; ``moment`` is ledger time in seconds.
+    ``stops`` is the number of strings that end an output; ``moment`` is the arrival in ledger time,
+    in seconds.
     """
     count = len(prompt_ids)
     static = (
@@ -200,7 +203,7 @@ def asked_of(
 
 
 def narrowest(groups: Sequence[str]) -> str:
-    """Return the one of those most alike."""
+    """Return the digest of a request's narrowest group, whose requests are most alike."""
     return next(group for group in reversed(groups) if group)
 
 
@@ -236,18 +239,18 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=8).hexdigest()
 
 
-#: Groups that are known; then those that nothing was heard of for longest are forgotten.
+#: Most groups that are kept; beyond that the least recently updated ones are dropped.
 _MOST = 8192
-#: All requests are of this group.
+#: Name of the group of all requests.
 _ALL = "all"
 
 
 class Histories:
-    """Means over the ended outputs of the same tenant, application and template.
+    """Running means over the ended outputs of each group: tenant, application, opening, template.
 
-    Ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516): a template that
-    was not in the training data is known after its first outputs. Training notes outputs in the
-    order of arrival, after each request's features are taken.
+    They are ordered target statistics (Prokhorenkova et al., CatBoost, arXiv 1706.09516), so that a
+    template that was not in the training data is known after its first outputs. The training
+    records outputs in the order of arrival, each after the features of its request were taken.
     """
 
     def __init__(self, known: Mapping[str, History] | None = None) -> None:
@@ -257,7 +260,7 @@ class Histories:
     def features(self, asked: Asked) -> list[float]:
         """Return the values of FEATURES.
 
-        A group of which nothing ended yet is as the one around it.
+        A group without ended outputs has the mean and variance of the next wider group.
         """
         values, around = list(asked.static), self._all
         for group in asked.groups:
@@ -268,7 +271,7 @@ class Histories:
         return values
 
     def note(self, groups: Sequence[str], log_length: float) -> None:
-        """Record an output of these groups; ``log_length`` is the natural log of its length."""
+        """Record an output of these groups; ``log_length`` is its length's natural logarithm."""
         self._all = self._all.with_one(log_length)
         for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)
@@ -277,9 +280,10 @@ class Histories:
             self._known.popitem(last=False)
 
     def learn(self, others: Mapping[str, History]) -> None:
-        """Add histories that are unknown here.
+        """Add the histories of groups that are not known yet.
 
-        ``others`` are in order of use; they are forgotten in the same order.
+        ``others`` are in order of use, the last used last. They are dropped in the same order,
+        before the groups that were known already.
         """
         for group, history in reversed([*others.items()]):
             if group == _ALL:
@@ -289,29 +293,30 @@ class Histories:
                 self._known.move_to_end(group, last=False)
 
     def as_dict(self) -> dict[str, History]:
-        """Return the histories for ``learn``, the most recently used last."""
+        """Return the histories as ``learn`` takes them, the most recently used last."""
         return {_ALL: self._all, **self._known}
 
 
-#: Standard deviations between the two quantiles of a normal distribution.
+#: Distance of the two QUANTILES of a normal distribution, in standard deviations.
 _APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
-#: Of a log-normal length: with a larger sigma its mean would lie above its 0.9 quantile. Outputs
-#: that are either short or long have such quantiles, and no such mean.
+#: Largest sigma of a log-normal length. With a larger one its mean would exceed its 0.9 quantile:
+#: outputs that are either short or long have such quantiles, but not such a mean.
 _WIDEST = 2 * _APART
-#: Of outputs, the part that is shorter than what is told as the least.
+#: Share of outputs that are shorter than the predicted least length.
 LEAST = 0.05
 _LEAST_Z = NormalDist().inv_cdf(LEAST)
-#: Of a length in tokens, natural logarithms.
+#: Bounds of the natural logarithm of a length in tokens.
 _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Prediction of a request's outputs, trusted or not.
+    """Model's prediction of a request's outputs, whether it is trusted or not.
 
-    ``logs`` are the corrected quantiles' natural logarithms, ``least_log`` that of LEAST,
-    ``length`` follows from ``logs``; ``uncorrected`` are the model's three logarithms. Only the
-    ``groups`` of the request are kept: a million may wait.
+    ``logs`` are the natural logarithms of the corrected QUANTILES, and ``least_log`` is that of the
+    LEAST quantile. ``length`` follows from ``logs``. ``uncorrected`` holds the same three
+    logarithms before corrections. Only the ``groups`` of the request are kept, because a million
+    requests may be queued.
     """
 
     groups: tuple[str, ...]
@@ -319,18 +324,21 @@ class Guess:
     logs: tuple[float, ...]
     least_log: float
     length: LengthDistribution
-    #: expected of an output
+    #: expected tokens of one output
     tokens: int
 
     @property
     def least_tokens(self) -> int:
-        """Length that 95 % of such outputs reach."""
+        """Length in tokens that 95 % of such outputs reach."""
         return int(exp(min(max(_SHORTEST, self.least_log), _LONGEST)))
 
 
 class Learned:
     def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
-        """Create the predictor from the ``histories`` of ended requests."""
+        """Create the predictor from a trained model and the ``histories`` of ended outputs.
+
+        Predictions with a Kendall's tau below ``min_tau`` are not trusted.
+        """
         self._forest = model.forest
         self._histories = histories
         self._corrections = Corrections((*QUANTILES, LEAST))
@@ -345,7 +353,7 @@ class Learned:
         return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
 
     def note(self, guess: Guess, num_tokens: int) -> None:
-        """Record an output that ended."""
+        """Record an output that ended with ``num_tokens``."""
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
         self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
@@ -368,21 +376,21 @@ def _length(logs: Sequence[float]) -> LengthDistribution:
     return LengthDistribution(exp(low), min(_WIDEST, (high - low) / _APART))
 
 
-#: One of this many requests is admitted whatever its predicted least length is.
+#: One in this many requests is admitted whatever its predicted least length is.
 _TRIALS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted output length of one request, made when the request arrives.
+    """Prediction of the output lengths of one request, made when the request arrives.
 
     ``length`` is the distribution of one output's length, ignoring ``max_tokens``.
     """
 
     length: LengthDistribution
-    #: expected tokens of all outputs
+    #: expected tokens of all outputs together
     output_tokens: int = 0
-    #: tokens that each output reaches, nearly always
+    #: tokens that nearly every output reaches
     least_tokens: int = 1
     queue_key: QueueKey = BY_ARRIVAL
     guess: Guess | None = None
@@ -397,21 +405,21 @@ class Prediction:
 def _is_trial(request: Request) -> bool:
     """Return whether the request is admitted whatever its predicted least length is.
 
-    Rejected requests give no evidence of their true length: without trials a wrong model would
+    The true lengths of rejected requests remain unknown, so without trials a wrong model would
     never be corrected.
     """
     return crc32(request.request_id.encode()) % _TRIALS == 0
 
 
-#: Before anything is predicted.
+#: Prediction of a request before one has been made.
 NOTHING = Prediction(LengthDistribution(0.0), is_certain=True)
 
 
 class Predictor:
     def __init__(self, tokenizer: Vocabulary, served: str, min_tau: float) -> None:
-        """Create a predictor for the model ``served``.
+        """Create a predictor of the outputs of the model named ``served``.
 
-        Below ``min_tau`` predictions are not trusted.
+        Predictions with a Kendall's tau below ``min_tau`` are not trusted.
         """
         self._tokenizer = tokenizer
         self._served = served
@@ -424,11 +432,11 @@ class Predictor:
 
     @property
     def trust(self) -> Trust | None:
-        """Return the trust in the model, or None without a model."""
+        """Trust in the predictions of the model; None without a model."""
         return None if self._learned is None else self._learned.trust
 
     def load(self, model: Model) -> None:
-        """Load a trained model. Raises ValueError if it is of another model's outputs."""
+        """Load a trained model; raise ValueError if it was trained on another model's outputs."""
         if model.served != self._served:
             raise ValueError(f"is of {model.served!r}, and {self._served!r} is served")
         self._histories.learn(model.histories)
@@ -458,7 +466,7 @@ class Predictor:
         if self._is_distrusted:
             return BY_ARRIVAL
         work_rank = self._work_ranks.rank(total_tokens)
-        # Without a model all outputs are predicted alike: no request yields to another by rank.
+        # Without a model all outputs have the same prediction, so no request yields by its rank.
         rank = 0.0 if self._learned is None else self._ranks.rank(output_tokens)
         return QueueKey(total_tokens, rank, work_rank)
 
@@ -479,7 +487,7 @@ class Predictor:
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
         """Record an output that ended by itself or by its ``max_tokens``.
 
-        Whether others are trusted from now on, or are not any more.
+        Return whether this changed the trust in predictions.
         """
         if prediction.is_certain:
             return False
@@ -492,7 +500,7 @@ class Predictor:
         return learned.trust.is_trusted is not was_trusted
 
     def note_cut_off(self, prediction: Prediction, num_tokens: int) -> None:
-        """Record an output that its deadline cut off after ``num_tokens``."""
+        """Record an output that was cut off by its deadline after ``num_tokens``."""
         guess, learned = prediction.guess, prediction.learned
         if guess is not None and learned is not None and learned is self._learned:
             learned.note_cut_off(guess, num_tokens)

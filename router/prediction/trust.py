@@ -1,4 +1,4 @@
-"""Trust in predictions: whether their order agrees with that of the lengths that came. Pure."""
+"""Trust in predictions: whether their order agrees with that of the actual lengths. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from math import sqrt
 def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
     """Return Kendall's tau-b of the pairs: 1 for the same order, -1 for the reverse, 0 for none.
 
-    0 also if all values of one side are equal.
+    It is also 0 if all values of one side are equal.
 
     tau-b = (concordant - discordant) / sqrt((n - ties in x) (n - ties in y)), n = all pairs of
-    pairs (Kendall, Biometrika 33, 1945). With the second values inserted into a sorted list in the
-    order of the first ones (as Knight, JASA 61, 1966, does by merging): O(n log n) comparisons.
+    pairs (Kendall, Biometrika 33, 1945). The second values are inserted into a sorted list in the
+    order of the first ones, where Knight (JASA 61, 1966) merges: O(n log n) comparisons.
     """
     seen: list[float] = []
     balance = 0
@@ -39,25 +39,25 @@ def _pairs(count: int) -> int:
     return count * (count - 1) // 2
 
 
-#: Outputs that tau and coverage are of, the last ones that ended.
+#: Number of last ended outputs over which tau and coverage are computed.
 _WINDOW = 500
-#: Outputs between two looks at tau, which takes O(n log n) of the window.
+#: Outputs between two computations of tau, each of which is O(n log n) in the window.
 _LOOK = 100
-#: So much above the limit predictions are trusted again.
+#: Predictions are trusted again when tau is this much above the limit.
 _MARGIN = 0.05
 
 
 class Trust:
     """Trust in predictions: Kendall's tau, and the coverage of each quantile.
 
-    Below ``limit`` nothing is trusted until tau is 0.05 above it.
+    Once tau falls below ``limit``, predictions are not trusted until it is 0.05 above the limit.
 
-    Of an order that says nothing, tau over 500 outputs has a standard deviation of
+    For a random order, tau over n = 500 outputs has a standard deviation of
     sqrt(2 (2 n + 5) / (9 n (n - 1))) = 0.03 (Kendall 1945).
     """
 
     def __init__(self, limit: float, tau: float) -> None:
-        """Create the trust; ``tau``, from training, holds until enough outputs have ended."""
+        """Create the trust; ``tau`` is that of the training, used until enough outputs ended."""
         self._limit = limit
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._within: deque[tuple[bool, ...]] = deque(maxlen=_WINDOW)
@@ -66,7 +66,7 @@ class Trust:
         self.is_trusted = tau >= limit
 
     def note(self, predicted: float, within: Sequence[bool], actual: float) -> None:
-        """Record an output of ``actual`` tokens and the quantiles that it was ``within``."""
+        """Record an output of ``actual`` tokens, and whether it was within each quantile."""
         self._pairs.append((predicted, actual))
         self._within.append(tuple(within))
         self._since_look += 1
@@ -77,7 +77,7 @@ class Trust:
 
     @property
     def coverage(self) -> list[float]:
-        """Share of outputs within each quantile; empty while none has ended."""
+        """Share of the last outputs within each quantile; empty before any has ended."""
         if not self._within:
             return []
         return [sum(each) / len(self._within) for each in zip(*self._within, strict=True)]

@@ -1,4 +1,4 @@
-"""Carries out what the state machine of the attempts decides: at workers, leader and ledger."""
+"""Execution of what the attempts' state machine decides, at workers, leader and ledger."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from router.requests.token_writer import TokenWriter
 
 log = logs.get_logger(__name__)
 
-#: Tokens in the Start messages of one turn of the event loop: more would delay other requests.
+#: Most tokens in the Start messages of one turn of the event loop. More would delay other requests.
 _TOKENS_AT_ONCE = 1 << 16
-#: Most seconds that an end waits for the leader's answer to the withdrawal. A living leader answers
-#: within a few milliseconds.
+#: Most seconds for which the end of a request waits for the leader's answer to its withdrawal. A
+#: living leader answers within a few milliseconds.
 _WITHDRAWAL_S = 0.1
 
 
@@ -60,24 +60,27 @@ class Workers(Protocol):
     def is_any_up(self) -> bool: ...
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
-        """Return False if there is no stream to this worker."""
+        """Send starts to a worker; return False if there is no stream to it."""
         ...
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
-        """Stop these choices of an epoch; without choices, all."""
+        """Stop these choices of an epoch, or all of them if ``choices`` is empty."""
         ...
 
     def confirm(self, worker_id: str, epoch: int) -> None:
-        """Tell the worker that the first step of a sequence is known here."""
+        """Confirm to the worker that this router has the report of the epoch's first step."""
         ...
 
     def speaker(self, worker_id: str) -> Speaker | None:
-        """Return the worker's stream; None if there is none."""
+        """Return the worker's stream, or None if there is none."""
         ...
 
 
 class AttemptRunner:
-    """Runner of attempts; ``adopt`` takes over a request that the ledger gives to this router."""
+    """Passes events to the attempts' state machine, and carries out the effects.
+
+    ``adopt`` takes over a request, by id, that the ledger has assigned to this router.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class AttemptRunner:
         self._attempts = Attempts(config, registry.router_id, registry.counters)
         self.writer = TokenWriter(config, registry, ledger.ledger, self._reconcile_soon, self._fail)
         self._worker_wait = WorkerWait(config.worker_wait, self._no_worker)
-        #: answers of the leader that ends wait for, by request id
+        #: pending answers of the leader to withdrawals, by request id
         self._withdrawals: dict[str, asyncio.Future[session_pb2.QueueWait]] = {}
         self._run_effect: dict[type[Any], Callable[[Any], object]] = {
             Start: self._start,
@@ -134,14 +137,18 @@ class AttemptRunner:
     def reserve(
         self, request: Request, timeout_s: float | None, prediction: Prediction
     ) -> Reservation | None:
-        """Reserve a worker for a request that the ledger does not have yet."""
+        """Reserve a worker for a request that the ledger does not have yet.
+
+        ``timeout_s`` is the time from its arrival to its deadline in seconds, or None. Return None
+        if the request has to queue.
+        """
         moves_left = self._config.max_moves
         return self._line.reserve(
             lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
         )
 
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
-        """Start a request at its reserved worker, if the ledger accepted the dispatch."""
+        """Start a request at its reserved worker; return False if its dispatch was refused."""
         if entry.epoch != reservation.dispatch.epoch:
             return False
         leader_knows = reservation.begun()
@@ -159,7 +166,7 @@ class AttemptRunner:
         return messages.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
-        """Return the messages of all requests that workers have."""
+        """Return the messages of all requests at workers, for a new leader."""
         return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
 
     def _report_running(self, live: LiveRequest) -> None:
@@ -198,9 +205,9 @@ class AttemptRunner:
             self._apply(self._attempts.on_unreachable(effect.live, now()))
 
     def _send_starts(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
-        """Send Start messages, of long choices some now and the others a turn later.
+        """Send the Start messages of choices; return False if there is no stream to the worker.
 
-        Return False if there is no stream to the worker.
+        If the choices are long, some are sent now and the others in later turns of the event loop.
         """
         longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
         count = max(1, _TOKENS_AT_ONCE // longest)
@@ -214,14 +221,17 @@ class AttemptRunner:
             self._send_starts(live, choices)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
-        """Return a dispatch: another leader was faster, or the ledger lost an earlier dispatch."""
+        """Undo a dispatch of a request that is not waiting at this router.
+
+        Another leader may have been faster, or the ledger may have lost an earlier dispatch.
+        """
         entry = await self._ledger.retry(lambda: self._undo(message))
         live = self._registry.get(message.request_id)
         is_ours = entry.state is State.QUEUED and entry.gateway == self._registry.router_id
         if live is None and is_ours:
             self._adopt(message.request_id)
         elif live is None or live.is_ending:
-            # The leader takes the request for running, after its withdrawal.
+            # The leader dispatched the request after its withdrawal, and counts it as running.
             self._line.withdraw(message.request_id)
         elif is_ours:
             await self.reconcile(live)
@@ -276,9 +286,9 @@ class AttemptRunner:
     async def reconcile(self, live: LiveRequest, *, is_queued: bool = True) -> None:
         """Bring a request and its ledger entry into the same state; the one with more moves wins.
 
-        The ledger has fewer if its server lost its last second, and more if another router moved
-        the request, or if an operation succeeded and its answer was lost. ``is_queued``: a waiting
-        request is in the leader's queue.
+        The ledger has fewer moves if its server lost recent writes. It has more moves if another
+        router moved the request, or if an operation succeeded and its answer was lost.
+        ``is_queued`` states whether a waiting request is in the leader's queue.
         """
         async with self._registry.locks.hold(live.request_id):
             if live.is_ending:
@@ -300,22 +310,22 @@ class AttemptRunner:
                 self.enqueue(live)
         elif live.phase is not Phase.WAITING or not is_queued:
             await self._queue_anew(live)
-        # Else the message of its dispatch is on the way here.
+        # Otherwise the message of the request's dispatch is on its way to this router.
 
     async def _queue_anew(self, live: LiveRequest) -> None:
         self.drop(live)
         entry = await self._ledger.requeue(live)
         if not live.is_ending:
-            # A late leader can have dispatched it again meanwhile.
+            # An outdated leader may have dispatched the request again meanwhile.
             self.drop(live)
             self._apply(self._attempts.on_released(live, entry, now()))
 
     # the end
 
     def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
-        """End a request before its last token.
+        """End a request before its last token; return the task that ends it in the ledger.
 
-        The task runs to its end whoever awaits it: callers shield it from their cancellation.
+        The task must run to its end even if the caller is cancelled, so callers shield it.
         """
         answer: asyncio.Future[session_pb2.QueueWait] | None = None
         if live.phase is Phase.WAITING and not self._line.is_quiet:
@@ -340,7 +350,7 @@ class AttemptRunner:
     async def _await_withdrawal(
         self, live: LiveRequest, answer: asyncio.Future[session_pb2.QueueWait]
     ) -> None:
-        """Add the leader's account of the queue wait to the request's time breakdown.
+        """Add the leader's report of the queue wait to the request's time breakdown.
 
         The leader does not answer if it has dispatched the request, or never received it.
         """
@@ -354,7 +364,7 @@ class AttemptRunner:
                 del self._withdrawals[live.request_id]
 
     def drop(self, live: LiveRequest) -> None:
-        """Release a request's worker and its place in the queue."""
+        """Withdraw a request from the queue, and abort it at its worker."""
         self._apply(self._attempts.on_dropped(live, now()))
 
     def _fail(self, live: LiveRequest, error: EverliftError) -> None:

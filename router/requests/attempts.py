@@ -4,10 +4,10 @@ waiting  --dispatched-->  running  --last tokens-->  finishing  --stored-->  ove
    ^                         |
    +---- lost or returned ---+            any of them  --end-->  ending  --ledger-->  over
 
-All choices of a request take these transitions together; each choice ends by itself while the
-request is running. A request whose choices are returned one by one is queued again with the last
-of them. Each event updates the request and returns the effects, in order, which AttemptRunner
-carries out.
+All choices of a request take these transitions together, but a running choice can end on its own.
+If the worker returns the choices one by one, the request is queued again when no choice is left at
+the worker. Each event updates the request and returns effects, which AttemptRunner carries out in
+order.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from router.requests.registry import Counters
 from router.requests.request import Choice, LiveRequest, Phase
 from router.requests.timing import FINISHED, SILENT, Speaker
 
-#: The newest other requests that are looked at, and how many of them are named.
+#: Number of newest requests that are searched, and number of ids that are returned at most.
 _LOOKED_AT, _NAMED = 16, 8
 
 
 class RunningRequests:
     """Index of running requests by epoch and by worker.
 
-    ``neighbours``, ``occupants`` and ``newcomers`` name requests of the same tenant only: a client
-    must not learn of other tenants' requests.
+    ``neighbours``, ``occupants`` and ``newcomers`` return ids of requests of the same tenant only,
+    because a client must not learn of other tenants' requests.
     """
 
     def __init__(self) -> None:
         self._by_epoch: dict[int, LiveRequest] = {}
-        #: only workers that have a request
+        #: requests by worker id and epoch; workers without requests are absent
         self._by_worker: dict[str, dict[int, LiveRequest]] = {}
-        #: epochs and ids of the newest requests of each of these workers, also of ended ones
+        #: epochs and ids of the newest requests of each of these workers, including ended requests
         self._newest: dict[str, deque[tuple[int, str]]] = {}
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class RunningRequests:
         newest.append((live.epoch, live.request_id))
 
     def remove(self, epoch: int) -> LiveRequest | None:
-        """Return the removed request; None if no worker has one under this epoch."""
+        """Remove and return the request that runs under this epoch; None if there is none."""
         live = self._by_epoch.pop(epoch, None)
         if live is not None:
             beside = self._by_worker[live.worker_id]
@@ -77,25 +77,25 @@ class RunningRequests:
         return live
 
     def neighbours(self, request_id: str, worker_id: str) -> tuple[str, ...]:
-        """Return requests of this worker."""
+        """Return ids of requests of the same tenant at this worker, newest first."""
         last = islice(reversed(self._by_worker.get(worker_id, {}).values()), _LOOKED_AT)
         return _of_tenant(request_id, (live.request_id for live in last))
 
     def occupants(self, request_id: str, worker_id: str) -> tuple[str, ...]:
-        """Return requests of other workers."""
+        """Return ids of requests of the same tenant at other workers, newest first."""
         last = islice(reversed(self._by_epoch.values()), _LOOKED_AT)
         others = (live.request_id for live in last if live.worker_id != worker_id)
         return _of_tenant(request_id, others)
 
     def newcomers(self, live: LiveRequest) -> tuple[str, ...]:
-        """Return requests that its worker received after it."""
+        """Return ids of requests of the same tenant that the worker received after ``live``."""
         last = reversed(self._newest.get(live.worker_id, ()))
         since = takewhile(lambda each: each[0] != live.epoch, last)
         return _of_tenant(live.request_id, (request_id for _, request_id in since))
 
 
 def _of_tenant(request_id: str, others: Iterable[str]) -> tuple[str, ...]:
-    """Return at most as many as are named, each once."""
+    """Return up to ``_NAMED`` distinct ids of ``others`` that have the tenant of ``request_id``."""
     tenant = tenant_of(request_id)
     own = (other for other in others if tenant_of(other) == tenant)
     return tuple(islice(dict.fromkeys(own), _NAMED))
@@ -119,7 +119,7 @@ class Start(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Stop an epoch at its worker: these choices, or all if none are named."""
+    """Stop these choices of an epoch at its worker, or all if ``choices`` is empty."""
 
     worker_id: str
     epoch: int
@@ -127,7 +127,7 @@ class Abort(NamedTuple):
 
 
 class ConfirmStep(NamedTuple):
-    """Tell the worker that the report of a first step arrived."""
+    """Confirm to the worker that this router has received the report of a first step."""
 
     worker_id: str
     epoch: int
@@ -140,32 +140,32 @@ class Enqueue(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """Tell the leader that a request needs no worker."""
+    """Notify the leader that a request no longer needs a worker."""
 
     request_id: str
 
 
 class ReportRunning(NamedTuple):
-    """Tell the leader whether the worker computes a request or has preempted it."""
+    """Report to the leader whether the worker computes a request or has preempted it."""
 
     live: LiveRequest
 
 
 class ReportServed(NamedTuple):
-    """Tell the leader how many output tokens a request received."""
+    """Report to the leader how many new output tokens a request has received."""
 
     live: LiveRequest
     tokens: int
 
 
 class ReportFinished(NamedTuple):
-    """Tell the leader the measured time per output token over the predicted one."""
+    """Report to the leader the ratio of the measured to the predicted time per output token."""
 
     tpot_ratio: float
 
 
 class Write(NamedTuple):
-    """Write the output of a choice from an offset on to the ledger."""
+    """Write the output of a choice to the ledger, from token ``offset`` on."""
 
     live: LiveRequest
     choice: Choice
@@ -173,15 +173,17 @@ class Write(NamedTuple):
 
 
 class WriteRest(NamedTuple):
-    """Write all output to the ledger that it does not have."""
+    """Write to the ledger all output of a request that the ledger does not have."""
 
     live: LiveRequest
 
 
 class Release(NamedTuple):
-    """Release a request in the ledger, which queues it again, after all its output is written.
+    """Write all output of a request, then release it in the ledger, which queues it again.
 
-    ``loss`` is the cause if the worker lost the request, else None.
+    ``loss`` is the cause if the worker lost the request, else None. ``was_in_step`` states whether
+    the request was in an engine step when it was lost. The release starts after ``delay_s``
+    seconds.
     """
 
     live: LiveRequest
@@ -192,13 +194,13 @@ class Release(NamedTuple):
 
 
 class Decline(NamedTuple):
-    """Return a dispatch of a request that does not wait here."""
+    """Undo a dispatch of a request that is not waiting at this router."""
 
     message: session_pb2.Dispatched
 
 
 class End(NamedTuple):
-    """End a request in the ledger, then for its clients."""
+    """End a request with this state and error, in the ledger and then for its clients."""
 
     live: LiveRequest
     state: State
@@ -206,14 +208,17 @@ class End(NamedTuple):
 
 
 class Finalize(NamedTuple):
-    """End a request for its clients as the ledger says."""
+    """End a request for its clients as its ledger entry states."""
 
     live: LiveRequest
     entry: Entry
 
 
 class Reconcile(NamedTuple):
-    """Compare a queued request with the ledger; ``is_queued``: the leader has it in its queue."""
+    """Bring a request and its ledger entry into the same state.
+
+    ``is_queued`` states whether a waiting request is in the leader's queue.
+    """
 
     live: LiveRequest
     is_queued: bool
@@ -239,9 +244,9 @@ Effect = (
 
 
 class Attempts:
-    """Requests of this router at the workers, and their transitions.
+    """State machine of the attempts of this router's requests.
 
-    ``now`` is the router's clock in seconds.
+    The ``now`` of its methods is the router's clock in seconds.
     """
 
     def __init__(self, config: RouterConfig, router_id: str, counters: Counters) -> None:
@@ -259,7 +264,11 @@ class Attempts:
         worker: Speaker | None,
         now: float,
     ) -> list[Effect]:
-        """Start a request at the worker that the leader chose; None: it is not here."""
+        """Start a request at the worker that the leader chose.
+
+        ``live`` is None if this router does not have the request. ``worker`` is None if there is no
+        stream to the worker.
+        """
         if live is None or live.phase is not Phase.WAITING:
             return [Decline(message)]
         self._counters.migrated += bool(live.num_tokens)
@@ -275,24 +284,31 @@ class Attempts:
             attempt=message.attempt,
             tokens=live.num_tokens,
         )
-        # The ledger did not take ends and tokens of an older epoch after the release.
+        # After a release, the ledger rejects tokens and ends of the older epoch: write them again.
         if live.at_worker:
             return [WriteRest(live), Start(live, live.unfinished)]
         return [WriteRest(live), *self._all_left(live, now)]
 
     def on_unreachable(self, live: LiveRequest, now: float) -> list[Effect]:
-        """Handle a missing stream to the worker of a request."""
+        """Queue a request again because there is no stream to its worker."""
         live.avoid = live.worker_id
         return self._release(live, now, end="unreachable", delay_s=_UNREACHABLE_S)
 
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
-        """Handle a dispatch that the ledger refused: a move of the request was lost on the way."""
+        """Reconcile a request with the ledger because the ledger refused its dispatch.
+
+        A message about an earlier transition of the request was lost, so that the leader's state
+        was outdated.
+        """
         if live is None or live.phase is not Phase.WAITING:
             return []
         return [Reconcile(live, is_queued=False)]
 
     def on_move(self, epoch: int, now: float) -> list[Effect]:
-        """Move a preempted request to a worker that can continue sooner, as the leader asks."""
+        """Release a preempted request so that another worker can resume it sooner.
+
+        The leader requests the move.
+        """
         if (live := self.running.get(epoch)) is None:
             return []
         live.num_moved += 1
@@ -300,9 +316,9 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Handle an eviction: a request of a higher class needs the slot.
+        """Release a request whose slot a request of a higher class needs.
 
-        That is not one of the request's moves.
+        An eviction does not count as one of the request's moves.
         """
         if (live := self.running.get(eviction.epoch)) is None:
             return []
@@ -318,7 +334,7 @@ class Attempts:
     # the workers' events
 
     def on_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Note a choice's time breakdown, which precedes its progress in a frame."""
+        """Record a choice's time breakdown, which precedes the choice's progress in a frame."""
         live = self.running.get(breakdown.epoch)
         if live is not None and breakdown.choice in live.at_worker:
             live.journal.breakdown(breakdown)
@@ -326,7 +342,7 @@ class Attempts:
     def on_progress(
         self, worker_id: str, progress: session_pb2.Progress, now: float
     ) -> list[Effect]:
-        """Add the output that a worker reports of a choice."""
+        """Handle a worker's progress report of one choice, including its new output."""
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
             choices = (progress.choice,)
@@ -354,12 +370,13 @@ class Attempts:
         return effects
 
     def on_worker_lost(self, worker_id: str, now: float) -> list[Effect]:
-        """Queue all requests of a lost worker again, with their tokens."""
+        """Queue all requests of a lost worker again; they keep their tokens."""
         lost = self.running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         effects: list[Effect] = []
         for live in lost:
-            # Without a report, only a worker that had to confirm the step was in none.
+            # A worker that must await the confirmation of its first step cannot be in a step that
+            # it has not reported.
             was_in_step = live.has_stepped or not live.confirms_first_step
             loss = f"worker {worker_id} was lost"
             effects += self._release(live, now, loss=loss, was_in_step=was_in_step)
@@ -406,7 +423,7 @@ class Attempts:
         log.warning("engine failed", request_id=live.request_id, cause=progress.error)
         live.avoid = live.worker_id
         loss = f"the engine failed: {progress.error}"
-        # The worker continues, so that all its reports have arrived.
+        # The worker is not lost, so all its reports have arrived and ``has_stepped`` is certain.
         return self._lost(live, loss, now, was_in_step=live.has_stepped)
 
     def _lost(self, live: LiveRequest, loss: str, now: float, *, was_in_step: bool) -> list[Effect]:
@@ -430,9 +447,11 @@ class Attempts:
         return [Release(live, live.epoch, loss, was_in_step, delay_s)]
 
     def max_losses(self, release: Release) -> int | None:
-        """Count the loss of a release; return the number of losses that ends the request, or None.
+        """Count the loss of a release; return the loss count at which the ledger fails the request.
 
-        The ledger counts all losses of a request; this router decides which are too many.
+        The ledger counts all losses of a request, but this router decides whether they are too
+        many. If they are, the result is the count that the ledger reaches with this loss. Otherwise
+        it is None.
         """
         live = release.live
         if release.loss is None:
@@ -441,21 +460,28 @@ class Attempts:
         return live.entry.losses + 1 if live.losses.are_too_many(self._config) else None
 
     def on_released(self, live: LiveRequest, entry: Entry, now: float) -> list[Effect]:
-        """Handle a release: the request is queued again, or no longer this router's."""
+        """Enqueue a released request, or finalize it if it has ended or another router owns it."""
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
             live.wait_again(entry, now)
             return [Enqueue(live)]
         return [Finalize(live, entry)]
 
     def on_end(self, live: LiveRequest, end: str, now: float) -> list[Effect]:
-        """Handle the imminent end of a request in the ledger, before its last token."""
+        """Take a request out of the queue and from its worker before the ledger ends it.
+
+        The request ends for another reason than its last token. ``end`` is recorded as the end of
+        the attempt.
+        """
         effects = self.on_dropped(live, now, end)
         if not live.is_over:
             live.phase = Phase.ENDING
         return effects
 
     def on_dropped(self, live: LiveRequest, now: float, end: str = "given up") -> list[Effect]:
-        """Withdraw the request from the queue and abort it at its worker."""
+        """Withdraw the request from the queue and abort it at its worker.
+
+        ``end`` is recorded as the end of the attempt.
+        """
         effects: list[Effect] = [Withdraw(live.request_id)]
         worker_id, epoch = live.worker_id, live.epoch
         if self._take_from_worker(live, end, now):
@@ -465,7 +491,7 @@ class Attempts:
     def _take_from_worker(
         self, live: LiveRequest, end: str, now: float, *, is_lost: bool = False
     ) -> bool:
-        """Return whether a worker had the request."""
+        """End the request's attempt; return False if no worker had the request."""
         self.note_newcomers(live)
         if self.running.remove(live.epoch) is None:
             return False
@@ -473,7 +499,7 @@ class Attempts:
         return True
 
     def note_newcomers(self, live: LiveRequest) -> None:
-        """Note in its journal which requests its worker received after it."""
+        """Record in the request's journal which requests its worker received after it."""
         live.journal.joined(self.running.newcomers(live))
 
 
@@ -485,10 +511,10 @@ def _residence(live: LiveRequest) -> list[Effect]:
 
 
 def _add_output(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
-    """Add tokens and log probabilities that are not known yet.
+    """Add the reported tokens and log probabilities that are not known yet.
 
-    Return False, with nothing added, if something before them is missing, or log probabilities
-    that the request asks for.
+    Return False and add nothing if earlier tokens are missing, or log probabilities that the
+    request asks for.
     """
     known = len(choice.output) - progress.offset
     if known < 0:
@@ -500,12 +526,12 @@ def _add_output(live: LiveRequest, choice: Choice, progress: session_pb2.Progres
 
 
 def _note_blocks(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
-    """Note what the worker has computed of a choice and its prefix-cache hits.
+    """Record the computed tokens and prefix-cache hits that a worker reports for a choice.
 
     Return whether the choice's KV blocks were preempted, restored or recomputed.
     """
     choice.num_computed = max(choice.num_computed, progress.num_computed)
-    # The other choices find the prompt of the first one.
+    # Only the first choice counts, because the others find its prompt in the prefix cache.
     if choice.index == 0 and progress.HasField("waited_s"):
         live.note_cached(progress.cached_tokens)
     live.has_stepped |= progress.HasField("waited_s") or bool(progress.token_ids)
@@ -534,7 +560,11 @@ def _add_scored(
 def _new_prompt_logprobs(
     live: LiveRequest, progress: session_pb2.Progress
 ) -> Sequence[pb.TokenLogprobs] | None:
-    """Return None if some before them are missing. The first one is of the second prompt token."""
+    """Return the reported log probabilities of the prompt that are not known yet.
+
+    A prompt's first log probability is that of its second token. Return None if earlier ones are
+    missing, or if the number of alternatives is wrong.
+    """
     if not progress.prompt_logprobs:
         return ()
     known = 1 + len(live.prompt_logprobs) - progress.prompt_offset
@@ -550,12 +580,15 @@ def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
 
 
 def _has_tops(logprobs: Sequence[pb.TokenLogprobs], wanted: int | None) -> bool:
-    """Return whether each has the number of alternatives of the ledger's records."""
+    """Return whether each token has exactly ``wanted`` alternatives."""
     return all(len(it.top_ids) == len(it.top_logprobs) == wanted for it in logprobs)
 
 
 def _lacks(live: LiveRequest, num_fresh: int) -> bool:
-    """Return whether a token was sampled before the whole prompt was scored, if that is wanted."""
+    """Return whether requested log probabilities of the prompt are incomplete even with new ones.
+
+    ``num_fresh`` is the number of new ones. No token may be sampled before all have been reported.
+    """
     num_known = 1 + len(live.prompt_logprobs) + num_fresh
     return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)
 

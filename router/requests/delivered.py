@@ -1,4 +1,4 @@
-"""The part of a request's stream that its client has. Pure."""
+"""Part of a request's stream that has been delivered to its client. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everlift.v1 import inference_pb2 as pb
 class Delivered:
     """Tokens and ends of a request's choices that one stream has delivered.
 
-    A stream that continues at another router begins behind them.
+    If the stream continues at another router, it begins after them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Delivered:
         return any(self._offsets.values()) or bool(self._ended)
 
     def add_head(self) -> None:
-        """Note that the client has the first piece, which has no tokens."""
+        """Record that the client has the first piece of the stream, which has no tokens."""
         self._has_head = True
 
     def add_tokens(self, choice: int, tokens: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ class Delivered:
         self._ended.add(choice)
 
     def attach_request(self, request_id: str) -> pb.AttachRequest:
-        """Return the request for the rest of the stream, of which nothing is delivered twice."""
+        """Return the AttachRequest for the rest of the stream, which delivers nothing twice."""
         choices = range(max(self._offsets, default=-1) + 1)
         return pb.AttachRequest(
             request_id=request_id,
@@ -47,7 +47,7 @@ class Delivered:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """Return what is new in the next piece, from now on delivered, or None.
+        """Return the new part of the next piece, which then counts as delivered, or None.
 
         Raises DataLoss if the piece does not continue what was delivered.
         """
@@ -73,7 +73,10 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 
 
 def _usage_alone(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
-    """Return what a repeated end adds: the usage, if the choice is the last one to end again."""
+    """Return a repeated end's usage and timing alone, or None if it has no usage.
+
+    Only the last choice to end has usage, and another choice may be the last one at the new source.
+    """
     if not piece.HasField("usage"):
         return None
     return pb.GenerateResponse(

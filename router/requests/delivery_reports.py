@@ -1,6 +1,7 @@
-"""Reports of what followed the last explanation: the end's way into the ledger, and the client.
+"""Reports to the ledger of the time after a request's last stored explanation.
 
-If that took much of the request's time, the ledger is told again.
+This is the time in which the request's end is stored and delivered to the client. It is reported
+only if it is a considerable part of the request's time.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from router.ledger.base import Ledger
 from router.ledger.entry import Entry, Explained
 from router.requests.request import LiveRequest
 
-#: Of a request's seconds, and as a part of them: what is less is not told.
+#: Times below this number of seconds, or below this fraction of the request's total time, are not
+#: reported.
 _LEAST_S, _LEAST_PART = 1e-3, 0.01
-#: Requests between two calls of the ledger: of others it knows no more than before.
+#: Most reports between two flushes. For further requests the ledger keeps the explanation that it
+#: has.
 _MOST = 1000
 
 
 class Deliveries:
-    """Reports of deliveries; ``tell`` is called from time to time with all new ones."""
+    """Reports of deliveries. ``flush`` must be called regularly; it writes all new reports."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._untold: list[Explained] = []
-        #: for as long as somebody else holds them: what has ended is its readers'
+        #: tracked requests by id; the references are weak because ended requests live as long as
+        #: their readers
         self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
 
     def track(self, live: LiveRequest) -> None:
@@ -31,14 +35,17 @@ class Deliveries:
         self._read[live.request_id] = live
 
     def going_on(self, entry: Entry) -> LiveRequest | None:
-        """Return the request of this entry, where it has ended here and a client still reads it."""
+        """Return the entry's request if it ended here and a client still reads it, else None."""
         live = self._read.get(entry.request_id)
         if live is None or live.arrived != entry.arrived:
             return None
         return live if live.has_untold_end and live.has_readers else None
 
     def note_delivered(self, live: LiveRequest) -> None:
-        """Note that a client of the request has left or has everything."""
+        """Add a report for an ended request whose client has read everything.
+
+        Call it whenever a reader of the request has left.
+        """
         journal, entry = live.journal, live.entry
         if not live.has_untold_end or not journal.is_delivered:
             return
@@ -49,7 +56,7 @@ class Deliveries:
             self._untold.append(Explained(entry.request_id, entry.gateway, entry.arrived, packed))
 
     async def flush(self) -> None:
-        """Write the reports; those that fail are dropped. Raises LedgerUnavailable."""
+        """Write the reports to the ledger and drop those that fail. Raises LedgerUnavailable."""
         untold, self._untold = self._untold, []
         if untold:
             await self._ledger.explain(untold)

@@ -1,7 +1,7 @@
-"""Explanation of a request's time, as shown and as the ledger keeps it. Pure.
+"""Explanation of a request's time, as clients receive it and as the ledger stores it. Pure.
 
-A router stores what it knows with each of a request's moves, in a limited number of bytes. The
-ledger's events add what followed, up to the last move.
+With each move of a request, its router stores its explanation in the ledger, in a limited number of
+bytes. The ledger's events add the time that followed, up to the last move.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from router.ledger.entry import Entry, Event, State, Stored
 from router.prediction.predictor import Prediction
 from router.requests.timing import FINISHED, Attempt, Journal, Span, UnreadTime
 
-#: In the ledger.
+#: Most bytes of an explanation in the ledger.
 MAX_BYTES = 4096
-#: Of how an attempt ended; an error may quote anything.
+#: Most characters of an attempt's end, because an error may quote any text.
 _MAX_END = 200
 
 _ACCEPTING = (pb.SPAN_KIND_RECEIVE, pb.SPAN_KIND_LEDGER)
@@ -53,7 +53,7 @@ def explained(
         unread_tokens=unread_tokens,
         bypassed=journal.bypassed,
     )
-    # In place: to make messages and copy them takes twice as long.
+    # Spans are added in place, because creating messages and copying them takes twice as long.
     for kind, seconds, attempt in journal.spans:
         explanation.spans.add(kind=kind, seconds=seconds, attempt=attempt)
     explanation.attempts.extend(journal.earlier_attempts)
@@ -63,7 +63,7 @@ def explained(
 
 
 def summed(spans: Iterable[Span]) -> list[pb.Span]:
-    """Return the seconds of each kind together, in the kinds' order."""
+    """Return one span for each kind, with the total seconds of the kind, sorted by kind."""
     seconds: dict[pb.SpanKind.ValueType, float] = {}
     for span in spans:
         seconds[span.kind] = seconds.get(span.kind, 0.0) + span.seconds
@@ -99,10 +99,12 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 
 
 def packed(explanation: pb.Explanation) -> bytes:
-    """Return the explanation in at most MAX_BYTES.
+    """Return the explanation in at most MAX_BYTES, after shortening ``explanation`` in place.
 
-    Names of other requests are dropped first, from the earliest attempts, later arrivals first;
-    then all of an attempt but its time. Momentary values are not kept.
+    Names of other requests are dropped first, from the earliest attempts on. Newcomers and
+    occupants of all attempts are dropped before neighbours and requests that left the queue
+    earlier. If that is not enough, the earliest attempts are dropped and only the sums of their
+    spans are kept. Momentary values are never stored.
     """
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
@@ -138,10 +140,10 @@ def _drop_first(explanation: pb.Explanation) -> None:
 
 
 def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
-    """Return the explanation of a request that no router owns.
+    """Return the explanation that the ledger has of a request that no router owns.
 
-    The last span covers what the ledger was not told: the end's way into it, or the time after its
-    router was lost.
+    The last span covers the time that no router reported: the storing of the request's end, or the
+    time after the loss of its router.
     """
     entry = stored.entry
     explanation = pb.Explanation.FromString(stored.explanation)
@@ -162,7 +164,7 @@ def kept(stored: Stored, events: Sequence[Event]) -> pb.Explanation:
 
 
 def resumed(stored: Stored, now: float) -> Journal:
-    """Return the explanation of a request that another router had until now."""
+    """Return the journal of a request that another router owned until now."""
     explanation = pb.Explanation.FromString(stored.explanation)
     untold_s = _untold_s(explanation, stored.entry, stored.now)
     journal = Journal(now - explanation.total_s - max(0.0, untold_s))

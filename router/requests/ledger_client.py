@@ -1,4 +1,4 @@
-"""Health of the ledger as this router sees it: availability, memory, clock and losses."""
+"""Client of the ledger, and the ledger's health as this router sees it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ from router.requests.request import Elsewhere, LiveRequest
 
 
 class LedgerHealth:
-    """Updated with each heartbeat of this router."""
+    """Availability, memory, clock and losses of the ledger, updated with each heartbeat."""
 
     def __init__(self, memory_limit: float) -> None:
-        """Create the client; requests are rejected above ``memory_limit`` of the memory."""
+        """Create the record; new requests are rejected above ``memory_limit``.
+
+        The limit is a fraction of the ledger's memory.
+        """
         self._memory_limit = memory_limit
         self._generation = ""
-        #: this generation lacks acknowledged state; and that was found since the last heartbeat
+        #: whether this generation of the ledger lacks acknowledged state, and whether that was
+        #: found since the last heartbeat
         self._has_lost = self._has_just_lost = False
         self._unfit = ""
         self.memory_used = 0.0
         self.is_away = False
-        #: times that the ledger came back without acknowledged state
+        #: times that the ledger restarted without state that it had acknowledged
         self.rollbacks = 0
-        #: ledger time less the router's clock, in seconds
+        #: ledger time minus the router's clock, in seconds
         self.clock_offset_s = 0.0
 
     def answered(self, membership: Membership, now: float) -> None:
@@ -48,7 +52,7 @@ class LedgerHealth:
         self.memory_used = membership.memory_used
         self._unfit = membership.unfit
         if membership.generation != self._generation:
-            # A loss that was found before the first heartbeat of the new generation is its loss.
+            # A loss that was found since the last heartbeat belongs to the new generation.
             self._generation, self._has_lost = membership.generation, self._has_just_lost
         self._has_just_lost = False
 
@@ -56,7 +60,7 @@ class LedgerHealth:
         self.is_away = True
 
     def lost(self) -> None:
-        """Note that the ledger lacks acknowledged state."""
+        """Record that the ledger lacks state that it had acknowledged."""
         if not self._has_lost:
             self.rollbacks += 1
             self._has_lost = self._has_just_lost = True
@@ -82,14 +86,17 @@ log = logs.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds between two tries while the ledger is unavailable.
+#: Seconds between two attempts of a call while the ledger is unavailable.
 _RETRY_S = 0.1
-#: A number of losses that no request reaches.
+#: Limit of losses that no request reaches.
 _NEVER = 1 << 30
 
 
 class LedgerClient:
-    """Client of the ledger; ``ledger`` is for single calls whose failure the caller reports."""
+    """Client of the ledger that retries calls and restores state that the ledger lost.
+
+    ``ledger`` is for single calls, whose failure the caller handles.
+    """
 
     def __init__(self, ledger: Ledger, registry: RequestRegistry, health: LedgerHealth) -> None:
         self.ledger = ledger
@@ -98,7 +105,7 @@ class LedgerClient:
         self._health = health
 
     async def retry(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an idempotent operation until the ledger answers."""
+        """Return the result of an idempotent operation, repeated until the ledger answers."""
         while True:
             try:
                 return await operation()
@@ -106,7 +113,7 @@ class LedgerClient:
                 await asyncio.sleep(_RETRY_S)
 
     async def check_ownerless(self, owner: str) -> None:
-        """Raise Elsewhere if another living router owns the request."""
+        """Raise Elsewhere if ``owner`` is another living router."""
         if owner != self._router_id:
             address = (await self.retry(self.ledger.gateways)).get(owner)
             if address is not None:
@@ -122,8 +129,8 @@ class LedgerClient:
     ) -> Entry:
         """Queue a request again that ran under ``epoch``.
 
-        ``loss`` is the cause if a worker lost it; the request ends as failed if that is its loss
-        number ``max_losses``.
+        ``loss`` is the cause if a worker lost the request, else None. The request ends as failed if
+        this is its loss number ``max_losses``; None sets no limit.
         """
         return await self._move(
             live,
@@ -141,11 +148,14 @@ class LedgerClient:
         return await self._move(live, lambda: self._end(live, state, error))
 
     async def requeue(self, live: LiveRequest) -> Entry:
-        """Fence the attempt that the ledger knows, by a takeover from this router itself."""
+        """Queue a request again by a takeover from this router itself.
+
+        This fences off the attempt that the ledger knows.
+        """
         return await self._move(live, lambda: self._take_over_own(live))
 
     async def fail(self, live: LiveRequest, error: EverliftError) -> None:
-        """End a request as failed, here at once and in the ledger when it answers."""
+        """End a request as failed, for its clients at once and in the ledger when it answers."""
         self._registry.fail(live, error)
         await self._end_as_failed(live, error)
         self._registry.trace_end(live)
@@ -165,10 +175,10 @@ class LedgerClient:
         )
 
     async def _move(self, live: LiveRequest, operation: Callable[[], Awaitable[Entry]]) -> Entry:
-        """Return the ledger's answer, after a restore if the ledger lost what it acknowledged.
+        """Return the ledger's answer to ``operation``, after a restore if the ledger lost state.
 
-        The request is over if the ledger contradicts what was streamed. Raises UnknownRequest for
-        a request that this router has released.
+        The request ends if the ledger contradicts what was streamed. Raises UnknownRequest for a
+        request that this router neither owns nor has ended recently.
         """
         while True:
             acknowledged = _acknowledged(live)
@@ -176,20 +186,22 @@ class LedgerClient:
                 entry = await self.retry(operation)
             except UnknownRequest:
                 if not (self._registry.has(live) or self._registry.recent.has(live)):
-                    # The request was rejected or erased meanwhile, not lost.
+                    # The ledger did not lose the request: it was rejected or erased meanwhile.
                     raise
             else:
                 if _has_all(entry, acknowledged):
                     return entry
             answer, entry = await self._restore(live)
-            # A final state stays, also one that contradicts ours: it cannot be restored over.
+            # A final state in the ledger cannot be overwritten, even if it contradicts this
+            # router's.
             if answer is not Reasserted.OK or entry.state.is_final:
                 return entry
 
     async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
-        """Send the ledger the state of a request again.
+        """Send the ledger the state of a request again; return its answer and its entry.
 
-        End the request if the ledger has other tokens than were streamed, or if it was erased.
+        If the ledger has other tokens than were streamed, the request ends with DataLoss. If the
+        request was erased, the entry is that of a cancelled request.
         """
         answer, entry = await self.retry(lambda: self.ledger.reassert(live.held()))
         if answer is Reasserted.FORGOTTEN:
@@ -206,29 +218,32 @@ class LedgerClient:
         return answer, entry
 
     async def _end_as_failed(self, live: LiveRequest, error: EverliftError) -> Entry | None:
-        """Return the ledger's entry; None for a request that was erased meanwhile."""
+        """End a request as failed in the ledger; return its entry, or None if it was erased."""
         with suppress(UnknownRequest):
             return await self.retry(lambda: self._end(live, State.FAILED, error))
         return None
 
 
 def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
-    """Return the counts of moves, tokens and ends that the ledger has acknowledged."""
+    """Return the acknowledged number of moves and, for each choice, of tokens and ends.
+
+    The tokens of all choices precede the ends.
+    """
     tokens = (choice.stored for choice in live.choices)
     return live.entry.moves, *tokens, *(choice.is_complete for choice in live.choices)
 
 
 def _has_all(entry: Entry, acknowledged: tuple[int, ...]) -> bool:
-    """Return whether ``entry`` has all of it.
+    """Return whether ``entry`` has at least the acknowledged moves, tokens and ends.
 
-    It can be the entry of an older request of the same id, with another number of choices.
+    The entry may be that of an older request of the same id, with another number of choices.
     """
     has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
     return len(has) == len(acknowledged) and all(map(ge, has, acknowledged))
 
 
 def _erased(entry: Entry) -> Entry:
-    """Return the end of an erased request, of which the ledger has no entry."""
+    """Return ``entry`` as that of a cancelled request, because the ledger has erased its own."""
     error = Cancelled("it was forgotten")
     return replace(
         entry,

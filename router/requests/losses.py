@@ -1,13 +1,13 @@
-"""Workers that a request lost in a row. Pure.
+"""Workers that a request lost in a row, and the limits of these losses. Pure.
 
 Two limits end a request that may itself cause the losses. ``max_losses`` counts losses while the
-request was in a step: these identify a request that ends its workers. ``max_losses_total`` counts
-all losses, because a request can also end a worker outside a step.
+request was in an engine step, because these identify a request that crashes its workers.
+``max_losses_total`` counts all losses, because a request can also crash a worker outside a step.
 
-A worker that ends in a sequence's first step may not have reported that step. The first loss in a
-row is therefore counted as a loss in a step if the worker reported nothing. From then on the worker
-must have the report of the first step confirmed before it runs the step (``need_confirmation``),
-and a loss without a report is a loss outside a step.
+A worker that crashes in a sequence's first step may not have reported that step. The first loss in
+a row is therefore counted as a loss in a step if the worker reported nothing. In later attempts,
+the worker must wait for the confirmation of its report before it runs the first step
+(``need_confirmation``). A loss without a report is then a loss outside a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from router.config import RouterConfig
 class Losses:
     """Counts the losses of one request since its last new token.
 
-    ``in_a_row`` are all of them, ``in_step`` those while the request was in a step, both as of the
-    last loss: more output tokens than the request had then begin the count anew.
+    ``in_a_row`` counts all of them, and ``in_step`` those while the request was in a step, both as
+    of the last loss. The next loss restarts both counts if the request has more output tokens by
+    then.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Losses:
         self._num_tokens = -1
 
     def count(self, num_tokens: int, *, was_in_step: bool) -> None:
-        """Count one loss of a request that has ``num_tokens`` output tokens by now."""
+        """Count one loss of a request that has ``num_tokens`` output tokens now."""
         if num_tokens > self._num_tokens:
             self.in_a_row = self.in_step = 0
         self._num_tokens = num_tokens
@@ -35,11 +36,11 @@ class Losses:
         self.in_step += was_in_step
 
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether the next worker needs a confirmation before the first step."""
+        """Return whether the next worker must await a confirmation before its first step."""
         return num_tokens <= self._num_tokens or config.max_losses == 1
 
     def make_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
-        """Return whether one more loss in a step ends the request."""
+        """Return whether one more loss in a step would end the request."""
         has_gone_on = num_tokens > self._num_tokens
         return not has_gone_on and self.in_step > 0 and self.in_step + 1 >= config.max_losses
 

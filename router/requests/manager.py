@@ -1,4 +1,4 @@
-"""Requests of clients: submitted, attached to, read, cancelled, erased; and taken over.
+"""Manager of the requests of a router, from submission or takeover to the end.
 
 The life of a request:
 
@@ -64,7 +64,7 @@ log = logs.get_logger(__name__)
 
 
 class Requests:
-    """Requests of this router, for the protocols, the leader and the heartbeat."""
+    """Requests of this router, as used by the protocols, the leader client and the heartbeat."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Requests:
         tracer: Tracer = NO_TRACES,
         limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
-        """Create the manager; ``memory_limit`` as in LedgerConfig.
+        """Create the manager; ``memory_limit`` is that of LedgerConfig.
 
         ``limits_of`` returns the limits of a tenant.
         """
@@ -148,10 +148,12 @@ class Requests:
     async def submit(
         self, request: Request, timeout_s: float | None, journal: Journal | None = None
     ) -> LiveRequest:
-        """Return a new request, or the one that its id already names.
+        """Submit a request; return it, or the existing request of the same id.
 
-        ``journal`` has the time before the submission. Raises RequestConflict, QueueFull,
-        DeadlineUnmeetable, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable, Elsewhere.
+        ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
+        deadline. ``journal`` holds the time before the submission. Raises RequestConflict,
+        QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull, RouterStopping, LedgerUnavailable,
+        Elsewhere.
         """
         journal = journal or Journal(now())
         opening = self._tasks.spawn(self._submissions.open_request(request, timeout_s, journal))
@@ -164,7 +166,8 @@ class Requests:
                 raise RouterStopping(
                     "this router is stopping: send the request to another router"
                 ) from None
-            # The client is gone, and the ledger may have the request.
+            # The client is gone, but the request may still be opened: its only reader has then
+            # left.
             opening.add_done_callback(self._left_unread)
             raise
 
@@ -192,10 +195,12 @@ class Requests:
         is_relayed: bool = False,
         explains: bool = False,
     ) -> Pieces:
-        """Return the stream of a request, of each choice from its offset on.
+        """Return the stream of a request, in which each choice starts at its offset.
 
-        ``is_relayed``: another router reads for the client, so that its end can be the router's.
-        Raises OffsetOutOfRange.
+        ``offsets`` and ``digests`` are those of Reading. ``is_relayed`` states that another router
+        reads for the client. The request then gets its grace period when the stream is closed,
+        because that router may have failed instead of the client. ``explains`` adds the time
+        breakdown to the last piece. Raises OffsetOutOfRange.
         """
         reading = Reading(live, offsets, digests, explains=explains)
         self._deliveries.track(live)
@@ -207,10 +212,13 @@ class Requests:
             self._timeouts.reader_left(live, has_grace=has_grace)
 
     async def cancel(self, request_id: str) -> Entry:
-        """End a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
+        """Cancel a request unless it has ended, and return its entry.
+
+        Raises UnknownRequest, Elsewhere, LedgerUnavailable.
+        """
         error = Cancelled("cancelled by a client")
         if self._registry.get(request_id) is None:
-            # A request that is being opened or taken over is registered afterwards.
+            # Wait until a request that is being opened or taken over is registered.
             async with self._registry.locks.hold(request_id):
                 pass
         if (live := self._registry.get(request_id)) is not None:
@@ -222,7 +230,10 @@ class Requests:
         return await self._cancel_ownerless(request_id, error)
 
     async def _cancel_live(self, live: LiveRequest, error: Cancelled) -> Entry | None:
-        """Return None if it ended meanwhile, or was rejected, which frees its id."""
+        """Cancel a request that this router owns, and return its entry.
+
+        Return None if the request has ended meanwhile, or was rejected, which frees its id.
+        """
         async with self._registry.locks.hold(live.request_id):
             if not self._registry.has(live):
                 return None
@@ -232,7 +243,8 @@ class Requests:
         entry = await self._ledger.get(request_id)
         while not entry.state.is_final:
             await self._ledger_client.check_ownerless(entry.gateway)
-            # The entry is unchanged if another router took the request over meanwhile.
+            # If another router took the request over meanwhile, the ledger does not change the
+            # entry.
             entry = await self._ledger.end_request(
                 request_id, State.CANCELLED, error.slug, str(error), entry.gateway
             )
@@ -243,15 +255,15 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        A request that ended a moment ago is still owned by its router. Raises UnknownRequest,
-        Elsewhere, LedgerUnavailable.
+        A request that ended a moment ago is still owned by its router. Raises UnknownRequest and
+        LedgerUnavailable, and Elsewhere or Moved if another router owns the request.
         """
         try:
             entry = await self.cancel(request_id)
         except UnknownRequest:
             if self._recent.erased_arrival(request_id) is None:
                 raise
-            # The call is repeated.
+            # An earlier call has erased the request a moment ago.
             return
         await self._ledger_client.check_ownerless(entry.gateway)
         async with self._registry.locks.hold(request_id):
@@ -270,10 +282,11 @@ class Requests:
         return stored, await self._ledger.events(request_id)
 
     async def explain(self, request_id: str) -> pb.Explanation:
-        """Return a request's time breakdown, up to now or to its end.
+        """Return a request's time breakdown, up to its end or, before its end, up to now.
 
-        It comes from the router that owns the request, or that has a client which still reads it;
-        else from the ledger. Raises UnknownRequest, Elsewhere, LedgerUnavailable.
+        The breakdown comes from this router if it owns the request or a client still reads the
+        request from it, and otherwise from the ledger. Raises UnknownRequest, Elsewhere,
+        LedgerUnavailable.
         """
         if (live := self._registry.known(request_id)) is not None:
             self.attempts.note_newcomers(live)
@@ -289,7 +302,7 @@ class Requests:
         return kept(*await self.get(request_id))
 
     async def missing_workers(self) -> str:
-        """Return why fewer workers are ready than there are to be; empty if that is not known."""
+        """Return why wanted workers are not ready; empty if none is missing or if unknown."""
         try:
             return missing_workers(await self._ledger.load())
         except LedgerUnavailable:
@@ -304,12 +317,12 @@ class Requests:
     # the heartbeat
 
     def ledger_answered(self, membership: Membership) -> None:
-        """Note that the ledger answered this router's heartbeat."""
+        """Record that the ledger answered this router's heartbeat, and write delivery reports."""
         self._ledger_health.answered(membership, now())
         self._tasks.spawn(self._deliveries.flush())
 
     def ledger_failed(self) -> None:
-        """Note that the ledger did not answer a heartbeat."""
+        """Record that the ledger did not answer a heartbeat."""
         self._ledger_health.failed()
 
     def ledger_status(self) -> pb.LedgerStatus:
@@ -323,14 +336,17 @@ class Requests:
         )
 
     async def generation_changed(self, generation: str) -> None:
-        """Send a ledger that may have lost something its state again, then notify the leader."""
+        """Send this router's state to a ledger that may have lost it, then notify the leader.
+
+        ``generation`` changes with each restart or failover of a ledger server.
+        """
         await self._resync.run(generation)
         self._line.report_generation(generation)
 
     # operators
 
     def apply_rules(self, rules: Rules) -> None:
-        """Apply other rules of the queue."""
+        """Apply new queue rules to early rejection."""
         self._early_rejection.rules = rules
 
     # the leader's events
@@ -359,7 +375,7 @@ class Requests:
 
     @property
     def queue_estimate(self) -> session_pb2.QueueEstimate:
-        """The leader's latest estimate of the queue."""
+        """Return the leader's latest estimate of the queue."""
         return self._early_rejection.queue_estimate
 
     def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
@@ -367,7 +383,7 @@ class Requests:
         self._estimated_wait.on_estimate(queue_estimate)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """Forget a request that the leader rejected."""
+        """Discard a request that the leader rejected, and end it for its clients."""
         live = self._registry.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
@@ -394,7 +410,7 @@ class Requests:
                 self.quotas.settle(live.request_id, None)
                 self._recent.add_rejected(live.request_id)
             else:
-                # Another router took it over meanwhile, or it has ended.
+                # Another router took the request over meanwhile, or the request has ended.
                 self._registry.finalize(live, entry)
         self._registry.tracer.refused(
             live.request.trace, live.age_s(now()), refusal.slug, live.request.x_request_id
@@ -402,11 +418,14 @@ class Requests:
         live.settle(now(), refusal)
 
     def adopt_soon(self, request_id: str) -> None:
-        """Take over a request whose router is lost, as the leader asks."""
+        """Take over a lost router's request in the background, as the leader requests."""
         self._takeover.take_over_soon(request_id)
 
     def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
-        """Yield all queued requests for a new leader, in this order; none may be rejected later."""
+        """Yield the messages of all queued requests in this order, for a new leader.
+
+        The requests are marked as accepted, so that the leader does not reject them later.
+        """
         waiting = [live for live in self._registry if live.phase is Phase.WAITING]
         for live in sorted(waiting, key=partial(key_of, order)):
             if live.phase is Phase.WAITING and self._registry.has(live):
@@ -414,13 +433,16 @@ class Requests:
                 yield self.attempts.waiting(live)
 
     def running(self) -> list[session_pb2.Running]:
-        """Return all requests that workers have, for a new leader."""
+        """Return the messages of all requests at workers, for a new leader."""
         return self.attempts.running()
 
     # the end
 
     async def stop(self, drain_s: float) -> None:
-        """Accept no request; let streams finish for ``drain_s`` seconds, then redirect clients."""
+        """Stop accepting requests, wait for those that are left, then redirect their clients.
+
+        The wait takes at most ``drain_s`` seconds.
+        """
         self._registry.is_closing = True
         deadline = now() + drain_s
         while (self._opening or len(self._registry)) and now() < deadline:

@@ -1,4 +1,4 @@
-"""Messages to workers and to the leader about a request."""
+"""Messages about a request that are sent to workers and to the leader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.requests.request import Choice, LiveRequest
 
 
 def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
-    """Return the message by which a worker begins a choice, or continues it."""
+    """Return the message that makes a worker start a choice, or resume it after earlier output."""
     request = live.request
     return session_pb2.Start(
         epoch=live.epoch,
@@ -77,7 +77,11 @@ def arriving(
     prediction: Prediction,
     moves_left: int,
 ) -> session_pb2.Waiting:
-    """Return the message of a request that arrives at this moment in ledger time."""
+    """Return the queue message of a new request, which the ledger does not have yet.
+
+    ``arrived`` is its arrival in ledger time. ``timeout_s`` is the time from then to its deadline,
+    or None without a deadline. Both are in seconds.
+    """
     target_s = request.ttft_target_s
     return session_pb2.Waiting(
         request_id=request.request_id,

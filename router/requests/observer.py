@@ -1,4 +1,4 @@
-"""Observers of requests, for metrics."""
+"""Interface through which requests report events to the metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from everlift.messages import FinishReason
 class ClassObserver(Protocol):
     """Observer of the requests of one class.
 
-    Durations are seconds. Called from the event loop, for every piece of output: must be quick.
+    Durations are in seconds. The methods must return quickly, because the event loop calls them for
+    every piece of output.
     """
 
     def accepted(self, prompt_tokens: int) -> None:
@@ -19,21 +20,21 @@ class ClassObserver(Protocol):
         ...
 
     def dispatched(self, wait_s: float) -> None:
-        """Note the first dispatch, and the time since acceptance."""
+        """Record a request's first dispatch, ``wait_s`` after its acceptance."""
         ...
 
     def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
     def ttft_predicted(self, ttft_s: float, seen_s: float) -> None:
-        """Record the time to first token ``seen_s`` beside the predicted ``ttft_s``."""
+        """Record the predicted time to first token ``ttft_s`` and the measured time ``seen_s``."""
         ...
 
     def tpot_predicted(self, ratio: float) -> None:
-        """Record the ratio of the actual to the predicted time of each token after the first."""
+        """Record the ratio of the measured to the predicted time per token after the first."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:
-        """Record the seconds between two moments at which more of a choice became readable."""
+        """Record the time between two moments at which more output of a choice became readable."""
         ...
 
     def finished(
@@ -47,13 +48,14 @@ class ClassObserver(Protocol):
     ) -> None:
         """Record a finished request.
 
-        ``latency_s`` counts from its call, ``decode_s`` from its first token; ``bypassed`` later
-        requests left the queue before it; ``reasons`` are by choice.
+        ``latency_s`` is the time from its call to its end, and ``decode_s`` from its first token to
+        its end. ``bypassed`` is the number of later requests that left the queue before it.
+        ``reasons`` are by choice.
         """
         ...
 
     def failed(self, slug: str) -> None:
-        """Note an end with this error."""
+        """Record a request that ended with the error ``slug``."""
         ...
 
 
@@ -61,7 +63,7 @@ class Observer(Protocol):
     def of_class(self, priority: int) -> ClassObserver: ...
 
     def refused(self, slug: str) -> None:
-        """Count a refused request."""
+        """Count a request that was rejected with the error ``slug``."""
         ...
 
 
@@ -96,5 +98,5 @@ class _Nobody:
     def refused(self, slug: str) -> None: ...
 
 
-#: For a gateway without metrics.
+#: Observer of a router without metrics.
 NOBODY = _Nobody()

@@ -1,4 +1,4 @@
-"""Recovery of requests: from a dead router, and into a ledger that lost its last second."""
+"""Recovery of a dead router's requests, and of recent state that the ledger lost."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
-#: Tokens of stored output that are replayed in one turn of the event loop.
+#: Tokens of stored output that are replayed without yielding to the event loop.
 _TOKENS_AT_ONCE = 1024
-#: Most requests that are sent to the ledger again at once: other requests need it too.
+#: Most requests that are sent to the ledger again concurrently, because other requests need the
+#: ledger too.
 _RESYNC_AT_ONCE = 8
-#: Most requests that are taken over at once: each replays its tokens in the event loop.
+#: Most concurrent takeovers, because each one replays its tokens in the event loop.
 _TAKEOVERS_AT_ONCE = 4
 
 
 async def restored(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
-    """Return a request in the state that the ledger has of it."""
+    """Return a live request with the state that the ledger has stored."""
     outputs = [await _replayed(stored.request, choice, tokenizer) for choice in stored.choices]
     return LiveRequest(
         stored.request,
@@ -56,7 +57,7 @@ async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer
 
 
 class Resync:
-    """Sends the ledger again what it lost. ``reconcile`` does so for one live request."""
+    """Sends state again that the ledger lost. ``reconcile`` does so for one live request."""
 
     def __init__(
         self,
@@ -71,9 +72,10 @@ class Resync:
         self._lock = asyncio.Lock()
 
     async def run(self, generation: str) -> None:
-        """Return when the ledger of this generation has all that this router knows.
+        """Send the ledger all state of this router again if the ledger's generation has changed.
 
-        The first generation cannot have lost anything of this router.
+        Return when the ledger has the state. The first generation that this router sees cannot have
+        lost any of its state.
         """
         async with self._lock:
             if self._generation and generation != self._generation:
@@ -83,7 +85,7 @@ class Resync:
             self._generation = generation
 
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
-        # Running requests are first: their clients wait for tokens.
+        # Running requests come first because their clients are waiting for tokens.
         live = list(self._registry)
         for each in sorted(live, key=lambda each: each.phase is Phase.WAITING):
             yield self._reconcile_owned(each)
@@ -99,7 +101,7 @@ class Resync:
             await self._reconcile(live)
 
     async def resend_end(self, live: LiveRequest) -> None:
-        """Send the ledger the end of a recently ended request, if it lacks it."""
+        """Send the ledger the end of a recently ended request, if the ledger lacks it."""
         async with self._registry.locks.hold(live.request_id):
             if self._registry.recent.has(live):
                 await self._ledger.get(live)
@@ -135,7 +137,7 @@ async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
 
 
 class Takeover:
-    """Takeover of requests whose router is gone, and restoration of ended ones."""
+    """Takeover of requests whose router is gone, and restoration of ended requests."""
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class Takeover:
         return await self.take_over(request_id)
 
     def take_over_soon(self, request_id: str) -> None:
-        """Take over a request whose router is gone, if there is one of this id."""
+        """Take over a request in the background, if the ledger has it and its router is gone."""
         self._tasks.spawn(self._take_over_known(request_id))
 
     async def _take_over_known(self, request_id: str) -> None:
@@ -175,9 +177,10 @@ class Takeover:
             await self.take_over(request_id)
 
     async def take_over(self, request_id: str) -> LiveRequest:
-        """Continue a request whose router is gone. A client has the grace period to come back.
+        """Take over a request whose router is gone, and continue it.
 
-        Raises UnknownRequest, UnknownModel, Elsewhere.
+        A client has the grace period to attach again. Raises UnknownRequest, UnknownModel,
+        Elsewhere.
         """
         return await asyncio.shield(self._tasks.spawn(self._take_over(request_id)))
 
@@ -187,7 +190,8 @@ class Takeover:
                 return live
             entry = await self._ledger.retry(lambda: self._ledger.ledger.get(request_id))
             await self._ledger.check_ownerless(entry.gateway)
-            # Entered late, so that a wait for the ledger keeps no other takeover from its turn.
+            # The semaphore is acquired late, so that these waits for the ledger do not block other
+            # takeovers.
             async with self._at_once:
                 return await self._take_from(request_id, entry.gateway)
 
@@ -233,7 +237,7 @@ class Takeover:
         return await self._closed(replace(stored, entry=entry))
 
     async def _ended(self, stored: Stored) -> LiveRequest:
-        # With another tokenizer the tokens would be other text.
+        # Another model's tokenizer would decode the tokens to another text.
         self._model.check_name(stored.request)
         return await self._closed(stored)
 

@@ -1,4 +1,4 @@
-"""Registry of the requests that this router owns, and of those that ended a moment ago."""
+"""Registry of the requests that this router owns, and of those that ended recently."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class RecentRequests:
         self._seconds = seconds
         self._ended: dict[str, LiveRequest] = {}
         self._rejected: dict[str, None] = {}
-        #: arrival in ledger time by id
+        #: arrival in ledger time of erased requests, by id
         self._erased: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def ended(self) -> Iterable[LiveRequest]:
-        """Ended requests, oldest first."""
+        """Return the ended requests, oldest first."""
         return list(self._ended.values())
 
     @property
@@ -72,11 +72,14 @@ class RecentRequests:
         return list(self._erased)
 
     def get(self, request_id: str) -> LiveRequest | None:
-        """Return the ended request of this id."""
+        """Return the ended request of this id, or None."""
         return self._ended.get(request_id)
 
     def erased_arrival(self, request_id: str) -> float | None:
-        """Return the arrival of an erased request: a later request of its id is another one."""
+        """Return the arrival of an erased request in ledger time, or None if there is none.
+
+        A request with the same id and another arrival is a later one, which is not erased.
+        """
         return self._erased.get(request_id)
 
     def was_rejected(self, request_id: str) -> bool:
@@ -103,7 +106,7 @@ class RecentRequests:
         self._discard_later(request_id)
 
     def discard(self, request_id: str) -> None:
-        """Remove an id, which belongs to another request from now on."""
+        """Remove an id from all groups."""
         self._ended.pop(request_id, None)
         self._rejected.pop(request_id, None)
         self._erased.pop(request_id, None)
@@ -111,7 +114,8 @@ class RecentRequests:
             timer.cancel()
 
     def _discard_later(self, request_id: str) -> None:
-        # The timer holds the id alone: holding the request would keep its tokens in memory.
+        # The timer holds only the id, because a reference to the request would keep its tokens in
+        # memory.
         loop = asyncio.get_running_loop()
         self._timers[request_id] = loop.call_later(self._seconds, self.discard, request_id)
 
@@ -125,7 +129,10 @@ class Counters:
 
 
 class RequestRegistry:
-    """Requests that this router owns, by id. Ends them for their clients, quotas and metrics."""
+    """Registry of the requests that this router owns, by id.
+
+    It also ends requests for their clients, quotas and metrics.
+    """
 
     def __init__(
         self,
@@ -144,9 +151,10 @@ class RequestRegistry:
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
-        #: the router stops: no request is added, and a client that leaves is not waited for
+        #: whether the router is stopping: no request is added, and requests without a client get no
+        #: grace period
         self.is_closing = False
-        #: held by id while a request is added, removed or ended
+        #: locks by request id, held while a request is added, removed or ended
         self.locks = KeyedLock()
         self._tasks = tasks
         self._live: dict[str, LiveRequest] = {}
@@ -161,18 +169,19 @@ class RequestRegistry:
         return self._live.get(request_id)
 
     def known(self, request_id: str) -> LiveRequest | None:
-        """Return an owned request, or one that ended a moment ago.
+        """Return an owned or recently ended request, or None.
 
-        A ledger that lost its last second may not know it, or take it for unfinished.
+        Ask for it before the ledger. A ledger that lost recent writes may lack a recently ended
+        request, or have it as unfinished.
         """
         return self._live.get(request_id) or self.recent.get(request_id)
 
     def has(self, live: LiveRequest) -> bool:
-        """Return whether the request was not released meanwhile: its id may be reused."""
+        """Return whether this very request is owned; its id may be reused after its release."""
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Own a request from now on, with a new ``prediction`` if none is given."""
+        """Own a request from now on; without ``prediction``, a new prediction is made."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.discard(live.request_id)
@@ -180,13 +189,13 @@ class RequestRegistry:
         self._live[live.request_id] = live
 
     def release(self, live: LiveRequest) -> None:
-        """Stop owning the request."""
+        """Stop owning the request, if it is owned."""
         if self.has(live):
             del self._live[live.request_id]
             self.quotas.let_go(live.request_id)
 
     def finalize(self, live: LiveRequest, entry: Entry) -> None:
-        """Release a request and end it for its clients as the ledger's ``entry`` says."""
+        """Release a request, and end it for its clients as the ledger's ``entry`` states."""
         if live.is_over:
             return
         self.release(live)
@@ -197,7 +206,7 @@ class RequestRegistry:
             return
         self._count_end(live, entry.state)
         live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
-        # ``close`` can let the last reader leave, which clears the flag.
+        # Read the flag first: ``close`` can make the last reader leave, which clears it.
         is_ours = live.has_untold_end
         self.close(live, entry)
         if is_ours:
@@ -225,7 +234,7 @@ class RequestRegistry:
             self._tasks.spawn_tracing(self.tracer.ended(live))
 
     def is_current(self, live: LiveRequest, entry: Entry) -> bool:
-        """Return whether no other router has continued the request."""
+        """Return whether the entry's owner is this router, which has all of the entry's tokens."""
         counts = zip(live.choices, entry.num_tokens, strict=True)
         has_more = any(count > len(choice.output) for choice, count in counts)
         return entry.gateway == self.router_id and not has_more
@@ -235,7 +244,7 @@ class RequestRegistry:
         return entry.gateway == self.router_id and entry.num_tokens == tokens
 
     def close(self, live: LiveRequest, entry: Entry) -> None:
-        """End the streams of a request: as finished, or with the error that ``entry`` names."""
+        """End the streams of a request as finished, or with the error that ``entry`` states."""
         live.entry = entry
         if entry.state is State.FINISHED:
             for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):
@@ -245,7 +254,7 @@ class RequestRegistry:
             live.settle(now(), _error_of(entry))
 
     def fail(self, live: LiveRequest, error: EverliftError) -> None:
-        """Release a request and end it with ``error``, whatever the ledger has of it."""
+        """Release a request and end it with ``error``, regardless of the ledger's entry."""
         self.counters.failed += not live.is_over
         self.release(live)
         self.quotas.settle(live.request_id, live.num_tokens)

@@ -1,4 +1,4 @@
-"""A request that this gateway answers for, from its acceptance to its end."""
+"""Request that this router answers for, from its acceptance to its end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from router.requests.timing import FINISHED, Journal, RequestTimes, Speaker
 class Output:
     """Tokens and text of one choice.
 
-    The text after token k depends on tokens 0..k alone, so a reader can continue at any offset.
+    The text after token k depends on tokens 0 to k alone, so a reader can continue at any offset.
     ``logprobs`` are those of the tokens, or empty if the request does not ask for them.
     """
 
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer) -> Self:
-        """Return the output of one choice of ``request`` before its first token."""
+        """Return the empty output of one choice of ``request``."""
         stops = Stops(
             request.stop,
             frozenset(request.stop_token_ids),
@@ -47,7 +47,7 @@ class Output:
     def __init__(self, text: TextState) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        #: a stop string is complete: nothing may follow
+        #: whether a stop string is complete, so that no token may follow
         self.stopped = False
         self._text = text
         self._released: list[str] = []
@@ -57,7 +57,7 @@ class Output:
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Add tokens up to the one that completes a stop string."""
+        """Add tokens up to the one that completes a stop string, and their log probabilities."""
         start = len(self)
         for token in tokens:
             if self.stopped:
@@ -69,56 +69,57 @@ class Output:
             self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
-        """Release the text that was held back, as no token follows."""
+        """Release the text that was held back, because no token follows."""
         self._tail = self._text.finish()
 
     def text(self, start: int, stop: int) -> str:
-        """Text released by the tokens from ``start`` to before ``stop``."""
+        """Return the text that the tokens from ``start`` to before ``stop`` released."""
         return "".join(self._released[start:stop])
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Return the stop that the client named and that ended the text, as TextState does."""
+        """Return the stop string or stop token that ended the text, or None, as in TextState."""
         return self._text.stop_reason
 
     @property
     def tail(self) -> str:
-        """Text released by the finish."""
+        """Return the text that ``finish`` released."""
         return self._tail
 
 
-#: Where nothing but text is told of them.
+#: Most tokens of a piece without log probabilities.
 _TOKENS_A_PIECE = 4096
-#: Alternatives counted in: what is made of them is far below what a connection takes as one
-#: message, and takes some 20 ms as a chat's JSON.
+#: Most log probabilities of a piece, including alternatives. The piece is then far below the size
+#: limit of a message, and its conversion to a chat's JSON takes some 20 ms.
 _LOGPROBS_A_PIECE = 4096
 
 
 class Choice:
-    """Output of one choice.
+    """Output of one choice, and how much of it is stored and read.
 
-    Of ``output``, ``stored`` tokens are in the ledger, ``readable`` may be seen by clients (more
-    than stored if deliveries run ahead of the ledger), and ``taken`` were read by the fastest
-    client.
+    Of the tokens of ``output``, the first ``stored`` are in the ledger. The first ``readable`` may
+    be read by clients. If deliveries run ahead of the ledger, ``readable`` exceeds ``stored``. The
+    first ``taken`` were read by the fastest client.
     """
 
     def __init__(
         self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
     ) -> None:
-        """Create the choice; ``output`` and its end are those in the ledger."""
+        """Create the choice with the ``output`` and the ``finish_reason`` in the ledger."""
         self.request_id = bare(request_id)
         self.index = index
         self.output = output
         self.stored = self.readable = self.taken = len(output)
-        #: its client had not taken all when more came, or somebody asked, and has not since
+        #: whether tokens were unread when more became readable or a time breakdown was requested,
+        #: and no client has caught up since
         self.is_late = False
-        #: how it ended; its last tokens may still be on their way into the ledger
+        #: how the choice ended; its last tokens may still be on their way into the ledger
         self.finish_reason = finish_reason
-        #: its end is in the ledger
+        #: whether the choice's end is in the ledger
         self.is_complete = False
-        #: its worker took its KV blocks away and did not give them back yet
+        #: whether the worker has released the choice's KV blocks and not restored them yet
         self.is_preempted = False
-        #: tokens, prompt counted in, that workers have computed by what they said
+        #: tokens, including the prompt, that workers have reported as computed
         self.num_computed = 0
         self._epochs: list[tuple[int, int]] = [(0, 0)]
         if finish_reason:
@@ -126,24 +127,24 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the ledger has all output that has arrived."""
+        """Return whether the ledger has all output received so far, and the end if there is one."""
         has_end = self.is_complete or not self.finish_reason
         return has_end and self.stored >= len(self.output)
 
-    # what happens to it
+    # events
 
     def begin_attempt(self, epoch: int) -> None:
-        """Note that a worker gets the choice under a fresh epoch."""
+        """Record that a worker receives the choice under a new epoch."""
         self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
 
     def mark_stored(self, count: int) -> bool:
-        """Note that ``count`` tokens are in the ledger; return whether more is readable."""
+        """Record that ``count`` tokens are in the ledger; return whether more are readable now."""
         self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
     def run_ahead(self) -> bool:
-        """Let tokens be seen before the ledger has them; return whether more is readable."""
+        """Make tokens readable that the ledger lacks; return whether more are readable now."""
         return self._make_readable(len(self.output))
 
     def _make_readable(self, count: int) -> bool:
@@ -154,26 +155,27 @@ class Choice:
         return True
 
     def mark_taken(self, count: int) -> None:
-        """Note that a client has the first ``count`` tokens."""
+        """Record that a client has the first ``count`` tokens."""
         self.taken = max(self.taken, count)
 
     def complete(self) -> None:
-        """Note that its end is in the ledger, with all its tokens."""
+        """Record that the ledger has the choice's end and all its tokens."""
         assert self.finish_reason is not None
         if not self.is_complete:
             self.is_complete = True
             self.output.finish()
 
-    # what it looks like outside
+    # output for clients
 
     def is_readable_from(self, offset: int) -> bool:
-        """Return whether there is a token at ``offset``, or the end."""
+        """Return whether a client can read a token at ``offset``, or the end."""
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """Return the readable tokens from ``offset`` on, of one epoch and one message's size.
+        """Return a piece with readable tokens from ``offset`` on.
 
-        The last piece has the finish reason; it may have no tokens.
+        All its tokens are of one epoch and fit into one message. The last piece has the finish
+        reason, and it may have no tokens.
         """
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
@@ -218,7 +220,10 @@ def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> No
 
 
 class Elsewhere(Exception):
-    """Request that another living router owns; ``address`` is that router's internal one."""
+    """Signal that another living router owns the request.
+
+    ``address`` is that router's internal address.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -228,21 +233,21 @@ class Elsewhere(Exception):
 class Phase(Enum):
     #: in the admission queue, or on its way there
     WAITING = "waiting"
-    #: a worker has it
+    #: at a worker
     RUNNING = "running"
     #: the last tokens of its choices are on their way into the ledger
     FINISHING = "finishing"
-    #: its end, not by its last token, is on its way into the ledger
+    #: its end, for another reason than its last token, is on its way into the ledger
     ENDING = "ending"
     #: finished, or ended with an error
     OVER = "over"
 
 
 class LiveRequest:
-    """Request that runs here; ``entry`` is the ledger's, as of the last known transition.
+    """Request that this router owns or has restored.
 
-    ``now`` is the router's clock in seconds. ``outputs`` are by choice; ``journal`` has what came
-    before.
+    ``entry`` is the ledger's entry as of the last known transition. ``now`` is the router's clock
+    in seconds. ``outputs`` are by choice. ``journal`` has the request's times so far.
     """
 
     def __init__(
@@ -262,36 +267,36 @@ class LiveRequest:
             for index, output in enumerate(outputs)
         )
         sampling = request.sampling
-        #: of its tokens or of its prompt's, log probabilities are asked for
+        #: whether log probabilities of the output or of the prompt are requested
         self.has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-        #: of the prompt's tokens from the second one on, as far as they are known
+        #: log probabilities of the prompt's tokens from the second one on, as far as they are known
         self.prompt_logprobs = list(prompt_logprobs)
         self.phase = Phase.WAITING
         self.on_disconnect = request.on_disconnect
         self.epoch = 0
         self.worker_id = ""
-        #: choices that the worker has now
+        #: indices of the choices that the worker has now
         self.at_worker: set[int] = set()
-        #: the leader knows that it is preempted
+        #: whether the leader was notified that the request is preempted
         self.is_known_preempted = False
         self.error: EverliftError | None = None
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
-        #: prompt tokens that the first attempt found in the prefix cache; None: not known yet
+        #: prompt tokens that the first attempt found in the prefix cache; None if not known yet
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
         self.losses = Losses()
-        #: whether the worker runs the first step of this attempt only when its report is confirmed,
-        #: and whether the report came
+        #: whether the worker awaits a confirmation of its report before it runs the first step of
+        #: this attempt, and whether it has reported a step
         self.confirms_first_step = False
         self.has_stepped = False
-        #: of its outputs, made when it came here
+        #: prediction of the output length, made when this router received the request
         self.prediction = NOTHING
-        #: times that it was moved because it was preempted
+        #: number of times that the leader moved the request because it was preempted
         self.num_moved = 0
-        #: the leader has had it before
+        #: whether a leader has had the request before, so that it is no longer rejected
         self.accepted = False
-        #: a worker that could not be reached, or not go on with it
+        #: id of a worker that could not be reached, or could not continue the request
         self.avoid = ""
         self.deadline: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
@@ -302,14 +307,18 @@ class LiveRequest:
         self.journal.outputs = outputs
         self._moments = RequestTimes(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
         self._ended: float | None = None
-        #: it ended here, and the ledger does not know what became of it since
+        #: whether the request ended here and the ledger has no report of its delivery yet
         self.has_untold_end = False
 
     @classmethod
     def opened(
         cls, request: Request, entry: Entry, tokenizer: Tokenizer, now: float, journal: Journal
     ) -> Self:
-        """Return a new request, waiting although ``entry`` may tell of its first dispatch."""
+        """Return a new request in phase WAITING.
+
+        If ``entry`` already includes the first dispatch, the dispatch is removed from the request's
+        entry. ``begin_attempt`` records it afterwards.
+        """
         if entry.state is State.RUNNING:
             entry = replace(
                 entry,
@@ -324,7 +333,7 @@ class LiveRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return its names in a log line."""
+        """Return the request's identifiers for a log line."""
         names = {"request_id": self.request_id, "tenant": tenant_of(self.request_id)}
         if self.request.x_request_id:
             names["x_request_id"] = self.request.x_request_id
@@ -340,19 +349,22 @@ class LiveRequest:
 
     @property
     def ttft_deadline(self) -> float:
-        """Ledger time; infinite if there is none, or the first token has come."""
+        """Return the ledger time at which the first token is due.
+
+        It is infinite without a target, or if there is a token already.
+        """
         target_s = self.request.ttft_target_s
         return inf if target_s is None or self.num_tokens else self.arrived + target_s
 
     @property
     def due(self) -> float:
-        """Ledger time by which its end or its first token is wanted; infinite: none."""
+        """Return the earlier of the deadline and the TTFT deadline in ledger time, or infinity."""
         deadline = self.request.deadline
         return min(inf if deadline is None else deadline, self.ttft_deadline)
 
     @property
     def known_tokens(self) -> int:
-        """The prompt, once, and the unfinished choices' outputs."""
+        """Return the tokens of the prompt, counted once, and of the unfinished choices' outputs."""
         outputs = sum(len(choice.output) for choice in self.unfinished)
         return len(self.request.prompt_ids) + outputs
 
@@ -372,17 +384,17 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all choices."""
+        """Return the number of output tokens of all choices."""
         return sum(len(choice.output) for choice in self.choices)
 
     @property
     def unfinished(self) -> list[Choice]:
-        """Choices that have not ended."""
+        """Return the choices that have not ended."""
         return [choice for choice in self.choices if not choice.finish_reason]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Return whether requested log probabilities of the prompt are incomplete."""
+        """Return whether log probabilities of the prompt are requested and incomplete."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
 
@@ -397,12 +409,12 @@ class LiveRequest:
 
     @property
     def is_preempted(self) -> bool:
-        """Return whether the worker computes none of its choices."""
+        """Return whether all the request's choices at the worker are preempted."""
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
     def is_ahead(self) -> bool:
-        """Return whether clients may have seen tokens that the ledger does not have."""
+        """Return whether clients may have read tokens that the ledger does not have."""
         return any(choice.readable > choice.stored for choice in self.choices)
 
     @property
@@ -413,10 +425,10 @@ class LiveRequest:
         return self.phase is Phase.RUNNING and self.epoch == epoch
 
     def age_s(self, now: float) -> float:
-        """Return the seconds since the call."""
+        """Return the seconds since the request's call."""
         return self._moments.age_s(now)
 
-    # what happens to it
+    # events
 
     def observe(self, observer: ClassObserver) -> None:
         """Report to this observer from now on."""
@@ -430,7 +442,11 @@ class LiveRequest:
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
-        """Note that a worker gets the unfinished choices under a fresh epoch."""
+        """Record a dispatch: a worker receives the unfinished choices under a new epoch.
+
+        ``neighbours`` and ``occupants`` are ids of the tenant's other requests, at the same worker
+        and at other workers.
+        """
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""
         self.is_known_preempted = False
@@ -441,7 +457,7 @@ class LiveRequest:
             worker=dispatched.worker_id,
             epoch=dispatched.epoch,
             attempts=dispatched.attempt,
-            # A ledger that lost moves of it counts fewer than there were.
+            # A ledger that lost moves of the request counts too few.
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
@@ -453,12 +469,12 @@ class LiveRequest:
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
 
     def note_cached(self, num_tokens: int) -> None:
-        """Note the prefix-cache hits of an attempt; only those of the first one count."""
+        """Record an attempt's prefix-cache hits in tokens; only the first attempt counts."""
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
 
     def wait_again(self, entry: Entry, now: float) -> None:
-        """Note that it is queued again: its worker is gone or gave it back."""
+        """Record that the request is queued again because its worker was lost or returned it."""
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
@@ -466,13 +482,13 @@ class LiveRequest:
         self.journal.queued_again(now)
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
-        """Note that the first ``count`` tokens of the choice are stored."""
+        """Record that the first ``count`` tokens of the choice are in the ledger."""
         if choice.mark_stored(count):
             self._more_to_read(choice, now)
         self.wake()
 
     def run_ahead(self, choice: Choice, now: float) -> None:
-        """Let all tokens of the choice be seen before the ledger has them."""
+        """Make all tokens of the choice readable before the ledger has them."""
         if choice.run_ahead():
             self._more_to_read(choice, now)
         self.wake()
@@ -483,21 +499,21 @@ class LiveRequest:
         self._moments.more_to_read(choice.index, now)
 
     def judge_tpot(self, now: float) -> float | None:
-        """Return the measured over the predicted time per output token, at the last token.
+        """Return the ratio of the measured to the predicted time per output token.
 
-        None if unknown.
+        Call it at the last token. Return None if the ratio is unknown.
         """
         return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
 
     def complete(self, now: float) -> None:
-        """Note that the ledger has everything: all choices have ended."""
+        """End the request because the ledger has all tokens and ends of its choices."""
         for choice in self.choices:
             self.mark_stored(choice, len(choice.output), now)
             choice.complete()
         self.settle(now)
 
     def settle(self, now: float, error: EverliftError | None = None) -> None:
-        """End the request, complete or with ``error``."""
+        """End the request for its clients, as complete or with ``error``."""
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
@@ -527,7 +543,7 @@ class LiveRequest:
             self.worker_wait.cancel()
             self.worker_wait = None
 
-    # who reads it
+    # readers
 
     def join(self, wake: Callable[[], None]) -> None:
         """Register a reader; ``wake`` is called whenever there may be more output."""
@@ -536,7 +552,7 @@ class LiveRequest:
         self._watchers.add(wake)
 
     def part(self, wake: Callable[[], None]) -> None:
-        """Remove a reader."""
+        """Remove a reader that ``join`` registered."""
         self._num_readers -= 1
         self._watchers.discard(wake)
 
@@ -545,7 +561,7 @@ class LiveRequest:
             wake()
 
     def caught_up(self, choice: Choice, now: float) -> None:
-        """Note that a client has caught up with a choice."""
+        """Record that a client has read all readable tokens of a choice."""
         choice.is_late = False
         self.journal.unread.mark_caught_up(choice.index, now)
 
@@ -559,7 +575,7 @@ class LiveRequest:
         self.journal.unread.mark_late(choice.index, self._moments.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
-        """Wait until the ledger has all that came so far, or the request is over."""
+        """Wait until the ledger has all output, or the request has ended."""
         changed = asyncio.Event()
         self._watchers.add(changed.set)
         try:
@@ -569,10 +585,10 @@ class LiveRequest:
         finally:
             self._watchers.discard(changed.set)
 
-    # what it looks like outside
+    # output for clients
 
     def head(self, offset: int) -> pb.GenerateResponse:
-        """Return the first piece of a stream, which says that the request is known."""
+        """Return the first piece of a stream, which shows that the request is known."""
         return pb.GenerateResponse(
             request_id=bare(self.request_id),
             offset=offset,
@@ -580,7 +596,10 @@ class LiveRequest:
         )
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
-        """Return a piece of a choice, with the request's own fields."""
+        """Return a piece of a choice from ``offset`` on.
+
+        The first piece of the first choice includes the log probabilities of the prompt.
+        """
         piece = choice.piece(offset)
         if self.has_logprobs:
             prompt_logprobs = self._prompt_logprobs(choice, offset)
@@ -588,7 +607,10 @@ class LiveRequest:
         return piece
 
     def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
-        """Make ``piece`` the last one of a stream; ``explains`` adds the time breakdown."""
+        """Complete the last piece of a stream with usage and timing.
+
+        ``explains`` adds the time breakdown.
+        """
         assert self._ended is not None
         self.journal.delivered(now)
         piece.usage.CopyFrom(
@@ -615,7 +637,7 @@ class LiveRequest:
         )
 
     def explanation(self, now: float) -> pb.Explanation:
-        """Return where its time went until now."""
+        """Return the request's time breakdown up to ``now``."""
         self._look_at_unread(now)
         return explained(
             self.journal.until(now, is_read=self.has_readers),
@@ -627,10 +649,10 @@ class LiveRequest:
         )
 
     def packed_explanation(self, now: float) -> bytes:
-        """Return the explanation as the ledger stores it."""
+        """Return the time breakdown up to ``now`` as the ledger stores it."""
         return packed(self.explanation(now))
 
-    # what the ledger is told of it
+    # records for the ledger
 
     def append(self, choice: Choice, offset: int) -> Append:
         """Return the append that stores a choice's tokens from ``offset`` on."""
@@ -655,7 +677,7 @@ class LiveRequest:
         return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
 
     def held(self) -> Stored:
-        """Return the known state of the request, for a ledger that lost some of it."""
+        """Return the known state of the request, to restore it in a ledger that lost some of it."""
         entry = self.as_entry()
         choices = tuple(
             StoredChoice(tuple(choice.output.tokens[:count]), tuple(choice.output.logprobs[:count]))
@@ -666,9 +688,9 @@ class LiveRequest:
         return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, told)
 
     def as_entry(self) -> Entry:
-        """Return the entry that the ledger would have if it had everything so far.
+        """Return the entry that the ledger would have if it had received everything so far.
 
-        After the end, it is the entry that the ledger returned.
+        After the end, return the entry that the ledger returned.
         """
         if self.entry.state.is_final:
             return self.entry

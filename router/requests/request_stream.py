@@ -1,4 +1,4 @@
-"""A request's stream that follows the request to the router that owns it."""
+"""Client stream that continues when another router takes its request over."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from router.requests.submission import given_up
 
 log = logs.get_logger(__name__)
 
-#: Seconds for which a stream looks for its request. A dead router's lease ends well before.
+#: Seconds for which a stream searches for its request. The lease of a dead router expires well
+#: before.
 _RESUME_S = 10.0
-#: Seconds before the first look for its owner, and at most before each further one: each reads the
-#: request from the ledger.
+#: Seconds before the first search for the request's owner. The delay doubles up to the maximum with
+#: each search, because each search reads the request from the ledger.
 _RETRY_S = 0.05
 _MAX_RETRY_S = 0.4
 
@@ -34,10 +35,10 @@ Reopen = Callable[[pb.AttachRequest], Awaitable[Source]]
 
 
 class RequestStream(Source):
-    """Pieces of one request across changes of the router that owns it.
+    """Stream of one request that continues across changes of the request's owner.
 
-    When the request leaves the router that it is read from, ``reopen`` finds its new owner, and
-    the stream continues exactly behind the last piece that was taken. Where that is impossible
+    When the request leaves the router that the stream reads from, ``reopen`` finds the new owner.
+    The stream then continues directly after the last piece that was taken. If that is impossible,
     the stream fails with the error of its last source.
     """
 
@@ -51,11 +52,11 @@ class RequestStream(Source):
         was_submitted: bool = False,
         had_output: bool = False,
     ) -> None:
-        """Read from ``source``, whose pieces are added to ``delivered``.
+        """Read from ``source``, and add its pieces to ``delivered``.
 
-        Without ``delivered`` the source itself is asked for it, if it knows. ``was_submitted``: the
-        client can submit the request again. ``had_output``: the client has output from an earlier
-        stream.
+        If ``delivered`` is None, the source is asked for it when the stream has to be resumed.
+        ``was_submitted`` states whether the client can submit the request again. ``had_output``
+        states whether the client has output from an earlier stream.
         """
         super().__init__()
         self._request_id = request_id
@@ -66,11 +67,11 @@ class RequestStream(Source):
         self._had_output = had_output
         self._opening: asyncio.Task[Source] | None = None
         self._error: EverliftError | None = None
-        #: until which a new source is looked for; None while one is read from
+        #: time until which a new source is searched for; None once a source has delivered a piece
         self._deadline: float | None = None
-        #: seconds before the next look for a source
+        #: seconds before the next search for a source
         self._retry_s = _RETRY_S
-        #: when the last source was found
+        #: time at which the last source was found
         self._opened_at = now()
         source.on_more = self._wake
 
@@ -82,7 +83,10 @@ class RequestStream(Source):
         return self._opening is None and self._source.is_over
 
     def poll(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now. Raises what the request fails with."""
+        """Return the next piece that can be read now, or None.
+
+        Raises the error with which the request fails.
+        """
         try:
             piece = self._take() if self._opening is None or self._is_reopened() else None
         except UnknownRequest as error:
@@ -92,12 +96,15 @@ class RequestStream(Source):
         return piece
 
     def fail(self, error: EverliftError) -> None:
-        """End the stream with ``error`` behind what can be read now."""
+        """End the stream with ``error``, after the pieces that can be read now."""
         self._error = error
         self._wake()
 
     def _is_reopened(self) -> bool:
-        """Return whether the next source is found, from now on the stream's."""
+        """Switch to the new source if it has been found; return whether it has.
+
+        Raises RouterStopping if the search was cancelled.
+        """
         assert self._opening is not None
         if not self._opening.done():
             return False
@@ -139,7 +146,7 @@ class RequestStream(Source):
     async def _reopened(
         self, message: pb.AttachRequest, deadline: float, cause: EverliftError
     ) -> Source:
-        """Return the next source. Raises ``cause`` after the deadline."""
+        """Return the new source. Raises ``cause`` if none is found before the deadline."""
         await self._source.aclose()
         while True:
             await asyncio.sleep(self._retry_s)
@@ -152,7 +159,7 @@ class RequestStream(Source):
                     raise cause from None
 
     def _reason(self, error: UnknownRequest) -> EverliftError:
-        """Return what it means that no router knows a request that was known before."""
+        """Return the error to raise when no router knows a request that was known before."""
         if isinstance(error, ForgottenRequest):
             return error
         if self._had_output or (self._delivered is not None and self._delivered.has_output):
@@ -170,7 +177,7 @@ class RequestStream(Source):
 
 
 def lost(error: UnknownRequest) -> DataLoss:
-    """Return the error of a request that is unknown although its client has output of it."""
+    """Return the error for an unknown request of which the client already has output."""
     return DataLoss(
         f"the cluster lost delivered output: {error}; the retention of the request may be over"
     )

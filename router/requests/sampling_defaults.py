@@ -17,8 +17,9 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def of_model(directory: Path) -> SamplingParams:
     """Return the sampling defaults of the model in ``directory``.
 
-    Null means absent, and top_k -1 means no limit. do_sample is ignored, as in vLLM: a request
-    that wants greedy outputs sets temperature 0. Raises UnknownModel for values out of range.
+    In the file, null means absent, and top_k -1 means no limit. do_sample is ignored, as in vLLM,
+    so a request for greedy outputs must set temperature 0. Raises UnknownModel for a value of the
+    wrong type or out of range.
     """
     path = directory / _FILE
     given = {name: value for name, value in read_object(path).items() if value is not None}
@@ -42,12 +43,12 @@ def _number(name: str, given: dict[str, Any]) -> Any:
 
 
 def changed(defaults: SamplingParams) -> pb.Sampling:
-    """Return the parameters whose default differs from Everlift's own."""
+    """Return the parameters whose model default differs from Everlift's own, as a message."""
     return pb.Sampling(**as_json(defaults))  # type: ignore[arg-type]
 
 
 def as_json(defaults: SamplingParams) -> dict[str, float]:
-    """Return the parameters whose default differs from Everlift's own, by name."""
+    """Return the parameters whose model default differs from Everlift's own, by name."""
     own = SamplingParams()
     return {
         name: getattr(defaults, name)

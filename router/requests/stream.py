@@ -1,4 +1,4 @@
-"""The pieces of a request that this router owns or that has ended, as one client reads them."""
+"""Streams of a request's pieces for one client, from this router or from another one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from router.requests.request import Choice, LiveRequest
 
 
 class Reading:
-    """Create the stream from ``offsets`` by choice, default 0.
+    """Reader of a request's choices for one client, each from an offset on.
 
-    ``digests`` are of the tokens before them, if the client states them. An offset with a digest
-    may lie beyond what there is: it is read on when the choice has come so far again.
+    ``offsets`` are numbers of tokens by choice, 0 by default. ``digests`` are those of the tokens
+    before the offsets, by choice, if the client provides them. An offset with a digest may exceed
+    the tokens that exist so far. Reading then continues when the choice has that many tokens again.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class Reading:
         *,
         explains: bool = False,
     ) -> None:
-        """Create a reader.
+        """Create a reader; with ``explains``, its last piece contains the time breakdown.
 
-        Its last piece contains the explanation if it ``explains``. Raises OffsetOutOfRange.
+        Raises OffsetOutOfRange.
         """
         self._live = live
         self._explains = explains
         self._offsets = [*offsets, *[0] * (len(live.choices) - len(offsets))]
-        #: choices whose client has said what it has, which was not compared yet
+        #: digests that have not been compared yet, by choice
         self._digests = dict(zip(live.choices, digests, strict=False))
         #: choices whose last piece has not been read
         self._open = list(live.choices)
-        #: of these, whose turn it is
+        #: index in ``_open`` of the choice that is read next
         self._turn = 0
         self._check()
 
@@ -78,7 +79,10 @@ class Reading:
         return not self._open
 
     def delivered(self) -> Delivered | None:
-        """Return what the client has; None if tokens that it had before were not compared yet."""
+        """Return the tokens and ends that the client has.
+
+        Return None if tokens before an offset have not been compared with their digest yet.
+        """
         if any(self._offsets[choice.index] for choice in self._digests):
             return None
         delivered = Delivered()
@@ -90,10 +94,10 @@ class Reading:
         return delivered
 
     def next(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now, of each choice in turn what it has.
+        """Return the next piece that can be read now, or None; the choices take turns.
 
-        The last one of all has usage and timing. Raises DataLoss where the client has other tokens,
-        or more than were made in the end.
+        The last piece of all contains usage and timing. Raises DataLoss if the client has other
+        tokens than a choice, or more than a choice has at its end.
         """
         for _ in range(len(self._open)):
             self._turn %= len(self._open)
@@ -141,7 +145,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Closable(Protocol[T_co]):
-    """An asynchronous generator that can be closed."""
+    """Asynchronous iterator that can be closed."""
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
@@ -156,7 +160,7 @@ _Method = Callable[
     ["inference_pb2_grpc.InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]
 ]
 
-#: On a call that one gateway makes for its client at another one.
+#: Metadata of a call that one router makes at another router for its client.
 _RELAYED = ("everlift-relayed", "1")
 
 
@@ -166,7 +170,7 @@ def is_relayed(headers: Mapping[str, str]) -> bool:
 
 
 class Relay:
-    """Relay of another gateway at its internal ``address``. Its errors are raised here."""
+    """Client of other routers at their internal addresses, whose errors it raises."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -190,11 +194,11 @@ def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceAsyncStub:
 
 
 class Source(AsyncIterator[pb.GenerateResponse]):
-    """Pieces of one request's stream, which are taken or iterated.
+    """Source of the pieces of one request's stream, which are polled or iterated.
 
-    A server that knows when its client has room takes pieces (``take``), and is notified by
-    ``on_more`` when there may be more: thousands of streams need no task of their own. Its owner
-    closes it, also before its end.
+    A server calls ``poll`` when its client can receive a piece, and ``on_more`` notifies it when
+    there may be more pieces. Thousands of streams therefore need no task of their own. The owner of
+    a source must close it, also before its end.
     """
 
     #: Errors after which the same request can be read from another source.
@@ -202,7 +206,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     def __init__(self) -> None:
         self._came = asyncio.Event()
-        #: called in the event loop's thread, and must not block
+        #: called in the event loop's thread when there may be more pieces; must not block
         self.on_more: Callable[[], None] = self._came.set
 
     @property
@@ -212,7 +216,10 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
     @abstractmethod
     def poll(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now. Raises what the request fails with."""
+        """Return the next piece that can be read now, or None.
+
+        Raises the error with which the request fails.
+        """
 
     @abstractmethod
     async def aclose(self) -> None: ...
@@ -232,7 +239,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
 
 class Carried(Source):
-    """Pieces that another router makes: one of them is awaited at a time."""
+    """Source of the pieces that another router makes; it awaits one piece at a time."""
 
     resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
 
@@ -270,9 +277,9 @@ class Carried(Source):
 
 
 class Pieces(Source):
-    """Pieces of a live request, which has a reader until they are closed.
+    """Source of a live request's pieces, registered as a reader until it is closed.
 
-    ``left`` is called when they are closed. No piece is made before it is taken.
+    ``left`` is called when the source is closed. Each piece is made when it is polled.
     """
 
     resumable = (Moved,)
@@ -294,9 +301,9 @@ class Pieces(Source):
         return self._reading.is_at_end or self._is_closed
 
     def poll(self) -> pb.GenerateResponse | None:
-        """Return the next piece that can be read now.
+        """Return the next piece that can be read now, or None.
 
-        Raises the request's error when all pieces before it were taken, and DataLoss as Reading
+        Raises the request's error after all pieces before the error, and DataLoss as Reading.next
         does.
         """
         if (piece := self._head) is not None:

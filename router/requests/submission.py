@@ -1,4 +1,4 @@
-"""Submission: a new request is checked, charged, written to the ledger, and started or queued."""
+"""Submission of new requests: check, charge, store in the ledger, and start or enqueue."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ log = logs.get_logger(__name__)
 
 
 class Submissions:
-    """Requests on their way into the ledger.
+    """Opens new requests in the ledger.
 
-    ``attach`` returns a request that the ledger has already; ``adopt`` takes over one that it may
-    have, if it has no owner.
+    ``attach`` returns a request that the ledger already has. ``adopt`` takes over a request that
+    the ledger may have, unless another living router owns it.
     """
 
     def __init__(
@@ -76,7 +76,12 @@ class Submissions:
     async def open_request(
         self, request: Request, timeout_s: float | None, journal: Journal
     ) -> LiveRequest:
-        """Open a request, or return the one that its id already names."""
+        """Open a request, or return the existing request of the same id.
+
+        ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
+        deadline. ``journal`` holds the time before the submission. Raises the errors that
+        Requests.submit lists.
+        """
         async with self._registry.locks.hold(request.request_id):
             if (known := self._registry.known(request.request_id)) is not None:
                 check_same_body(known.request, request.body_hash)
@@ -91,10 +96,10 @@ class Submissions:
             raise given_up() from None
 
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
-        """Check and predict a request. Raises the error of a rejection.
+        """Check whether a request can be accepted, and return its prediction.
 
-        A request that the ledger has was accepted before: neither a full queue nor a deadline
-        rejects it.
+        Raises the error of a rejection. A request that the ledger already has was accepted before,
+        so neither a full queue or ledger nor a deadline rejects it.
         """
         request_id = request.request_id
         if self._registry.is_closing:
@@ -137,12 +142,12 @@ class Submissions:
         journal: Journal,
         prediction: Prediction,
     ) -> LiveRequest | None:
-        """Return the opened request; None if the ledger has it already."""
+        """Open the request and return it; return None if the ledger already has its id."""
         is_charged = await self._charge(request)
         prediction = self._with_wait(request, prediction)
         reservation, has_begun = None, False
-        # A worker can announce a shorter context after the request was resolved: the dispatch
-        # rejects the request then.
+        # A worker may have announced a shorter context after the request was resolved. The request
+        # is then queued without a reservation, and the check at its dispatch rejects it.
         if self._model.fits(request):
             reservation = self._attempts.reserve(request, timeout_s, prediction)
         try:
@@ -164,7 +169,7 @@ class Submissions:
     async def _charge(self, request: Request) -> bool:
         """Charge the tenant's quota; return whether there is a charge to settle.
 
-        A request that the ledger has is not rejected for the limits of its tenant.
+        A request that the ledger already has is not rejected because of its tenant's limits.
         """
         try:
             return await self._quotas.charge(request)
@@ -189,7 +194,7 @@ class Submissions:
         try:
             opened = await self._ledger.open(request, self._registry.router_id, timeout_s, dispatch)
         except LedgerUnavailable:
-            # The ledger may have opened and charged it.
+            # The ledger may have opened and charged the request although its answer is missing.
             self._adopt(request.request_id)
             raise
         except EverliftError:
@@ -197,7 +202,8 @@ class Submissions:
                 self._quotas.settle(request.request_id, None)
             raise
         if is_charged and opened.entry.state.is_final:
-            # The request was submitted before, and its quota is settled.
+            # The request had already ended and its quota is settled, so the new charge is
+            # cancelled.
             self._quotas.settle(request.request_id, None)
         return opened
 
@@ -220,12 +226,12 @@ class Submissions:
 
 
 def given_up() -> Moved:
-    """Return the error of a submission whose request was rejected or erased on another router."""
+    """Return the error for a submission whose request another router rejected or erased."""
     return Moved("another router discarded this request: send it again")
 
 
 def check_same_body(request: Request, body_hash: bytes) -> None:
-    """Raise RequestConflict if the request of this id was submitted with another body."""
+    """Raise RequestConflict if ``request`` was submitted with another body than ``body_hash``."""
     if request.body_hash != body_hash:
         raise RequestConflict(
             f'request id "{bare(request.request_id)}" already exists with a different request body'

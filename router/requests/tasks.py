@@ -1,4 +1,4 @@
-"""Background work of a router's requests, which outlives the call that started it."""
+"""Background tasks of a router's requests, which outlive the calls that started them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class TaskGroup:
         self._tracing: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` whatever becomes of the caller; log an exception that nobody awaits."""
+        """Run ``work`` in a task that outlives the caller; log its exceptions."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     def spawn_tracing(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which ``cancel_all`` gives a moment to finish."""
+        """Run ``work`` in a task that may still finish during ``cancel_all``."""
         task = self.spawn(work)
         self._tracing.add(task)
         task.add_done_callback(self._tracing.discard)
 
     def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run work of one request; an unexpected exception ends the request."""
+        """Run ``work`` of one request in a task; an unexpected exception ends the request."""
         task = self.spawn(self._guarded(live, work))
-        # A task that is cancelled before its first step has not started ``work`` either.
+        # A task that is cancelled before its first step never starts ``work``, so close it.
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -75,7 +75,10 @@ class TaskGroup:
             log.exception("request work failed")
 
     async def cancel_all(self) -> None:
-        """Cancel all tasks and wait for their ends."""
+        """Cancel all tasks and wait until they have ended.
+
+        Before that, wait up to ``_TRACING_S`` seconds for tracing tasks to finish.
+        """
         if self._tracing:
             await asyncio.wait(self._tracing, timeout=_TRACING_S)
         for task in list(self._tasks):

@@ -1,4 +1,4 @@
-"""Time limits of a request: its deadline, its grace without a client, and its wait for a worker."""
+"""Time limits of a request: its deadline, its grace period, and its wait for a worker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from router.requests.request import LiveRequest, Phase
 
 
 class Timeouts:
-    """Deadlines, and the grace period of requests without a client.
+    """Deadlines of requests, and grace periods of requests without a client.
 
-    ``end`` ends a request in a state and with an error.
+    ``end`` ends a request with a state and an error.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Timeouts:
         self._end = end
 
     def set_deadline(self, live: LiveRequest, timeout_s: float | None) -> None:
-        """Expire the request after ``timeout_s``; None: it has no deadline."""
+        """Expire the request after ``timeout_s`` seconds; None sets no deadline."""
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
             live.deadline = loop.call_later(max(0.0, timeout_s), self._expire, live)
@@ -36,7 +36,8 @@ class Timeouts:
     def reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
         """Cancel a request without a reader, at once or after its grace period.
 
-        ``has_grace``: it has the grace period even if it asks to be cancelled at once.
+        With ``has_grace``, the request gets the grace period even if it is to be cancelled at once
+        when its client disconnects.
         """
         if live.is_ending or live.has_readers:
             return
@@ -46,7 +47,10 @@ class Timeouts:
             self.begin_grace(live)
 
     def begin_grace(self, live: LiveRequest) -> None:
-        """Cancel the request if no client comes within the grace period, unless it continues."""
+        """Cancel the request after the grace period, unless a client attaches before.
+
+        A request that continues without clients is not cancelled.
+        """
         if live.on_disconnect is not OnDisconnect.CONTINUE:
             cause = f"no client attached again within {self._grace_s:g} s"
             live.end_grace()
@@ -59,9 +63,9 @@ class Timeouts:
 
 
 class WorkerWait:
-    """Limits the queue wait while the cluster has no worker, as it has none at the beginning.
+    """Limit of the queue wait in seconds while the cluster has no worker.
 
-    ``fail`` ends a request with an error.
+    ``fail`` ends a request with an error. There is no worker until the first ``worker_up``.
     """
 
     def __init__(self, longest_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
@@ -70,7 +74,10 @@ class WorkerWait:
         self._has_worker = False
 
     def start_timer(self, live: LiveRequest) -> None:
-        """Note that the request queues from now on."""
+        """Restart the limit of a request that is queued from now on.
+
+        The limit applies only while there is no worker.
+        """
         live.end_worker_wait()
         if not self._has_worker:
             loop = asyncio.get_running_loop()

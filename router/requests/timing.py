@@ -1,19 +1,20 @@
 """Times of a request in its router, from its call to its end. Pure.
 
-    came --> tokenised --> in the ledger --> in the queue
+    call --> tokenised --> in the ledger --> in the queue
                                                   |
     dispatched --waits at its worker--> first step --> first token --> last token --> left
         ^                                         |--- preempted, resumed ---|          |
-        +--------------- in the queue again <------------- lost, or given back ---------+
+        +--------------- in the queue again <------------- lost, or returned -----------+
                                                                                         |
-    delivered <-- in the ledger to its end <--------------------------------------------+
+    delivered <-- end in the ledger <---------------------------------------------------+
 
-Each moment is taken once, so that the spans between them add up to the whole whatever happens. What
-the leader and the worker tell divides the span that it came in; what is left of that was the way
-there and back. Times are the router's clock in seconds.
+Each moment is recorded once, so the spans between the moments always add up to the whole. A report
+of the leader or the worker divides the span in which it arrives. The part of the span that the
+report does not cover is the time of the messages in both directions. Times are the router's clock
+in seconds.
 
-Nothing is noted of a token but of each attempt's first one: how many there are is seen in the
-outputs, and until when its worker was heard it knows itself.
+Of an attempt's tokens, only the first one is recorded. The number of tokens is read from the
+outputs, and the time until which the worker was heard from the worker's stream.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from router.requests.observer import NOBODY, ClassObserver
 
 
 class UnreadTime:
-    """Time in seconds during which the client had tokens of any choice to read."""
+    """Time in seconds during which the client had unread tokens of any choice."""
 
     def __init__(self, earlier_s: float = 0.0) -> None:
-        """Continue from the ``earlier_s`` that the previous gateway recorded."""
+        """Continue from the ``earlier_s`` seconds that the previous router recorded."""
         self._seconds = earlier_s
-        #: up to which nothing more can be added to them
+        #: time up to which unread time is already counted in ``_seconds``
         self._counted = -inf
-        #: choices that are late, and since when there are any
+        #: indices of the choices with unread tokens, and since when there are any
         self._choices: set[int] = set()
         self._since = inf
 
     def mark_late(self, index: int, since: float) -> None:
-        """Note that a choice is late, with tokens to read since ``since``."""
+        """Record that a choice has had unread tokens since ``since``."""
         self._choices.add(index)
         self._since = min(self._since, max(since, self._counted))
 
     def mark_caught_up(self, index: int, now: float) -> None:
-        """Note that the client has read everything."""
+        """Record that the client has read all tokens of a choice."""
         self._choices.discard(index)
         if not self._choices:
             self._seconds += max(0.0, now - self._since)
@@ -63,7 +64,7 @@ class UnreadTime:
         return self._seconds + max(0.0, now - self._since)
 
 
-#: Of some interval, in seconds.
+#: Part of an interval: a kind of span, and seconds.
 Share: TypeAlias = tuple[pb.SpanKind.ValueType, float]
 
 
@@ -92,7 +93,7 @@ def at_worker(breakdown: session_pb2.TimeBreakdown) -> list[Share]:
     ]
 
 
-#: Times without blocks that are kept of an attempt.
+#: Most pauses that are kept of an attempt.
 _MAX_PAUSES = 32
 
 
@@ -100,7 +101,7 @@ _NOTHING = session_pb2.TimeBreakdown()
 
 
 class Speaker(Protocol):
-    """Clock of a worker: its last message, and its report on decoding sequences."""
+    """Stream of a worker: when its last message arrived, and its report on decoding sequences."""
 
     @property
     def last_heard(self) -> float: ...
@@ -110,7 +111,7 @@ class Speaker(Protocol):
 
 
 class Silent:
-    """A worker that cannot be reached."""
+    """Speaker of a worker that cannot be reached."""
 
     last_heard = -inf
     decoding = _NOTHING
@@ -121,7 +122,7 @@ SILENT = Silent()
 
 @dataclass(slots=True)
 class Pause:
-    """Pause of a ``choice`` without KV blocks; ``until`` is None while it lasts."""
+    """Time in which ``choice`` has no KV blocks; ``until`` is None while it lasts."""
 
     choice: int
     since: float
@@ -130,33 +131,34 @@ class Pause:
 
 @dataclass(slots=True)
 class Attempt:
-    """Attempt; ``number`` counts from 1.
+    """Attempt of a request at a worker; ``number`` counts from 1.
 
-    None stands for what was not seen, or did not come to pass. What grows with each token or frame
-    is as of the last look.
+    None stands for an event that was not observed or has not happened. Values that grow with each
+    token or frame are as of the last ``update``.
     """
 
     number: int
     dispatched: float
     worker_id: str = ""
-    #: when it came there: its prompt, and what it had of outputs
+    #: tokens of the prompt and of the outputs at the dispatch
     known_tokens: int = 0
-    #: of its own tenant, at the same worker when it came there
+    #: requests of the same tenant that the worker had at the dispatch
     neighbours: tuple[str, ...] = ()
-    #: of its own tenant too, at other workers then, if there was no room; and who came since
+    #: requests of the same tenant that other workers had at the dispatch, if it waited for
+    #: capacity; and those that the worker received since the dispatch
     occupants: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
     queue: pb.QueueBypass | None = None
-    #: None when it has left
+    #: None after the end of the attempt
     worker: Speaker | None = None
-    #: of the request, by choice, and how many tokens they had when it came there
+    #: the request's outputs by choice, and their number of tokens at the dispatch
     outputs: Sequence[Sized] = ()
     tokens_before: int = 0
-    #: to the first step that computed something of it, by the worker's clock
+    #: seconds until the first step that computed something of the request, by the worker's clock
     waited_s: float | None = None
     #: known tokens that this step found in the KV cache
     cached_tokens: int = 0
-    #: known tokens that are computed or cached, as the worker reported last in the prefill
+    #: known tokens that are computed or cached, as last reported during the prefill
     prefilled_tokens: int = 0
     first_token: float | None = None
     new_tokens: int = 0
@@ -165,22 +167,22 @@ class Attempt:
     pauses: list[Pause] = field(default_factory=list)
     #: choices that have no KV blocks
     preempted: set[int] = field(default_factory=set)
-    #: by the worker, of the choice that it told of last; and when that came
+    #: the worker's last breakdown, which is that of one choice, and the time at which it arrived
     breakdown: session_pb2.TimeBreakdown | None = None
     accounted: float | None = None
-    #: its worker's decoding then, and what came to that since
+    #: the worker's report on decoding sequences at that time, and its increase since then
     _decoding: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
     since: session_pb2.TimeBreakdown = field(default_factory=lambda: _NOTHING)
-    #: something was told of it
+    #: whether the worker has reported anything on the attempt
     is_begun: bool = False
-    #: of one that was told of, when its worker was heard last
+    #: time of the worker's last message, if it has reported anything on the attempt
     heard: float | None = None
-    #: how it ended, empty while it goes on
+    #: how the attempt ended; empty while it continues
     end: str = ""
 
     @property
     def unaccounted(self) -> pb.SpanKind.ValueType:
-        """Kind of the time since the worker's last breakdown."""
+        """Return the kind of the time since the worker's last breakdown."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
         if self.new_tokens:
@@ -194,7 +196,10 @@ class Attempt:
 
     @property
     def shares(self) -> list[Share]:
-        """Return the shares of time since the worker's last report, as others that decode there."""
+        """Return the division of the time since the worker's last breakdown.
+
+        It is the division that the worker reports for all its decoding sequences together.
+        """
         return at_worker(self.since)
 
     @property
@@ -203,16 +208,19 @@ class Attempt:
 
     @property
     def last_token(self) -> float | None:
-        """Return the time of the last token, or until when its worker could continue."""
+        """Return the estimated time of the last token, or None before the first one.
+
+        It is the start of the pause that lasts, or else the time of the worker's last message.
+        """
         if self.first_token is None:
             return None
         pause = self.pauses[-1] if self.pauses else None
         return pause.since if pause is not None and pause.until is None else self.heard
 
-    # what comes of it
+    # reports of the worker
 
     def update(self) -> None:
-        """Update from the worker's last report."""
+        """Update from the outputs and the worker's last message."""
         if self.worker is None:
             return
         self.new_tokens = sum(map(len, self.outputs)) - self.tokens_before
@@ -228,16 +236,16 @@ class Attempt:
         self.worker, self.outputs, self.end = None, (), end
 
     def add_breakdown(self, breakdown: session_pb2.TimeBreakdown) -> None:
-        """Add a breakdown of the worker."""
+        """Record a breakdown that the worker reported."""
         assert self.worker is not None
         self.is_begun, self.accounted = True, self.worker.last_heard
-        # A part of a message keeps all of it, and the worker's frame around it.
+        # A reference to the breakdown would keep the worker's whole frame in memory, so copy it.
         self.breakdown = session_pb2.TimeBreakdown()
         self.breakdown.CopyFrom(breakdown)
         self._decoding, self.since = self.worker.decoding, _NOTHING
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """Note changes other than new tokens."""
+        """Record a progress report, except for its tokens, which the outputs have."""
         self.is_begun = True
         self.update()
         if self.new_tokens and self.first_token is None:
@@ -277,14 +285,15 @@ def _between(
     )
 
 
-#: Attempts of which each span is kept; of those before them there are sums.
+#: Number of last attempts whose spans are kept one by one. Those of earlier attempts are summed.
 MAX_TOLD = 8
-#: How an attempt ended that brought the request's last token.
+#: End of an attempt that brought the request's last token.
 FINISHED = "finished"
 
-#: Who waits for room no longer than that waits for nobody: it is what the queue itself takes.
+#: A queue wait of at most this many seconds is not a wait for capacity: the queue itself takes that
+#: long.
 _NOTHING_S = 1e-3
-#: What comes last, in this order.
+#: Kinds of the last spans of a request, in this order.
 _BEHIND = (pb.SPAN_KIND_LEDGER, pb.SPAN_KIND_CLIENT)
 
 
@@ -295,40 +304,43 @@ class Span(NamedTuple):
 
 
 class Journal:
-    """Journal of a request, whose call arrived at ``came``."""
+    """Times of a request whose call arrived at ``came``, as consecutive spans."""
 
     def __init__(self, came: float) -> None:
         self.came = came
-        #: from its call until it was in the ledger; None where another gateway accepted it
+        #: seconds from the call until the request was in the ledger; None if another router
+        #: accepted it
         self.accept_s: float | None = None
-        #: since it was in the ledger, and since its call, until its first token could be read
+        #: seconds until the first token was readable, since the request was in the ledger and since
+        #: its call
         self.readable_s: float | None = None
         self.ttft_s: float | None = None
-        #: of that, from when its first token was here until the ledger had it
+        #: part of ``ttft_s`` from the arrival of the first token at this router until the ledger
+        #: had it
         self.ledger_s: float | None = None
         self.unread = UnreadTime()
-        #: times that one that came to the queue later left it first
+        #: number of later requests that left the queue before this one
         self.bypassed = 0
-        #: of the request, by choice
+        #: the request's outputs, by choice
         self.outputs: Sequence[Sized] = ()
-        #: a worker has it, whose first token of it has not come
+        #: whether a worker has the request and the attempt's first token has not arrived
         self.awaits_token = False
-        #: as the gateway told them that had it before
+        #: attempts that previous routers recorded
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
-        #: attempts before these, of which it told only sums
+        #: number of attempts before these, of which only sums were recorded
         self.earlier_dropped = 0
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
         self._spans: list[Span] = []
-        #: of the attempts before those, by kind
+        #: seconds of the attempts whose spans were dropped, by kind
         self._early: dict[pb.SpanKind.ValueType, float] = {}
         self._first_token: float | None = None
         self._num_dispatched = 0
         self._is_delivered = False
         self._until = came
-        #: what the time since then will be called
+        #: kind of the time since ``_until``; unspecified after the end
         self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_RECEIVE
         self._is_at_worker = False
-        #: the attempt that the next span belongs to, and the last one that there was
+        #: number of the attempt that the next span belongs to, and of the last attempt
         self._number = self._last_attempt = 0
 
     def __iter__(self) -> Iterator[Attempt]:
@@ -338,16 +350,16 @@ class Journal:
     def is_open(self) -> bool:
         return self._open != pb.SPAN_KIND_UNSPECIFIED
 
-    # what it says
+    # results
 
     @property
     def total_s(self) -> float:
-        """Seconds from the call to the last event: the sum of the spans."""
+        """Return the seconds from the call to the last event, which is the sum of the spans."""
         return self._until - self.came
 
     @property
     def unread_s(self) -> float:
-        """Seconds of the total in which there were unread tokens."""
+        """Return the seconds of the total in which there were unread tokens."""
         return min(self.total_s, self.unread.until(self._until))
 
     @property
@@ -357,13 +369,13 @@ class Journal:
 
     @property
     def behind_s(self) -> float:
-        """Return the seconds from the last token to the stored and delivered end."""
+        """Return the seconds from the last token until the end was stored and delivered."""
         last = self._spans[-len(_BEHIND) :]
         return sum(span.seconds for span in last if span.kind in _BEHIND)
 
     @property
     def heard(self) -> float:
-        """Return when the worker was last heard of."""
+        """Return the time of the last event or of the worker's last message, if that is later."""
         if not self._is_at_worker:
             return self._until
         attempt = self._attempts[-1]
@@ -372,25 +384,28 @@ class Journal:
 
     @property
     def spans(self) -> list[Span]:
-        """Spans in order, up to the last event."""
+        """Return the spans in order, up to the last event.
+
+        Spans of dropped attempts are summed by kind.
+        """
         first = list(takewhile(lambda span: not span.attempt, self._spans))
         early = (Span(kind, seconds) for kind, seconds in sorted(self._early.items()))
         return [*first, *early, *self._spans[len(first) :]]
 
     @property
     def kept_attempts(self) -> list[Attempt]:
-        """Attempts whose spans are all kept."""
+        """Return the attempts whose spans are kept one by one."""
         return list(self._attempts)[-MAX_TOLD:]
 
     @property
     def num_dropped(self) -> int:
-        """Number of earlier attempts that were summed."""
+        """Return the number of earlier attempts, of which only summed spans are kept."""
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
     def until(self, now: float, *, is_read: bool = False) -> Journal:
-        """Return the journal as if all that is open ended now.
+        """Return the journal as if everything that is open ended at ``now``.
 
-        After the end, delivery is open while a client reads.
+        After the request's end, the delivery is open while a client reads (``is_read``).
         """
         is_current = not is_read if not self.is_open else now <= self._until
         if is_current and not self._is_at_worker:
@@ -406,27 +421,27 @@ class Journal:
             journal.delivered(now)
         return journal
 
-    # it is accepted
+    # acceptance
 
     def received(self, now: float) -> None:
-        """Note that the call is checked and the prompt tokenised."""
+        """Record that the call is checked and the prompt tokenised."""
         self._lap(pb.SPAN_KIND_RECEIVE, now)
 
     def accepted(self, now: float) -> None:
-        """Note that the ledger has the request."""
+        """Record that the ledger has the request."""
         self._lap(pb.SPAN_KIND_LEDGER, now)
         self.accept_s = now - self.came
         self._queue()
 
     def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
-        """Continue the spans and attempts that another gateway recorded."""
+        """Continue the spans and attempts that another router recorded."""
         for span in earlier:
             self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
         self._lap(pb.SPAN_KIND_OTHER, now, 0)
         self._last_attempt = num_attempts
         self._queue()
 
-    # the leader and the worker speak
+    # reports of the leader and the worker
 
     def dispatched(
         self,
@@ -437,7 +452,11 @@ class Journal:
         now: float,
         occupants: tuple[str, ...] = (),
     ) -> None:
-        """Record a dispatch; ``occupants`` count if the request waited for room."""
+        """Record a dispatch of a request with ``known_tokens`` tokens of prompt and outputs.
+
+        ``neighbours`` and ``occupants`` are the tenant's requests at the same worker and at other
+        workers. Occupants are kept only if the request waited for capacity.
+        """
         queue_wait = message.queue_wait if message.HasField("queue_wait") else None
         shares = {} if queue_wait is None else dict(in_queue(queue_wait))
         self._number = self._last_attempt = message.attempt
@@ -463,7 +482,7 @@ class Journal:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
     def joined(self, newcomers: tuple[str, ...]) -> None:
-        """Record requests that came to the worker later."""
+        """Record requests that the worker received after this one."""
         if self._is_at_worker:
             self._attempts[-1].newcomers = newcomers
 
@@ -472,7 +491,7 @@ class Journal:
             self._attempts[-1].add_breakdown(breakdown)
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """Note a change of its KV blocks, or its first token."""
+        """Record a worker's report of changed KV blocks, or of the first token."""
         if not self._is_at_worker:
             return
         attempt = self._attempts[-1]
@@ -482,7 +501,10 @@ class Journal:
             self._first_token = attempt.first_token
 
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
-        """End the attempt: no worker has the request any more."""
+        """End the attempt, if there is one, because no worker has the request any more.
+
+        ``end`` says how it ended, and ``is_lost`` whether the attempt was lost at the worker.
+        """
         if not self._is_at_worker:
             return
         attempt, is_finished = self._attempts[-1], end == FINISHED
@@ -501,15 +523,15 @@ class Journal:
         self._queue()
 
     def withdrawn(self, queue_wait: session_pb2.QueueWait, now: float) -> None:
-        """Record the removal of an ended request from the queue."""
+        """Record the queue wait of a request that ended in the queue."""
         if self._is_queued:
             self._divide(pb.SPAN_KIND_NETWORK, in_queue(queue_wait), now)
             self._open = pb.SPAN_KIND_LEDGER
 
-    # its clients read it
+    # reading and end
 
     def readable(self, now: float) -> None:
-        """Note the first token that clients can read here."""
+        """Record the first token that clients can read at this router."""
         if self.accept_s is not None:
             self.readable_s = now - self.came - self.accept_s
         if self.ttft_s is None:
@@ -518,14 +540,14 @@ class Journal:
                 self.ledger_s = now - self._first_token
 
     def ended(self, end: str, now: float) -> None:
-        """Note its end, in the ledger or given up here."""
+        """Record that the request has ended, in the ledger or only for its clients."""
         self.left(end, now)
         if self.is_open:
             self._lap(pb.SPAN_KIND_QUEUE if self._is_queued else pb.SPAN_KIND_LEDGER, now)
         self._open = pb.SPAN_KIND_UNSPECIFIED
 
     def delivered(self, now: float) -> None:
-        """Note that a client has read everything; the first one counts."""
+        """Record that a client has read everything; only the first call counts."""
         if not self.is_open and not self._is_delivered:
             self._lap(pb.SPAN_KIND_CLIENT, now)
             self._is_delivered = True
@@ -562,7 +584,11 @@ class Journal:
         shares: Sequence[Share],
         until: float,
     ) -> None:
-        """Divide the time until now by reported shares, scaled down to what there was."""
+        """Divide the time until ``until`` by reported shares.
+
+        The shares are scaled down if they exceed this time. If they are less, the rest of the time
+        precedes them as a span of kind ``rest``.
+        """
         whole, told = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
         scale = min(1.0, whole / told) if told > 0.0 else 0.0
         self._lap(rest, until - scale * told)
@@ -583,7 +609,10 @@ class Journal:
             self._until = until
 
     def _forget_up_to(self, attempt: int) -> None:
-        """Keep only sums of these spans; those before the first attempt stay as they are."""
+        """Keep only sums of the spans of attempts up to this one.
+
+        Spans before the first attempt stay as they are.
+        """
         self.earlier_dropped += len(self.earlier_attempts)
         self.earlier_attempts = ()
         for span in self._spans:
@@ -599,14 +628,14 @@ def _copied(queue: pb.QueueBypass) -> pb.QueueBypass:
 
 
 class RequestTimes:
-    """Times of a request at this gateway, for the metrics.
+    """Times of a request at this router, for the metrics.
 
-    ``has_begun_elsewhere``: the client read the first token from another gateway.
+    ``has_begun_elsewhere`` states that another router has delivered the first token.
     """
 
     def __init__(self, journal: Journal, now: float, *, has_begun_elsewhere: bool) -> None:
         self.observer: ClassObserver = NOBODY
-        #: seconds that it waited until it was dispatched, all times together
+        #: seconds in the queue before dispatches, over all attempts
         self.queued_s = 0.0
         self._journal = journal
         self._has_begun_elsewhere = has_begun_elsewhere
@@ -615,20 +644,20 @@ class RequestTimes:
         self._predicted_ttft_s: float | None = None
         self._predicted_tpot_s: float | None = None
         self._first_token: float | None = None
-        #: by choice, when more could be read last
+        #: time at which more tokens last became readable, by choice
         self._readable_since: dict[int, float] = {}
 
     def age_s(self, now: float) -> float:
         """Return the seconds since the call."""
         return now - self._journal.came
 
-    # what happens to it
+    # events
 
     def queued_again(self, now: float) -> None:
         self._waiting_since = now
 
     def dispatched(self, message: session_pb2.Dispatched, now: float) -> None:
-        """Note a dispatch; the first one counts for observers."""
+        """Record a dispatch; only the first one is reported to the observer."""
         if message.HasField("predicted_ttft_s"):
             self._predicted_ttft_s = message.predicted_ttft_s
         if message.HasField("predicted_tpot_s"):
@@ -639,7 +668,7 @@ class RequestTimes:
             self.observer.dispatched(self.queued_s)
 
     def more_to_read(self, choice: int, now: float) -> None:
-        """Note that clients may read more of a choice than before."""
+        """Record that more tokens of a choice became readable."""
         if self._first_token is None:
             self._first_token = now
             if not self._has_begun_elsewhere:
@@ -656,9 +685,10 @@ class RequestTimes:
                 self.observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
 
     def judge_tpot(self, longest: int, now: float) -> float | None:
-        """Return the measured over the predicted time per output token, at the last token.
+        """Return and report the ratio of the measured to the predicted time per output token.
 
-        ``longest`` is the length of the longest choice; None if unknown.
+        ``longest`` is the number of tokens of the longest choice, and ``now`` the time of the last
+        token. Return None if the ratio is unknown.
         """
         if self._first_token is None or self._has_begun_elsewhere:
             return None
@@ -670,7 +700,7 @@ class RequestTimes:
     def finished(
         self, prompt_tokens: int, output_tokens: int, reasons: Sequence[FinishReason], now: float
     ) -> None:
-        """Note its end by its last token."""
+        """Report that the request has ended with its last token."""
         self.observer.finished(
             self.age_s(now),
             now - self._began_to_tell(now),
@@ -680,20 +710,20 @@ class RequestTimes:
             reasons,
         )
 
-    # what came of it
+    # results
 
     def readable_since(self, choice: int, otherwise: float) -> float:
-        """Return when more of a choice became readable last, or ``otherwise``."""
+        """Return when more of a choice last became readable, or ``otherwise`` if never."""
         return self._readable_since.get(choice, otherwise)
 
     def ttft_s(self, ended: float) -> float:
-        """Seconds from its call to its first token, or to its end if there is none."""
+        """Return the seconds from the call to the first token, or to ``ended`` if there is none."""
         told_s = self._journal.ttft_s
         return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
 
     @property
     def foreseen_ttft_s(self) -> float | None:
-        """Predicted seconds from its call to its first token."""
+        """Return the predicted seconds from the call to the first token, or None."""
         if self._predicted_ttft_s is None:
             return None
         return self.age_s(self._taken) + self._predicted_ttft_s

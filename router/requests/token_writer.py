@@ -1,4 +1,4 @@
-"""Writer of output to the ledger, from which clients then read it."""
+"""Writer of output to the ledger, which has to store output before clients may read it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from router.requests.request import Choice, LiveRequest
 
 log = logs.get_logger(__name__)
 
-#: A request, an append and the ledger's answer. The id may belong to another request by then.
+#: A request, an append and the ledger's answer. By then, another request may have the id.
 Answered = tuple[LiveRequest, Append, Appended]
 
-#: A request, one of its choices, and an epoch.
+#: A request, the index of one of its choices, and an epoch.
 _Key = tuple[LiveRequest, int, int]
-#: Seconds between two tries while the ledger is unavailable.
+#: Seconds between two attempts while the ledger is unavailable.
 _RETRY_S = 0.1
-#: Answers that are handled in one turn of the event loop.
+#: Answers that are handled without yielding to the event loop.
 _AT_ONCE = 64
-#: Seconds after which an answer is late, while the event loop keeps up.
+#: Seconds after which an answer is late. Time in which the event loop was stalled does not count.
 _LATE_S = 0.3
 
 
 class LedgerAppender:
     """Sends appends to the ledger in batches.
 
-    ``on_answers`` receives the ledger's answer to every append. ``on_away`` receives every pending
-    append, again and again, while the ledger does not answer. Appends are batched for ``gather_s``
-    seconds, or until one that ends its choice.
+    ``on_answers`` receives the ledger's answers to the appends. ``on_away`` receives every pending
+    append repeatedly while the ledger does not answer. A batch gathers appends for ``gather_s``
+    seconds, or until one of them ends its choice.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class LedgerAppender:
         self._has_end = asyncio.Event()
 
     def add(self, live: LiveRequest, append: Append) -> None:
-        """Add an append. It may overlap a pending one of its epoch, but leave no gap."""
+        """Add an append.
+
+        It may overlap a pending one of its choice and epoch, but must leave no gap.
+        """
         key = (live, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
@@ -92,9 +95,10 @@ class LedgerAppender:
         self._has_end.clear()
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
-        """Return the ledger's answers, and call ``on_away`` while they are late.
+        """Return the ledger's answers to a batch, and call ``on_away`` while they are late.
 
-        Time in which this process stalled does not count: the ledger may have answered in time.
+        Time in which this process stalled does not count, because the ledger may have answered in
+        time.
         """
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
@@ -115,7 +119,7 @@ class LedgerAppender:
 
 
 def _joined(earlier: Append, later: Append) -> Append:
-    """Return both as one. They may overlap, but leave no gap between them."""
+    """Return the union of two appends, which may overlap but must leave no gap."""
     first, second = sorted((earlier, later), key=lambda append: append.offset)
     overlap = first.offset + len(first.tokens) - second.offset
     assert overlap >= 0
@@ -129,15 +133,15 @@ def _joined(earlier: Append, later: Append) -> Append:
     )
 
 
-#: Seconds for which tokens are batched if their delivery does not wait for the ledger.
+#: Seconds for which appends are batched if clients may read tokens before the ledger has them.
 _GATHER_S = 0.02
 
 
 class TokenWriter:
-    """Writer of owned requests' output to the ledger, which marks it as stored and readable.
+    """Writes output of owned requests to the ledger, and marks stored output as readable.
 
-    ``on_difference`` receives a request of which the ledger has another state, ``on_failure`` one
-    that cannot continue, with the error.
+    ``on_difference`` receives a request whose ledger entry differs from this router's state.
+    ``on_failure`` receives a request that cannot continue, with the error.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class TokenWriter:
         return self._away_since is not None
 
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
-        """Write the output of a choice from ``offset`` on."""
+        """Write the output of a choice from token ``offset`` on."""
         self._appender.add(live, live.append(choice, offset))
         if self._is_behind and self._may_run_ahead():
             live.run_ahead(choice, now())
@@ -180,12 +184,12 @@ class TokenWriter:
                 self._appender.add(live, live.append(choice, choice.stored))
 
     async def write_all(self, live: LiveRequest) -> None:
-        """Write all output, and return when the ledger has it or the request is over."""
+        """Write all output; return when the ledger has it or the request has ended."""
         self.write_rest(live)
         await live.all_stored()
 
     def mark_stored(self, live: LiveRequest, entry: Entry) -> None:
-        """Mark as stored what the ledger's entry says that it has."""
+        """Mark the tokens as stored that the ledger's ``entry`` counts."""
         heard = now()
         for choice, count in zip(live.choices, entry.num_tokens, strict=True):
             self._mark(live, choice, count, heard)
@@ -194,7 +198,7 @@ class TokenWriter:
         self._registry.counters.output_tokens += max(0, count - choice.stored)
         live.mark_stored(choice, count, heard)
 
-    # the ledger answers, or does not
+    # the ledger's answers, or their absence
 
     def _answered(self, answered: Sequence[Answered]) -> None:
         self._away_since, heard = None, now()
@@ -218,7 +222,8 @@ class TokenWriter:
         if not append.finish_reason:
             return
         if all(other.is_complete for other in live.choices if other is not choice):
-            # Every end was stored and the request is not finished: the ledger lost one of them.
+            # The ledger stored the ends of all choices but did not finish the request, so it lost
+            # one of them.
             self._on_difference(live)
         else:
             choice.complete()
@@ -242,6 +247,6 @@ class TokenWriter:
 
 
 def _finished_entry(live: LiveRequest) -> Entry:
-    """Return the ledger's entry of a request whose last end it has just stored."""
+    """Return the entry of a request that the ledger has just finished with its last append."""
     entry = live.as_entry()
     return replace(entry, state=State.FINISHED, worker="", epoch=0, moves=entry.moves + 1)

@@ -1,4 +1,4 @@
-"""The served model as a router needs it: its tokenizer and its limits."""
+"""Tokenizer and limits of the served model."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
 from router.requests.sampling_defaults import of_model
 
-#: The longest tokens of common vocabularies are runs of 128 spaces.
+#: Most characters of a token. The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
-#: A text with more bytes for each token of the context is counted before it is tokenised. Prose has
-#: 3 to 5, so that few texts that fit are counted.
+#: A text with more bytes than this per token of the context is counted in pieces before all of it
+#: is tokenised. Prose has 3 to 5 bytes per token, so few texts that fit are counted.
 _COUNTED_BYTES_PER_TOKEN = 6
-#: Characters that are counted at once.
+#: Characters of a piece whose tokens are counted.
 _COUNTED_AT_ONCE = 1 << 14
-#: What families call the longest context in their configuration.
+#: Names of the context length in the configurations of the model families.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-#: Where a configuration does not say it: a worker does, and no request outgrows that.
+#: Value of a limit that the configuration does not state. The limits that workers announce bound
+#: every request anyway.
 _UNBOUNDED = 1 << 30
-#: Log probabilities of a prompt, alternatives counted in: they go to the ledger, and to the client,
-#: in one piece, and more would keep the gateway from all others for too long.
+#: Most log probabilities of a prompt, including alternatives. They are sent to the ledger and to
+#: the client in one message, and more would block the event loop for too long.
 _MAX_PROMPT_LOGPROBS = 1 << 18
-#: The same of the output of all choices, which stays in the memory of gateway and ledger.
+#: Most log probabilities of the output of all choices, including alternatives. They stay in the
+#: memory of the router and of the ledger.
 _MAX_LOGPROBS = 1 << 22
 
 
@@ -58,7 +60,7 @@ class HuggingFaceTokenizer:
         """Load the tokenizer. Raises UnknownModel for an invalid file."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # it raises no class of its own
+        except Exception as error:  # the library raises a plain Exception
             raise UnknownModel(f"{path} is no tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -67,10 +69,10 @@ class HuggingFaceTokenizer:
         types = decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
         self._is_byte_level = "ByteLevel" in types
         self._has_byte_pieces = "ByteFallback" in types
-        #: bytes by token id and whether the token is the first one of a text
+        #: bytes of a token, by token id and whether the token is the first of its text
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
-    # Of batches the library lets go of Python's lock, else not.
+    # The tokenizers library releases Python's lock only in its batch methods.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         (encoding,) = self._tokenizer.encode_batch_fast(
@@ -100,17 +102,17 @@ class HuggingFaceTokenizer:
         if self._has_byte_pieces and (piece := byte_piece(token)) is not None:
             return piece
         first = self.decode([token_id])
-        # Decoders treat the first token of a text differently from the others.
+        # Decoders treat the first token of a text differently from later tokens.
         text = first if is_first else self.decode([token_id] * 2)[len(first) :]
         return text.encode()
 
 
-#: Each of the byte tokenizer's tokens.
+#: Bytes of each token of ByteTokenizer, by token id.
 _BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(1024)]
 
 
 class ByteTokenizer:
-    """The fake runner's tokenizer: tokens below 256 are bytes, others are written as numbers."""
+    """Tokenizer of the fake model: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
 
@@ -131,13 +133,14 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """The served model's tokenizer and limits.
+    """Tokenizer and limits of the served model.
 
-    ``context`` is the context length of the model's configuration. ``max_model_len`` is the number
-    of tokens of prompt and output together that every worker can hold, or None until a worker has
-    announced it. ``fingerprint`` is the workers', or empty until then. ``directory`` is None for
-    the fake model. ``sampling_defaults`` apply to parameters that a request does not set. With
-    ``clamps_max_tokens``, the max_tokens of every request is lowered to what the context leaves.
+    ``context`` is the context length in tokens of the model's configuration. ``max_model_len`` is
+    the number of tokens of prompt and output together that every worker can hold, or None until a
+    worker has announced it. ``fingerprint`` is the workers' fingerprint of the model, or empty
+    until a worker has announced it. ``directory`` is None for the fake model. ``sampling_defaults``
+    apply to parameters that a request does not set. With ``clamps_max_tokens``, the max_tokens of
+    every request is lowered to the part of the context that the prompt leaves free.
     """
 
     name: str
@@ -150,11 +153,12 @@ class ServedModel:
     clamps_max_tokens: bool = False
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
-    #: clients are sent to this model, and not to that of another cluster (router.active)
+    #: whether clients are directed to this model and not to that of another cluster (router.active)
     is_active: bool = field(default=True, init=False)
-    #: clients may still reach this router for another model, or soon reach the other's
+    #: whether requests for another model may arrive, because this model is inactive or was
+    #: activated a moment ago
     is_switching: bool = field(default=False, init=False)
-    #: tokens of the longest sequence of each worker, by worker id
+    #: most tokens of a sequence that a worker can hold, by worker id
     _rooms: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -165,9 +169,11 @@ class ServedModel:
         *,
         sampling_defaults: Literal["model", "none"] = "model",
     ) -> Self:
-        """Load the model in a Hugging Face directory, of a GGUF file or fetched hub id, or "fake".
+        """Load a model from a Hugging Face directory, a GGUF file or a fetched hub id.
 
-        ``sampling_defaults`` is the router's setting.
+        The model "fake" needs no files. ``sampling_defaults`` is the router's setting: "model"
+        applies the defaults of the model's generation_config.json, and "none" applies Everlift's
+        own.
 
         Raises UnknownModel, ModelUnavailable.
         """
@@ -192,17 +198,17 @@ class ServedModel:
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:
-        """Use the limits of the last worker of this model until one is connected.
+        """Use the limits of the last worker of this model until a worker is connected.
 
-        With which weights is seen when it comes.
+        The fingerprint stays unknown until then.
         """
         if last.model == self.name:
             self.max_model_len = _room(last)
 
     def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
-        """Take the limits that the connected workers announced.
+        """Use the limits and the fingerprint that the connected workers announced.
 
-        Without workers, keep the last limits.
+        Without workers, the last limits stay in effect.
         """
         self._rooms = {worker.worker_id: _room(worker) for worker in workers}
         if workers:
@@ -211,19 +217,22 @@ class ServedModel:
 
     @property
     def longest_sequence(self) -> int:
-        """Return the most tokens of prompt and output: ``max_model_len`` or ``context``.
+        """Return the most tokens that a prompt and its output may have together.
 
-        ``context`` applies until a worker has announced its limit.
+        This is ``max_model_len``, or ``context`` until a worker has announced its limit.
         """
         return self.context if self.max_model_len is None else self.max_model_len
 
     def fits(self, request: Request) -> bool:
-        """Return whether every worker can hold the prompt and max_tokens, or may end earlier."""
+        """Return whether every worker can hold the prompt and max_tokens output tokens.
+
+        A request whose output may end earlier because its max_tokens is clamped always fits.
+        """
         total = len(request.prompt_ids) + request.max_tokens
         return request.clamp_max_tokens or total <= self.longest_sequence
 
     def check_worker(self, request: Request, worker_id: str) -> None:
-        """Check that the worker can hold a request that was accepted before this worker was known.
+        """Check that the worker can hold a request that was accepted before the worker was known.
 
         Raises ContextLengthExceeded.
         """
@@ -232,15 +241,14 @@ class ServedModel:
             _check_total(len(request.prompt_ids), request.max_tokens, room)
 
     def check_name(self, request: Request) -> None:
-        """Check the model of a stored request. Raises UnknownModel."""
+        """Check that a stored request is for this model. Raises UnknownModel."""
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is no longer served")
 
     def check_asked(self, name: str) -> None:
-        """Check that a request is for this model; an empty name is.
+        """Check that ``name``, the model that a request asks for, is this model's name or empty.
 
-        Raises UnknownModel; RouterStopping while another model replaces this one, or this one has
-        just replaced it.
+        Raises UnknownModel, or RouterStopping while models are being switched (``is_switching``).
         """
         if name in ("", self.name):
             return
@@ -250,10 +258,11 @@ class ServedModel:
         raise UnknownModel(cause, field="model")
 
     def begun(self, request: Request, *, has_begun: bool) -> Request:
-        """Return a request that this model's workers begin, or go on with if it ``has_begun``.
+        """Return the request with the fingerprint of this model's workers.
 
-        Raises UnknownModel where other weights, another tokenizer or other settings began it. What
-        is not known yet cannot differ.
+        ``has_begun`` states whether the request has output already. Raises UnknownModel if the
+        request is for another model, or if its output was made with other weights, another
+        tokenizer or other settings. A fingerprint that is not known yet matches every other.
         """
         self.check_name(request)
         if self.fingerprint in ("", request.fingerprint):
@@ -266,7 +275,7 @@ class ServedModel:
         return replace(request, fingerprint=self.fingerprint)
 
     def resolve(self, submission: Submission) -> Request:
-        """Return the request with every default filled in and every limit of the model checked.
+        """Return a submission's request, with all defaults filled in and all limits checked.
 
         Raises UnknownModel, PromptTooLong, ContextLengthExceeded, OutOfRange.
         """
@@ -324,7 +333,7 @@ class ServedModel:
         return ids
 
     def check_prompt(self, prompt: str | Sequence[int]) -> None:
-        """Check a prompt before it is tokenized. Raises PromptTooLong, OutOfRange."""
+        """Check a prompt before it is tokenised. Raises PromptTooLong, OutOfRange."""
         self.check_fits(prompt)
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
@@ -332,7 +341,7 @@ class ServedModel:
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt.
 
-        Raises PromptTooLong, for a text that exceeds the context by far before all of it is
+        Raises PromptTooLong. A text that exceeds the context by far is rejected before all of it is
         tokenised.
         """
         self.check_fits(text)
@@ -340,14 +349,17 @@ class ServedModel:
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_count(self, text: str) -> None:
-        """Raise PromptTooLong as soon as the text's beginning has twice the tokens of the context.
+        """Raise PromptTooLong if a long text has more than twice the tokens of the context.
 
-        The text is counted in pieces, and a cut can split the tokens next to it. Tokenizers first
-        cut a text into words, so a cut changes the tokens of one word, among some thousand tokens
-        of a piece. A word that is longer than a piece is split into tokens without such cuts; for
-        it, a count of twice the true number would need a vocabulary whose tokens become half as
-        long within a piece of 16,384 characters. The factor of two covers both: a text that fits
-        is not refused.
+        The text is tokenised in pieces, and the error is raised at the first piece that exceeds the
+        limit. A cut between two pieces changes only the tokens next to it. Tokenizers first split a
+        text into words, so a cut changes the tokens of one word, among some thousand tokens of a
+        piece.
+
+        A word that is longer than a piece is cut inside. Its pieces together have twice the tokens
+        of the whole word only with a vocabulary whose tokens become half as long within a piece of
+        16,384 characters. The factor of two covers both cases, so a text that fits is never
+        rejected.
         """
         limit = self.longest_sequence
         if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
@@ -364,14 +376,22 @@ class ServedModel:
                 raise PromptTooLong(self._too_long(what), field="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text, however many they are. Raises PromptTextTooLong."""
+        """Return the token ids of a text, which may exceed the context.
+
+        Raises PromptTextTooLong if the number of characters alone shows that the text exceeds the
+        context by far.
+        """
         self.check_fits(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def check_fits(self, prompt: str | Sequence[int]) -> None:
-        """Check the size of a prompt before it is tokenised. Raises PromptTooLong."""
+        """Check the length of a prompt against the context. Raises PromptTooLong.
+
+        This is fast because a text is not tokenised: only its characters are counted.
+        """
         if isinstance(prompt, str):
-            # A token stands for a few dozen characters at most.
+            # Each token stands for a limited number of characters, so this text is certainly too
+            # long.
             if len(prompt) > self.longest_sequence * _MAX_CHARACTERS_PER_TOKEN:
                 what = f"{len(prompt)} characters do not fit"
                 raise PromptTextTooLong(self._too_long(what), field="text")
@@ -386,7 +406,7 @@ class ServedModel:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Raises OutOfRange."""
+        """Return the text of token ids. Raises OutOfRange."""
         if len(ids) > self.longest_sequence:
             raise OutOfRange(
                 f"{len(ids)} tokens are more than the context of {self.longest_sequence}",
@@ -414,7 +434,7 @@ def _room(worker: session_pb2.WorkerInfo) -> int:
 
 
 def _check_total(num_prompt: int, max_tokens: int, context: int) -> None:
-    """Raise ContextLengthExceeded unless prompt and output fit into ``context`` tokens."""
+    """Raise ContextLengthExceeded if prompt and output together exceed ``context`` tokens."""
     if num_prompt + max_tokens > context:
         # Clients recognise this error by OpenAI's wording.
         raise ContextLengthExceeded(
@@ -452,9 +472,10 @@ def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
 
 
 def _context(facts: Mapping[str, Any]) -> int:
-    """Return the context length, which YaRN's section alone may extend.
+    """Return the context length in tokens, which only YaRN can extend.
 
-    Gemma has such a section for each kind of layer.
+    All sections of the rope parameters are searched for YaRN, because Gemma has a section for each
+    kind of layer.
     """
     written = _number(facts, _CONTEXT_KEYS, _UNBOUNDED)
     rope = facts.get("rope_scaling") or facts.get("rope_parameters")
@@ -473,14 +494,16 @@ def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
 
 T = TypeVar("T")
 
-#: Characters of text. So many take the tokenizer 1.2 ms, a thread 0.1 ms to be reached; 100,000
-#: would hold all streams up for 41 ms.
+#: Most characters of text that are processed in the event loop. The tokenizer takes 1.2 ms for
+#: them, and handing work to a thread takes 0.1 ms. 100,000 characters would block all streams for
+#: 41 ms.
 _INLINE = 4096
 
 
 async def with_text(length: int, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, in a thread if the text is long.
+    """Return the result of ``work``, which runs in a thread if the text is long.
 
-    ``length`` is in characters or tokens. ``work`` must release Python's lock.
+    ``length`` is the length of the text in characters or tokens. ``work`` must release Python's
+    lock, so that the event loop can continue.
     """
     return work() if length <= _INLINE else await asyncio.to_thread(work)

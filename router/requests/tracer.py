@@ -1,4 +1,4 @@
-"""Interface to distributed tracing."""
+"""Interface of distributed tracing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from router.requests.request import LiveRequest
 
 class Tracer(Protocol):
     def begin_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        """Return the span of a request whose call has this metadata; None: it is not traced."""
+        """Return the span context of a call with this metadata, or None without a trace."""
         ...
 
     def wants(self, trace: TraceContext | None) -> bool:
-        """Return whether ``ended`` is to be called for a request of this span."""
+        """Return whether ``ended`` must be called for a request with this span."""
         ...
 
     def refused(
         self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
     ) -> None:
-        """Note a request that was rejected ``elapsed_s`` after its call."""
+        """Record a request that was rejected ``elapsed_s`` seconds after its call."""
         ...
 
     async def ended(self, live: LiveRequest) -> None:
-        """Note a request that has ended, in the ledger too."""
+        """Record a request whose end is stored in the ledger."""
         ...
 
 
@@ -43,5 +43,5 @@ class _NoTraces:
     async def ended(self, live: LiveRequest) -> None: ...
 
 
-#: For a router without traces.
+#: Tracer of a router that records no traces.
 NO_TRACES = _NoTraces()

@@ -1,6 +1,7 @@
-"""Interfaces of attention. A backend owns the layout of a block: it writes and reads.
+"""Interfaces of attention over the paged KV cache.
 
-A backend lives as long as its cache; a prepared step holds the index tensors that all layers share.
+Only the backend knows the layout of a block, because it alone writes and reads keys and values. A
+backend lives as long as its cache. A prepared step holds the index tensors that all layers share.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from worker.engine.plan import Rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """Attention of one layer.
+    """Parameters of one layer's attention.
 
-    For a query at position p, key j scores s = scale * (query . key), or softcap * tanh(s /
-    softcap), for every j with p - window < j <= p, or 0 <= j <= p without a window; the softmax of
-    the scores weighs the values. ``sinks`` [heads of this rank] are one more score per head in its
-    softmax, without a value.
+    For a query at position p, key j has the score s = scale * (query . key). With a softcap the
+    score is softcap * tanh(s / softcap) instead. The keys are those with p - window < j <= p, or
+    0 <= j <= p without a window. The softmax of the scores weights the values. ``sinks`` [heads of
+    this rank] add one score per head to its softmax, without a value.
     """
 
     scale: float
@@ -31,17 +32,17 @@ class AttentionForm:
 
 
 class StepAttention(Protocol):
-    """Causal attention of one step's tokens, which lie row after row."""
+    """Causal attention of one step's tokens, which are ordered by row."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
+        """Write ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
         ...
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
         """Return causal attention of ``query`` [tokens, heads, head_dim] over each sequence.
 
-        The result has the same shape. Query heads that share a KV head lie side by side: head h
-        reads KV head h // (heads // kv_heads). The step's own keys must have been written.
+        The result has the same shape. Query heads that share a KV head are adjacent: head h reads
+        KV head h // (heads // kv_heads). The step's own keys must have been written.
         """
         ...
 
@@ -49,14 +50,15 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
-        """Names of the attention kernels in use."""
+        """Name of the attention kernels in use."""
         ...
 
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:
-        """Prepare one step over ``rows``.
+        """Return the attention of one step over ``rows``.
 
-        There may be a thousand rows: no loop over them. Data for the device goes with ``parcel``,
-        if given; nothing is written or attended before it has arrived. A block's earlier content,
-        even NaN, never shows: a block changes hands where a row writes its first position.
+        Implementations must not loop over the rows in Python, because there may be a thousand. Data
+        for the device is added to ``parcel``, if given, and is on the device before anything is
+        written or computed. The previous content of a block, even NaN, must not affect any result;
+        a block has a new owner when a row writes the block's first position.
         """
         ...

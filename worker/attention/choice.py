@@ -11,12 +11,15 @@ from worker.attention.reference import ReferenceAttention
 from worker.device.kv_cache import KVCache
 from worker.kernels.trial import kernels_work
 
-#: Of larger heads a tile does not fit into a multiprocessor.
+#: Largest head dimension; tiles of larger heads do not fit into a multiprocessor.
 _LARGEST_HEAD = 256
 
 
 def choose_attention(cache: KVCache) -> AttentionBackend:
-    """Choose the attention backend; compiles its kernel, in some seconds, once per machine."""
+    """Return the fastest attention backend that works on the device of ``cache``.
+
+    The first call on a machine compiles the kernel, which takes some seconds.
+    """
     device, head_dim = cache.tensor.device, cache.tensor.shape[-1]
     if device.type == "cuda":
         if head_dim > _LARGEST_HEAD or not kernels_work(device):
@@ -27,7 +30,7 @@ def choose_attention(cache: KVCache) -> AttentionBackend:
 
 
 def _gpu_attention(cache: KVCache, device: torch.device) -> AttentionBackend:
-    # Triton need not be there but for a GPU.
+    # Imported only for a GPU, because Triton may not be installed elsewhere.
     from worker.attention.gpu import GpuAttention
 
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

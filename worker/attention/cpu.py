@@ -1,7 +1,7 @@
-"""Attention on a CPU, by a kernel in C++ that is compiled for its head dimension and dtype.
+"""Attention on a CPU, by a C++ kernel that is compiled for each head dimension and dtype.
 
-The kernel (paged.cpp, which says how a block's bytes lie) reads keys and values where they are. One
-table a step tells it of all rows.
+The kernel reads keys and values in place; paged.h documents the layout of a block. One table per
+step describes all rows to the kernel.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from worker.engine.plan import Rows
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
-#: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
-#: the time in which the others take part, as long as they look for work.
+#: Up to this many elements of keys to write, or multiplications of queries by keys, one thread
+#: finishes before the others could take part, even while these are spinning.
 _WRITTEN_ALONE = 1 << 11
 _ATTENDED_ALONE = 1 << 18
 
@@ -51,7 +51,7 @@ class NativeForm(ctypes.Structure):
 
 
 class Kernel:
-    """The library for one head dimension and dtype."""
+    """Functions of the compiled library for one head dimension and dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         step = (ctypes.POINTER(NativeCache), ctypes.POINTER(NativeStep), _INT)
@@ -74,18 +74,21 @@ class Kernel:
 
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
-    """Return the compiled kernel, or None; the log says why. ``flags`` are added compiler flags."""
+    """Return the compiled kernel, or None if it cannot be compiled, with the cause in the log.
+
+    ``flags`` are additional compiler flags.
+    """
     library = native.compiled(_SOURCE, (*kernel_flags(head_dim, dtype), *flags))
     return None if library is None else Kernel(library)
 
 
 def kernel_flags(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the compiler's flags for the library of a head dimension and dtype."""
+    """Return the library's compiler flags for a head dimension and dtype."""
     return f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}"
 
 
 class CpuAttention:
-    """The AttentionBackend on a CPU; ``kernel`` is for the cache's head dimension and dtype."""
+    """AttentionBackend for CPUs; ``kernel`` is for the cache's head dimension and dtype."""
 
     name = "CpuAttention"
 
@@ -100,7 +103,7 @@ class CpuAttention:
 
 
 class CpuStep:
-    """StepAttention over one cache."""
+    """StepAttention of CpuAttention."""
 
     def __init__(self, kernel: Kernel, cache: NativeCache, rows: Rows) -> None:
         self.kernel = kernel
@@ -109,7 +112,7 @@ class CpuStep:
         self._rows = rows
         tiles = (rows.counts + (kernel.tile_tokens - 1)) // kernel.tile_tokens
         ends = tiles.cumsum()
-        #: what the kernel reads beside the block tables, and so must live as long
+        #: table of rows that the kernel reads, and that must therefore live as long as the step
         self._table = np.empty((len(rows), 5), np.int64)
         self._table[:, 0] = rows.firsts
         self._table[:, 1] = rows.counts
@@ -164,7 +167,10 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
-    """Return the native form; ``sinks`` are its fp32 sinks and must live as long."""
+    """Return ``form`` as a structure of the kernel.
+
+    ``sinks`` are the form's sinks in fp32, or None; they must live as long as the structure.
+    """
     return NativeForm(
         form.scale,
         form.softcap or 0.0,
@@ -174,6 +180,6 @@ def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
 
 
 def _with_whole_tokens(heads: Tensor) -> Tensor:
-    """Return ``heads`` [tokens, heads, head_dim] with each token contiguous."""
+    """Return ``heads`` [tokens, heads, head_dim] with the heads of each token contiguous."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()

@@ -1,4 +1,4 @@
-"""Prompts by FlashAttention 3, which is made for Hopper (Dao-AILab/flash-attention, hopper/)."""
+"""Attention of prompts by FlashAttention 3, for Hopper (Dao-AILab/flash-attention, hopper/)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from worker.attention.prompts import Prompts
 
 _MODULE = "flash_attn_interface"
 _HOPPER = 9
-#: It computes with heads of up to so many features, of which eight are 16 bytes.
+#: Largest supported head dimension, and the number that must divide it: eight features are 16
+#: bytes.
 _LARGEST_HEAD, _ALIGNED = 256, 8
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention3:
-    """Raises ImportError where it is not installed."""
+    """PromptBackend by FlashAttention 3. Raises ImportError if that is not installed."""
 
     name = "FlashAttention 3"
 
@@ -57,7 +58,7 @@ class FlashStep:
             max_seqlen_q=int(self._prompts.counts.max()),
             softmax_scale=form.scale,
             causal=True,
-            # How many are seen to the left of a token, and to its right.
+            # Numbers of positions that a token sees to its left and to its right; -1: no limit.
             window_size=(-1, -1) if form.window is None else (form.window - 1, 0),
             softcap=form.softcap or 0.0,
         )

@@ -1,8 +1,8 @@
-"""Prompts by FlashInfer (flashinfer-ai/flashinfer), where FlashAttention 3 is not.
+"""Attention of prompts by FlashInfer (flashinfer-ai/flashinfer), if FlashAttention 3 is missing.
 
-It plans on the host, once a step for each form of layers, and reads the cache as it lies: pages of
-keys and values, heads before positions. Where its kernels are not compiled yet it does so when they
-are tried.
+FlashInfer plans on the host, once per step and attention form. It reads the cache in place, in its
+layout HND: pages of keys and values, heads before positions. Kernels that are not compiled yet are
+compiled in the trial at start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MODULE = "flashinfer"
 _AMPERE = 8
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
-#: As its documentation has it.
+#: Size of the work space that FlashInfer's documentation recommends.
 _ROOM_BYTES = 128 << 20
 
 _Key = tuple[int, float, int | None, float | None]
 
 
 class FlashInfer:
-    """Raises ImportError where it is not installed."""
+    """PromptBackend by FlashInfer. Raises ImportError if that is not installed."""
 
     name = "FlashInfer"
 
@@ -66,9 +66,10 @@ class _Planner:
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, prompts: Prompts, layer: Tensor, query: Tensor, form: AttentionForm) -> Any:
-        """Plan the attention of prompts.
+        """Plan the attention of ``prompts`` in one form, and return the function that computes it.
 
-        A plan is copied to the device from memory that the next plan overwrites.
+        A plan is copied to the device from host memory that the next plan overwrites. This method
+        therefore first waits until the previous plan has been copied.
         """
         if self._copied is not None:
             self._copied.synchronize()

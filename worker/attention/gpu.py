@@ -1,7 +1,7 @@
 """Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .placing).
 
-A block lies as the cache's shape says. One parcel a step tells the kernels of all rows. Prompts may
-be attended by somebody else's (worker.attention.prompts).
+The layout of a block is that of KVCache's shape. One parcel per step describes all rows to the
+kernels. Prompts may be computed by third-party kernels (worker.attention.prompts).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from worker.model.rope import Angle
 
 
 class WantedTiles(NamedTuple):
-    """Tiles for ``group`` query heads per KV head, of all rows or of those that remain."""
+    """Request for tiles with ``group`` query heads per KV head.
+
+    Unless ``is_for_all``, the tiles leave out the rows that third-party kernels compute.
+    """
 
     group: int
     is_for_all: bool
@@ -50,7 +53,7 @@ _TileSets = Callable[[WantedTiles], list[TileSet]]
 
 
 class GpuAttention:
-    """AttentionBackend of a GPU with ``multiprocessors``, and the DecodingBackend of its graphs."""
+    """AttentionBackend for a GPU with ``multiprocessors``, and DecodingBackend for CUDA graphs."""
 
     def __init__(
         self, cache: KVCache, multiprocessors: int, prompt_kernels: PromptKernels | None = None
@@ -59,7 +62,7 @@ class GpuAttention:
         self._device = cache.tensor.device
         self._multiprocessors = multiprocessors
         self._prompt_kernels = prompt_kernels
-        #: what layers have asked for
+        #: tiles that layers have requested so far
         self._asked: set[WantedTiles] = set()
 
     @property
@@ -85,10 +88,10 @@ class GpuAttention:
         return GpuStep(self._cache, lambda: table, tile_sets, None)
 
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
-        """Return the tile sets of rows with ``counts`` [n] tokens.
+        """Return a function from WantedTiles to tile sets, for rows with ``counts`` [n] tokens.
 
-        The rows in ``span`` may be attended to by other kernels. Tile sets that layers of earlier
-        steps needed are in ``parcel``.
+        The rows in ``span`` may be computed by third-party kernels. Tile sets that layers of
+        earlier steps requested are sent in ``parcel``, and any others when they are requested.
         """
         likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
         known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
@@ -103,7 +106,11 @@ class GpuAttention:
     def _sent(
         self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
-        """Add the tile sets to the parcel; decodes and prompts are separate launches."""
+        """Add the wanted tile sets to ``parcel``, and return functions that return them.
+
+        Rows with few tokens have one tile set and the other rows another, because they are
+        separate launches.
+        """
         is_ours = np.ones(len(counts), np.bool_)
         if span is not None and not wanted.is_for_all:
             is_ours[span] = False
@@ -130,10 +137,10 @@ class GpuAttention:
 
 
 class GpuStep:
-    """StepAttention over one KVCache.
+    """StepAttention of GpuAttention.
 
-    ``table`` and ``tile_sets`` are on the device once they are asked for; ``prompts`` may attend to
-    some of the rows.
+    ``table`` and ``tile_sets`` return data on the device, and are called at the first use of it.
+    ``prompts`` may compute the attention of some of the rows.
     """
 
     def __init__(
@@ -156,7 +163,8 @@ class GpuStep:
     ) -> Tensor:
         """Rotate queries in place and return them; write rotated keys and ``value`` to the cache.
 
-        ``turned`` is [tokens, heads, head_dim], the first ``num_query`` heads of which are queries.
+        ``turned`` [tokens, heads, head_dim] has ``num_query`` query heads followed by the key
+        heads.
         """
         assert turned.stride(2) == 1, "a copy would be turned"
         place(self._cache, layer, self._table(), turned, value, num_query, angle)

@@ -1,4 +1,4 @@
-"""The launches of attention's kernels, for one layer of a step each."""
+"""Launches of the attention kernels, each for one layer of one step."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from worker.kernels.paged_attention import attend_tiles, merge_splits
 from worker.kernels.placing import turn_and_place
 from worker.model.rope import Angle
 
-#: Queries of a narrow tile, the least that tensor cores take, and of a wide one.
+#: Queries of a narrow tile, the fewest that tensor cores support, and of a wide tile.
 NARROW, WIDE = 16, 64
-#: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
-#: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps. Half
-#: as many in single precision, whose products are made without tensor cores, in registers.
+#: Keys per iteration of a program, for narrow tiles and for wide tiles, and the largest number of
+#: bytes that these keys may take. A multiprocessor of an Ada GPU has 99 KiB for all data of its
+#: program. The limit is half in single precision, whose products are computed without tensor cores,
+#: in registers.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
 _LEAST_KEYS = 16
-#: Of a key of 128 features in half precision, and of 256 in single. Of larger ones less is fetched
-#: ahead, and more warps have the registers for what is made of them.
+#: Bytes of a key of 128 features in half precision, and of 256 features in single precision. For
+#: larger keys less is prefetched, and there are more warps, whose registers hold the results.
 _COMMON_BYTES, _LARGE_BYTES = 256, 1024
-#: Of a token, that one program turns or places.
+#: Heads of a token that one program rotates or writes to the cache.
 _HEADS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSet:
-    """Tiles of one kind on the device, of up to ``tokens`` tokens in ``block_rows`` queries.
+    """Tiles of one kind on the device, of up to ``tokens`` tokens in ``block_rows`` queries each.
 
-    ``rows`` and ``offsets`` int32 [m], as in Tiles.
+    ``rows`` and ``offsets`` are int32 [m], as in Tiles. The positions that a tile sees are divided
+    among ``splits`` programs.
     """
 
     rows: Tensor
@@ -45,10 +47,11 @@ class TileSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Rows of a step on the device, int32.
+    """Rows of a step on the device, as int32 tensors.
 
-    By row [n]: first token's index, start, number of tokens, and blocks ``tables`` [n, ``width``];
-    by token [T]: its row and its position, which is negative where nothing is to be written.
+    For each row [n] there are its first token's index in the step, that token's position, its
+    number of tokens, and its blocks ``tables`` [n, ``width``]. For each token [T] there are its row
+    and its position, which is negative if nothing is to be written.
     """
 
     firsts: Tensor
@@ -70,7 +73,7 @@ def place(
     num_query: int,
     angle: Angle | None,
 ) -> None:
-    """Launch turn_and_place for one layer; without an ``angle`` nothing is turned."""
+    """Launch turn_and_place for one layer; without an ``angle`` nothing is rotated."""
     turned, value = _with_whole_heads(turned), _with_whole_heads(value)
     keys = cache.layer(layer)
     kv_heads, head_dim = value.shape[1:]
@@ -114,9 +117,10 @@ def attend(
     form: AttentionForm,
     out: Tensor,
 ) -> None:
-    """Launch what attends for ``tiles`` in one layer.
+    """Launch the attention of ``tiles`` in one layer, which writes to ``out``.
 
-    ``query`` and ``out`` are of the whole step; ``out`` is one run of memory.
+    ``query`` and ``out`` [tokens, heads, head_dim] are those of the whole step; ``out`` is
+    contiguous.
     """
     query = _with_whole_heads(query)
     keys = cache.layer(layer)
@@ -176,7 +180,10 @@ def attend(
 
 
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
-    """Return block size, warps and pipeline stages of attend_tiles for ``dim`` features."""
+    """Return the keys per iteration, warps and pipeline stages of attend_tiles.
+
+    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element.
+    """
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
     is_single = item_bytes == 4
     most_bytes = _KEY_BYTES // 2 if is_single else _KEY_BYTES
@@ -201,7 +208,7 @@ def _room_for_splits(
 
 
 def power_of_two(number: int) -> int:
-    """Return the least that is not less."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 

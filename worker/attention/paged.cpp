@@ -1,4 +1,4 @@
-// Attention over a paged KV cache (paged.h): its functions, each by a team of its own.
+// C interface of attention over a paged KV cache (paged.h); each call gathers a team of threads.
 
 #include "paged.h"
 
@@ -7,7 +7,8 @@ using namespace paged;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Tokens of `key` and `value` are `..._stride` elements apart, their heads contiguous.
+// Tokens of `key` and `value` are `key_stride` and `value_stride` elements apart; the heads of a token are
+// contiguous.
 void write_paged(const Cache* cache, const Step* step, int64_t layer, const void* key,
                  int64_t key_stride, const void* value, int64_t value_stride, int64_t threads) {
     team::gather(threads, [&](team::Member& me) {
@@ -16,8 +17,8 @@ void write_paged(const Cache* cache, const Step* step, int64_t layer, const void
     });
 }
 
-// Tokens of `query` are `query_stride` elements apart, their heads contiguous, as all of `out`
-// [tokens][heads][HEAD_DIM] is.
+// Tokens of `query` are `query_stride` elements apart; the heads of a token are contiguous. `out`
+// [tokens][heads][HEAD_DIM] is contiguous.
 void attend_paged(const Cache* cache, const Step* step, int64_t layer, const void* query,
                   int64_t query_stride, void* out, int64_t heads, const Form* form,
                   int64_t threads) {

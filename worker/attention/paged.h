@@ -1,25 +1,25 @@
 // Causal attention over a paged KV cache on a CPU: decoding, prefill and both in one step.
 //
-// The work is cut into tiles, a few tokens of one row each. With each KV head, a tile's tokens and the
-// query heads that share it are the rows of two small matrix products, between them a softmax that goes
-// along the keys.
+// The work is divided into tiles, which are a few tokens of one row each. For each KV head there are two
+// small matrix products with a softmax along the keys between them. Their rows are the tile's tokens,
+// each with all query heads that share the KV head.
 //
 //     scores [rows, keys]       = query [rows, head_dim] x keys [head_dim, keys]
 //     out    [rows, head_dim]  += weights [rows, keys]   x values [keys, head_dim]
 //
-// Both right-hand sides lie in the cache as the products read them. Where the CPU multiplies pairs of
-// bfloat16, two neighbours along the sum lie side by side (PACK 2, else 1):
+// The cache stores both right-hand sides in the order in which the products read them. If the CPU
+// multiplies pairs of bfloat16, two neighbours in the direction of the sum are adjacent (PACK is 2, else 1):
 //
 //     a head's keys of a block      [head_dim / PACK][BLOCK_SIZE][PACK]
 //     a head's values of a block    [BLOCK_SIZE / PACK][head_dim][PACK]
 //
-// What becomes of a token depends on its query and on the keys and values that it sees, bit for bit:
-// not on its tile, its row, the batch or the number of threads. A position that was never written is
-// not multiplied, since it may hold NaN; its score is, and then replaced.
+// The bits of a token's result depend only on its query and on the keys and values that it sees, not on its
+// tile, its row, the batch or the number of threads. The value of a position that was never written is
+// not multiplied, because it may be NaN. Its key is multiplied, but the resulting score is then replaced.
 //
-// The members of a team call write and attend together, and share the tiles.
+// All members of a team call write and attend together, and divide the tiles among themselves.
 //
-// Sums are of single precision. With pairs of bfloat16 the weights are rounded to it.
+// Sums are in single precision. With pairs of bfloat16 the weights are rounded to bfloat16.
 
 #pragma once
 
@@ -35,7 +35,7 @@
 #include "../native/team.h"
 #include "../native/vector.h"
 
-// Hidden: libraries for another type or head dimension have functions of the same names.
+// Hidden visibility, because libraries for other types or head dimensions define the same names.
 namespace [[gnu::visibility("hidden")]] paged {
 
 using element::narrow;
@@ -49,26 +49,26 @@ using vector::spread;
 using vector::store;
 
 constexpr int TILE_TOKENS = 8;
-//: Tiles with so few tokens wait for memory: they read all KV heads' parts of a block in one go.
+//: Tiles with at most this many tokens are limited by memory, so each reads a block for all KV heads at once.
 constexpr int FEW_TOKENS = 2;
-//: From so many tiles on, a thread takes one with all of its KV heads.
+//: With at least this many tiles per thread, a thread takes a tile with all KV heads, else with one.
 constexpr int TILES_A_THREAD = 4;
-//: Of a product's left-hand side, how many rows are multiplied at once: their sums are in registers.
+//: Rows of a product's left-hand side that are multiplied at once, with their sums in registers.
 constexpr int MAX_STRIP = vector::REGISTERS >= 32 ? 8 : 6;
-//: Keys between two looks at the largest score; chunks begin at its multiples.
+//: Keys per chunk. The largest score is updated once per chunk. Chunks begin at multiples of this.
 constexpr int CHUNK = 4 * BLOCK_SIZE;
 constexpr float LOG2_E = 1.44269504088896341f;
 
 static_assert(BLOCK_SIZE % (2 * LANES) == 0);
 
-// The numbers from 0 on.
+// The vector 0, 1, 2, ...
 inline Ints counting() {
     Ints numbers;
     for (int i = 0; i < LANES; ++i) numbers[i] = i;
     return numbers;
 }
 
-// Of each two the larger one, or the second where they do not compare.
+// The larger value in each lane, or that of b if one of both is NaN.
 inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -93,7 +93,7 @@ inline float total(Floats vector) {
     return sum;
 }
 
-// 2^x for x <= 126, and at least 2^-126; NaN stays NaN.
+// 2^x for x <= 126, but at least 2^-126; NaN for NaN.
 inline Floats exp2(Floats x) {
     x = larger(spread(-126.0f), x);
     const Floats shift = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
@@ -112,8 +112,8 @@ inline Floats tanh(Floats x) {
     return 1.0f - 2.0f / (exp2(x * (2 * LOG2_E)) + 1.0f);
 }
 
-// What the cache, queries and outputs consist of. A Word is what is multiplied at once of a product's
-// left-hand side; Lanes, of its right-hand side.
+// Units of multiplication, for the element type of cache, queries and outputs. One instruction multiplies a
+// Word of a product's left-hand side by Lanes of its right-hand side.
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && HEAD_DIM % 2 == 0
 
@@ -156,11 +156,11 @@ inline void pack(Word* to, Floats low, Floats high) {
 
 constexpr int WORDS = HEAD_DIM / PACK;
 constexpr int PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES;
-//: Elements that a block of one head's keys, or of its values, takes.
+//: Elements of one head's keys, or values, in a block.
 constexpr int64_t RUN = BLOCK_SIZE * HEAD_DIM;
 constexpr int64_t LINE = 64 / sizeof(Stored);
 
-// Of those at `from`, which may be fewer than LANES.
+// `number` lanes at `from`, which may be fewer than LANES, followed by zeros.
 inline Lanes lanes_at(const Stored* from, int number) {
     if (number == LANES) return lanes_at(from);
     Stored all[LANES * PACK] = {};
@@ -168,8 +168,8 @@ inline Lanes lanes_at(const Stored* from, int number) {
     return lanes_at(all);
 }
 
-// sums [R][C * LANES] += left [R][n words] x right [n][right_stride packs]; of the last LANES columns
-// there are but LAST.
+// sums [R][C * LANES] += left [R][n words] x right [n][right_stride packs]. The last LANES columns of right
+// have only LAST columns.
 template <int LAST, int R, int C>
 inline void multiply(Floats (&sums)[R][C], const Word* left, int left_stride, const Stored* right,
                      int right_stride, int n) {
@@ -189,11 +189,11 @@ inline void multiply(Floats (&sums)[R][C], const Word* left, int left_stride, co
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// work(strip's rows, first of them), with the number of rows known to the compiler.
+// Calls work(number of rows, first row) for each strip of rows. The number is a compile-time constant.
 template <class Work>
 inline void in_strips(int rows, Work work) {
     static_assert(MAX_STRIP <= 8);
-    // Of about the same size: nine are five and four, not eight and one.
+    // Strips of about equal size: nine rows are five and four, not eight and one.
     int strips = (rows + MAX_STRIP - 1) / MAX_STRIP;
     for (int first = 0, number; first < rows; first += number, --strips) {
         switch (number = (rows - first + strips - 1) / strips) {
@@ -209,7 +209,7 @@ inline void in_strips(int rows, Work work) {
     }
 }
 
-// What Python hands over; worker/attention/cpu.py has the same structures.
+// Structures that Python passes; worker/attention/cpu.py defines the same ones.
 
 struct Cache {
     void* blocks;  // [blocks][layers][keys, values][kv_heads][RUN]
@@ -217,11 +217,11 @@ struct Cache {
 };
 
 struct Row {
-    int64_t first_token;  // among the step's tokens
+    int64_t first_token;  // index in the step
     int64_t tokens;
-    int64_t start;        // the position of the first
-    int64_t first_block;  // in Step.tables
-    int64_t first_tile;   // among the step's tiles
+    int64_t start;        // position of the first token
+    int64_t first_block;  // index in Step.tables
+    int64_t first_tile;   // index in the step
 };
 
 struct Step {
@@ -239,7 +239,7 @@ struct Form {
 
 struct Tile {
     const Row& row;
-    int64_t begin, tokens;  // among the row's
+    int64_t begin, tokens;  // first token, relative to the row's, and number of tokens
 
     int64_t first_token() const { return row.first_token + begin; }
     int64_t first_position() const { return row.start + begin; }
@@ -253,8 +253,8 @@ inline Tile tile_at(const Step& step, int64_t index) {
     return {row, begin, std::min<int64_t>(TILE_TOKENS, row.tokens - begin)};
 }
 
-// Calls item(tile, first KV head, the one after the last) until all were there: the last tiles first,
-// which are prompts' and take longest.
+// Calls item(tile, first KV head, end of KV heads) for all tiles and KV heads. The last tiles come first,
+// because they belong to prompts and take longest.
 template <class Item>
 void for_each_item(team::Member& me, const Step& step, int64_t kv_heads, const Item& item) {
     const int64_t together = step.num_tiles >= TILES_A_THREAD * me.threads ? kv_heads : 1;
@@ -265,7 +265,7 @@ void for_each_item(team::Member& me, const Step& step, int64_t kv_heads, const I
     });
 }
 
-// What a step reads and writes of one layer.
+// Addresses of one layer's keys and values for a step.
 struct Layer {
     Layer(const Cache& cache, const Step& step, int64_t layer)
         : tables(step.tables), values_after(cache.kv_heads * RUN),
@@ -278,7 +278,7 @@ struct Layer {
         return first + block * block_size + head * RUN;
     }
 
-    // In the values of its block, those of `position` and of who shares its pack.
+    // The values of `position` and of the other position of its pack, in their block.
     Stored* values(const Tile& tile, int64_t position, int64_t head) const {
         const int64_t pack = position % BLOCK_SIZE / PACK;
         return keys(tile, position, head) + values_after + pack * HEAD_DIM * PACK;
@@ -289,7 +289,7 @@ struct Layer {
     Stored* first;
 };
 
-// Stores a tile's keys and values. Tokens are `..._stride` elements apart.
+// Stores a tile's keys and values. Their tokens are key_stride and value_stride elements apart.
 struct Writer {
     void operator()(const Tile& tile, int64_t head, int64_t end_head) const {
         if (tile.tokens <= FEW_TOKENS)
@@ -297,7 +297,8 @@ struct Writer {
         for (; head < end_head; ++head) write(tile, head);
     }
 
-    // A key's parts are in as many lines, each of which would be waited for in its turn.
+    // Prefetches the cache lines of a key. Its words are in as many lines, whose misses would otherwise be
+    // waited for one after another.
     void fetch(const Tile& tile, int64_t head) const {
         const int64_t position = tile.first_position();
         const Stored* to = layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK;
@@ -320,7 +321,7 @@ struct Writer {
             std::memcpy(to + i * BLOCK_SIZE * PACK, from + i * PACK, PACK * sizeof *to);
     }
 
-    // Another thread may write the other one of a pack.
+    // Writes single elements, because another thread may be writing the other position of the pack.
     static void write_value(Stored* to, const Stored* from) {
         for (int i = 0; i < HEAD_DIM; ++i) to[i * PACK] = from[i];
     }
@@ -332,23 +333,23 @@ struct Writer {
     int64_t value_stride;
 };
 
-// Values side by side in the cache: `packs` of them from pack `at` of the chunk on.
+// Packs of values that are adjacent in the cache: `packs` of them, from pack `at` of the chunk on.
 struct Values {
     const Stored* first;
     int64_t at, packs;
 };
 
-// What one thread computes in, for each of a tile's rows: tokens by query heads.
+// Work space of one thread. A row is a token of the tile with one query head.
 struct Scratch {
     std::vector<Word> query;       // [rows][WORDS]
     std::vector<float> scores;     // [rows][CHUNK]
     std::vector<Word> weights;     // [rows][CHUNK / PACK]
-    std::vector<float> most;       // [rows], of the scores so far
-    std::vector<float> shrinking;  // [rows], of what came before, since there is a larger score
-    std::vector<Floats> sums;      // [rows], of the weights, by lane
+    std::vector<float> most;       // [rows], largest score so far
+    std::vector<float> shrinking;  // [rows], factor of the earlier sums after a larger score
+    std::vector<Floats> sums;      // [rows], sum of the weights in each lane
     std::vector<float> out;        // [rows][PADDED]
     Stored edge[HEAD_DIM * PACK] = {};  // values of a position, and zeros for the rest of its pack
-    std::vector<Values> values;    // of the chunk, block after block
+    std::vector<Values> values;    // values of the chunk, block by block
 
     explicit Scratch(int64_t rows)
         : query(rows * WORDS), scores(rows * CHUNK), weights(rows * CHUNK / PACK),
@@ -366,7 +367,7 @@ struct Chunk {
 struct Places {
     int begin, end;
 
-    // `values` at places from `at` on, with `other` where they are outside.
+    // `values`, which are at positions from `at` on, with `other` at positions outside [begin, end).
     Floats of(Floats values, int at, float other) const {
         const Ints places = counting() + at;
         return (places >= begin) & (places < end) ? values : spread(other);
@@ -386,7 +387,7 @@ public:
     }
 
 private:
-    // Chunk by chunk with all of these heads, which lie side by side in the cache.
+    // Computes the tile chunk by chunk, each chunk for all of these KV heads, which are adjacent in the cache.
     void attend(const Tile& tile, int64_t head, int64_t end_head) const {
         thread_local std::vector<Scratch> scratch;
         while (scratch.size() < size_t(end_head - head)) scratch.emplace_back(0);
@@ -423,23 +424,23 @@ private:
             const int64_t token = tile.first_token() + r / group;
             const Stored* from = query + token * query_stride + head_of(head, r) * HEAD_DIM;
             for (int i = 0; i < WORDS; ++i) scratch.query[r * WORDS + i] = word_at(from + i * PACK);
-            // A sink is a key that was seen before all others, and has no value.
+            // A sink is treated as a key before all others, without a value.
             scratch.most[r] = form.sinks ? form.sinks[head_of(head, r)] * LOG2_E : -FLT_MAX;
             scratch.sums[r] = Floats{form.sinks ? 1.0f : 0.0f};
         }
     }
 
-    // Asks for a block that follows, soon enough for the second level of cache: by itself the CPU does
-    // not look past a page, and the next block is in another.
+    // Prefetches a later block into the L2 cache. The CPU does not prefetch across pages by itself, and the
+    // next block is in another page.
     void fetch(const Tile& tile, int64_t position, int64_t head) const {
         const Stored* keys = layer.keys(tile, position, head);
-        asm volatile("");  // or GCC takes the whole function for one without an effect
+        asm volatile("");  // without this, GCC removes the function as one without effects
         for (int64_t i = 0; i < RUN; i += LINE) __builtin_prefetch(keys + i, 0, 2);
         for (int64_t i = 0; i < RUN; i += LINE)
             __builtin_prefetch(keys + layer.values_after + i, 0, 2);
     }
 
-    // before(position) comes before each block.
+    // Computes the scores of the chunk. Calls before(position) before each block.
     template <class Before>
     void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch,
                const Before& before) const {
@@ -460,7 +461,7 @@ private:
         }
     }
 
-    // From scores to weights, which are powers of two.
+    // Replaces scores by weights. Weights are powers of 2, because scores are in units of log2(e).
     void weigh(const Tile& tile, const Chunk& chunk, Scratch& scratch) const {
         const int begin = chunk.first_block() - chunk.at, end = chunk.end_block() - chunk.at;
         for (int r = 0; r < rows_of(tile); ++r) {
@@ -475,7 +476,7 @@ private:
         }
     }
 
-    // Of the scores at `all` places those count that are `seen`: all where they are not MASKED.
+    // Computes the weights of one row at the positions `all`. If MASKED, only the positions `seen` count.
     template <bool MASKED>
     void weigh_row(int r, Places all, Places seen, Scratch& scratch) const {
         float* scores = &scratch.scores[r * CHUNK];
@@ -501,13 +502,14 @@ private:
         scratch.sums[r] = sum;
     }
 
-    // In units of log2(e).
+    // Scores of products, multiplied by log2(e) so that exp2 can be used.
     Floats scaled(Floats products) const {
         if (!form.softcap) return products * (form.scale * LOG2_E);
         return tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E);
     }
 
-    // Those that the chunk's positions have. What shares a pack with the last one may not be written.
+    // Collects the values of the chunk's positions. If the last pack has only one of them, it is copied with
+    // a zero for the other position, which may not have been written.
     void collect(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
         scratch.values.clear();
         for (int64_t at = chunk.left, end; at < chunk.right; at = end) {
@@ -568,8 +570,8 @@ private:
     const Form form;
 };
 
-// What crosses to and from the cache in one step; in `heads` [tokens][..][HEAD_DIM] tokens are
-// `stride` elements apart, their heads contiguous.
+// Queries, keys or values of a step, [tokens][heads][HEAD_DIM]. Tokens are `stride` elements apart; the heads
+// of a token are contiguous.
 template <class Element>
 struct Heads {
     Element* first;
@@ -582,7 +584,7 @@ inline void write(team::Member& me, const Cache& cache, const Step& step, int64_
     for_each_item(me, step, cache.kv_heads, writer);
 }
 
-// `out` [tokens][heads][HEAD_DIM]
+// Writes the attention of `query` to `out` [tokens][heads][HEAD_DIM], which is contiguous.
 inline void attend(team::Member& me, const Cache& cache, const Step& step, int64_t layer,
                    Heads<const Stored> query, Stored* out, int64_t heads, const Form& form) {
     const Attender attender(Layer(cache, step, layer), query.first, query.stride, out, heads,

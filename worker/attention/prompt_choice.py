@@ -1,4 +1,4 @@
-"""Choice of third-party kernels for prompts: installed, suitable and right when tried."""
+"""Choice of third-party kernels for prompts: installed, suitable, and correct in a trial."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from worker.engine.plan import Row, Rows
 log = logs.get_logger(__name__)
 
 BackendClass = type[FlashAttention3] | type[FlashInfer]
-#: The first that works is used.
+#: The backends in order of preference: the first one that works is used.
 BACKENDS: tuple[BackendClass, ...] = (FlashAttention3, FlashInfer)
 _LAYERS, _LAYER = 2, 1
-#: First new position and new tokens of the rows that are tried: a whole prompt, the next part of
-#: one, a token between them, and one that begins and ends within a block.
+#: Position of the first new token and number of new tokens of each row in a trial: a whole prompt,
+#: a later chunk of a prompt, a single token, and a chunk that begins and ends within a block.
 _SHAPES = ((0, 70), (45, 40), (33, 1), (5, 20))
 _BLOCKS = sum(blocks_for(sum(shape)) for shape in _SHAPES)
 _SEED = 8
-#: Query heads to a KV head.
+#: Numbers of query heads per KV head that are tried.
 _GROUPS = (1, 4)
 _WINDOW, _SOFTCAP = 37, 3.0
-#: Of a head's output. Rounding to bf16 makes about a quarter of it.
+#: Largest relative error of a head's output. Rounding to bf16 causes about a quarter of it.
 _LARGEST_ERROR = 0.02
 
 
@@ -59,13 +59,13 @@ class _Like(NamedTuple):
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
     """Return the prompt kernels to use, or None for Everlift's own.
 
-    The log says why it does though somebody else's is there.
+    The log states why an installed library is not used.
     """
     return next(filter(None, (try_backend(each, cache) for each in BACKENDS)), None)
 
 
 def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | None:
-    """Return the backend, or None if it is missing, does not fit or computes wrong results."""
+    """Return the kernels of a backend, or None if it is missing, unsuitable or wrong."""
     tensor = cache.tensor
     like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
     return _tried(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed
@@ -113,12 +113,12 @@ def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) ->
     random = torch.Generator().manual_seed(_SEED)
     num_query = like.kv_heads * group
     shape = (rows.num_tokens, num_query + like.kv_heads, like.head_dim)
-    # Keys lie beside them, as in a step.
+    # The queries are a slice of a tensor that also has the keys, as in a step.
     query = torch.randn(shape, generator=random).to(like.device, like.dtype)[:, :num_query]
     cache = _filled(like, rows, random)
     theirs = backend.prepare(_prompts(rows, like.device)).attend(cache.layer(_LAYER), query, form)
     cache.tensor.nan_to_num_()
-    # It clears the blocks that a row begins.
+    # ReferenceAttention.prepare clears blocks whose first position a row writes. Restore them.
     kept = cache.tensor.clone()
     step = ReferenceAttention(cache).prepare(rows)
     cache.tensor.copy_(kept)

@@ -1,8 +1,8 @@
-"""Prompts on a GPU, attended by somebody else's kernels where these are installed.
+"""Attention of prompts on a GPU by third-party kernels, if these are installed.
 
-A PromptBackend is asked for rows that lie side by side in a step, of which the first and the last
-have many new tokens. What of it is used, and for how long, is PromptKernels' to say: it may be
-wrong for some form, or break.
+A PromptBackend computes consecutive rows of a step, of which the first and the last have many new
+tokens. PromptKernels decides which attention forms the backend computes, because it may be wrong
+for some, and stops using the backend when it fails.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def span_of_prompts(counts: Ints) -> slice | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Rows [n] that lie side by side in a step.
+    """Consecutive rows of a step, n of them.
 
-    Their ``counts`` [n] new tokens are the last of ``lengths`` [n] positions, which lie in the
-    blocks ``tables`` [n, width]; what lies behind them means nothing. ``there`` has the same on the
-    device.
+    A row's ``counts`` [n] new tokens are the last of its ``lengths`` [n] positions, whose blocks
+    are ``tables`` [n, width]. Entries of ``tables`` after a row's last block are undefined.
+    ``there`` has the same data on the device.
     """
 
     counts: Ints
@@ -49,7 +49,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptsThere:
-    """int32; the new tokens of a row lie between two of ``bounds`` [n + 1], from 0 on."""
+    """Data of Prompts on the device, as int32 tensors.
+
+    The new tokens of row i are those from ``bounds[i]`` to before ``bounds[i + 1]`` of the prompts'
+    tokens; ``bounds`` is [n + 1].
+    """
 
     bounds: Tensor
     lengths: Tensor
@@ -57,15 +61,15 @@ class PromptsThere:
 
 
 def bounds_of(counts: Ints) -> NDArray[np.int32]:
-    """Return the bounds [n + 1], from 0, between runs of ``counts`` [n]."""
+    """Return the bounds [n + 1] of consecutive runs of ``counts`` [n] items, beginning with 0."""
     return np.concatenate(([0], counts.cumsum())).astype(np.int32)
 
 
 class PromptStep(Protocol):
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
-        """Return attention of the prompts' ``query`` [tokens, heads, head_dim] over ``layer``.
+        """Return the attention of the prompts' ``query`` [tokens, heads, head_dim].
 
-        The layer is KVCache.layer's; the result has the same shape.
+        ``layer`` is the result of KVCache.layer. The returned tensor has the shape of ``query``.
         """
         ...
 
@@ -78,7 +82,7 @@ class PromptBackend(Protocol):
 
 
 class Feature(NamedTuple):
-    """Feature of an attention form beyond a softmax."""
+    """Optional parts of an attention form that a kernel may not support."""
 
     window: bool
     softcap: bool
@@ -89,7 +93,7 @@ class Feature(NamedTuple):
 
 
 class PromptKernels:
-    """Kernels for prompts: ``backend``, verified for ``features`` and used until it fails."""
+    """Third-party ``backend`` for prompts, verified for ``features`` and used until it fails."""
 
     def __init__(self, backend: PromptBackend, features: Set[Feature]) -> None:
         self._backend = backend
@@ -106,7 +110,10 @@ class PromptKernels:
     def of_step(
         self, rows: Rows, span: slice, tables: Callable[[], Tensor], parcel: Parcel
     ) -> PromptAttention:
-        """Prepare the ``rows`` of ``span``, whose blocks ``tables`` has on the device."""
+        """Return the attention of the rows in ``span``.
+
+        ``tables`` returns their block tables [n, width] on the device.
+        """
         counts = rows.counts[span]
         lengths = rows.starts[span] + counts
         bounds_there = parcel.add(bounds_of(counts))
@@ -136,7 +143,10 @@ class PromptAttention:
         self._prepare = cache_of(prepare)
 
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor | None:
-        """Attend as PromptStep.attend for its part of ``query``; None if another kernel must."""
+        """Return the attention of the prompts' tokens, or None if another kernel must compute it.
+
+        ``query`` [tokens, heads, head_dim] is that of the whole step.
+        """
         if not self._kernels.take(form):
             return None
         try:

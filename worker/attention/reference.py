@@ -1,9 +1,9 @@
-"""Attention in plain torch, on any device: gather a few rows' blocks, then attend to them at once.
+"""Attention in plain torch, on any device: a few rows' blocks are gathered and computed at once.
 
-Rows with the same number of new tokens and of blocks share a call. The blocks of a row with few new
-tokens are first padded to a power of two: many rows then share, and the padding at most doubles
-their work. Under a window, blocks that no new token sees are left out. Since a row's shape depends
-on the row alone, so does its result: in any batch the same, bit for bit (on a CPU in fp32).
+Rows with equal numbers of new tokens and of blocks share a call. For rows with few new tokens the
+number of blocks is first padded to a power of two, so that many rows share a call; this at most
+doubles their work. Under a window, blocks that no new token sees are left out. A row's shape
+depends on the row alone, and so its result has the same bits in any batch (on a CPU in fp32).
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel, upload
 from worker.engine.plan import Ints, Rows
 
-#: Gathered in one go; copies so large that the allocator maps new pages were 2.5 times slower.
+#: Most bytes of a gathered copy. Copies for which the allocator maps new pages took 2.5 times
+#: longer.
 _MAX_GATHERED_BYTES = 8 << 20
-#: New tokens of a row, decoding or checking drafts, whose blocks are padded.
+#: Largest number of new tokens, in decoding or verifying drafts, of a row whose blocks are padded.
 _FEW = 16
-#: torch's attention gives each CPU thread a part of one buffer, (context + head_dim + 2) numbers
-#: for each row of queries. Where such a part is no multiple of 16 bytes, MKL may compute other last
-#: bits in one thread than in another (on a Zen 4 it does), and so in one batch than in another.
+#: Query rows are padded to a multiple of this. torch's attention gives each CPU thread a part of
+#: one buffer, with (context + head_dim + 2) numbers for each query row. If the size of a part is
+#: not a multiple of 16 bytes, MKL may compute different last bits in different threads, as on a Zen
+#: 4, and therefore in different batches.
 _ALIGNED_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """n rows of one shape, attended in one call.
+    """Rows of one shape, n of them, whose attention is computed in one call.
 
-    ``tokens`` [n * new] are their tokens' indices in the step; ``runs`` [2 * n * kv_heads * blocks]
-    what they read of layer 0, as indices of KVCache.runs, keys' before values'; ``bias`` [n, 1,
-    new, blocks * BLOCK_SIZE] is 0 at the positions that each token sees and -inf at others.
+    ``tokens`` [n * new] are the indices of their tokens in the step. ``runs`` [2 * n * kv_heads *
+    blocks] are the indices in KVCache.runs of the keys, then the values, that they read of layer 0.
+    ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions that a token sees, and -inf at
+    others.
     """
 
     tokens: Tensor
@@ -47,7 +50,7 @@ class _Bundle:
 
 
 class ReferenceAttention:
-    """The AttentionBackend that needs nothing but torch."""
+    """AttentionBackend that needs only torch."""
 
     name = "ReferenceAttention"
 
@@ -57,7 +60,8 @@ class ReferenceAttention:
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> ReferenceStep:
         device = self._cache.tensor.device
         offsets = rows.positions % BLOCK_SIZE
-        # What a block's last owner left would reach its next one: 0 times NaN is NaN.
+        # Clear blocks that have a new owner. Masked positions have the weight 0, but 0 times a NaN
+        # of the previous owner would be NaN.
         begun = rows.blocks[offsets == 0]
         self._cache.tensor.index_fill_(0, upload(begun, device), 0)
         return ReferenceStep(
@@ -66,7 +70,7 @@ class ReferenceAttention:
 
 
 class ReferenceStep:
-    """StepAttention over one KVCache."""
+    """StepAttention of ReferenceAttention."""
 
     def __init__(self, cache: KVCache, rows: Rows, block: Tensor, offset: Tensor) -> None:
         self._cache = cache
@@ -99,7 +103,7 @@ class ReferenceStep:
 
 
 def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) -> Tensor:
-    """Attend with ``query`` [n * new, heads, head_dim] over the gathered runs of a bundle."""
+    """Return the attention of a bundle's ``query`` [n * new, heads, head_dim] to gathered runs."""
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
     key, value = gathered.view(2, rows, -1, context, head_dim)
@@ -114,12 +118,12 @@ def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) 
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """Return torch's attention of ``query`` [n, new, heads, head_dim].
+    """Return the attention of ``query`` [n, new, heads, head_dim], by torch's own function.
 
-    ``key`` and ``value`` are [n, kv_heads, context, ...].
+    ``key`` and ``value`` are [n, kv_heads, context, head_dim].
     """
     if query.shape[1] == 1:
-        # The heads that share a KV head become its queries: no copy of keys for each of them.
+        # Heads that share a KV head become its queries, so that keys are not copied for each head.
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
         size = grouped.shape[2]
         out = functional.scaled_dot_product_attention(
@@ -139,7 +143,7 @@ def _attend_plainly(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Pad with rows of zeros to a multiple of _ALIGNED_ROWS, on a CPU."""
+    """Return ``tensor``, padded on a CPU with rows of zeros to a multiple of _ALIGNED_ROWS."""
     missing = -tensor.shape[-2] % _ALIGNED_ROWS
     if not missing or tensor.device.type != "cpu":
         return tensor
@@ -168,7 +172,7 @@ def _attend_in_steps(
 class _Spans:
     """Blocks that rows see under ``window``: ``first_blocks`` [n] to before ``last_blocks`` [n].
 
-    A row's shape is its new tokens and its blocks.
+    ``shapes`` [n, 2] has each row's number of new tokens, and its number of blocks with padding.
     """
 
     window: int | None
@@ -189,7 +193,10 @@ class _Spans:
         return cls(window, first_blocks, last_blocks, shapes)
 
     def groups(self, max_blocks: int) -> Iterator[Ints]:
-        """Yield indices of rows of one shape, with at most ``max_blocks`` blocks together."""
+        """Yield groups of indices of rows that have one shape.
+
+        A group has at most ``max_blocks`` blocks in total, unless it is a single row.
+        """
         shapes, kinds = np.unique(self.shapes, axis=0, return_inverse=True)
         for kind, (_, blocks) in enumerate(shapes.tolist()):
             alike = np.flatnonzero(kinds == kind)
@@ -198,10 +205,10 @@ class _Spans:
                 yield alike[i : i + most]
 
     def blocks(self, group: Ints) -> Ints:
-        """Return bool [n, blocks]: the blocks that each row of ``group`` attends to.
+        """Return [n, blocks]: indices in the block tables of the blocks that ``group``'s rows read.
 
-        What fills it up to its shape is masked out, but read, so it is its own: the others' may
-        hold NaN.
+        Padding repeats a row's own first block. It is masked out, but it is still read, and blocks
+        of other sequences may hold NaN.
         """
         first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
         blocks = first + np.arange(self.shapes[group[0], 1])

@@ -1,7 +1,7 @@
 """Tiles of a step's tokens for attention on a GPU. Pure.
 
-A tile is a few tokens of one row. If tiles are too few for a GPU, as in decoding, the positions
-that they see are split.
+A tile is a few tokens of one row. If there are too few tiles to occupy a GPU, as in decoding, the
+positions that a tile sees are split among several programs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from worker.engine.plan import Ints
 
-#: New tokens of a row, decoding or checking drafts, that narrow tiles take.
+#: Largest number of new tokens of a row, decoding or verifying drafts, that has narrow tiles.
 FEW = 16
-#: Programs that each multiprocessor is to have of narrow tiles.
+#: Target number of programs of narrow tiles for each multiprocessor.
 _PROGRAMS = 2
 MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles: the row of each and its offset in that row, int64 [m]."""
+    """Tiles of a step: each one's row and the offset of its first token in that row, int64 [m]."""
 
     rows: Ints
     offsets: Ints
@@ -31,7 +31,10 @@ class Tiles:
 
 
 def tiles_of(counts: Ints, chosen: Ints, tokens: int) -> Tiles:
-    """Cut the rows ``chosen`` with ``counts`` [n] new tokens into tiles of ``tokens``."""
+    """Return the tiles, of up to ``tokens`` tokens each, of the rows with indices ``chosen``.
+
+    ``counts`` [n] are the numbers of new tokens of all rows.
+    """
     number = -(-counts[chosen] // tokens)
     firsts = number.cumsum() - number
     offsets = (np.arange(number.sum()) - np.repeat(firsts, number)) * tokens
@@ -39,25 +42,25 @@ def tiles_of(counts: Ints, chosen: Ints, tokens: int) -> Tiles:
 
 
 def narrow_rows(counts: Ints) -> Ints:
-    """Return the indices of rows with few new tokens."""
+    """Return the indices of the rows with at most FEW new tokens."""
     return np.flatnonzero(counts <= FEW)
 
 
 def wide_rows(counts: Ints) -> Ints:
-    """Return the other rows."""
+    """Return the indices of the rows with more than FEW new tokens."""
     return np.flatnonzero(counts > FEW)
 
 
 def tokens_of_tiles(counts: Ints, most: int) -> int:
-    """Return the tokens per tile: ``most``, or 1 if every row has one token."""
+    """Return the number of tokens per tile: ``most``, or 1 if every row has only one token."""
     return 1 if counts.max() == 1 else most
 
 
 def num_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return a power of two, so that few kernels are compiled.
+    """Return the number of programs that divide the positions of each tile among themselves.
 
-    It depends on the number of tiles and not on what they see: a captured step has to fit rows of
-    any length.
+    It is a power of two, so that few kernels are compiled. It depends on the number of tiles but
+    not on the lengths of their rows, because a captured step must serve rows of any length.
     """
     wanted = -(-_PROGRAMS * multiprocessors // (tiles * kv_heads))
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())

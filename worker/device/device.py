@@ -17,7 +17,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device; ``auto`` is a GPU if there is one. Raises ValueError if it is missing."""
+    """Return the device; ``auto`` is a GPU if there is one.
+
+    Raises ValueError if ``wanted`` is ``cuda`` and torch finds no CUDA device.
+    """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch finds no CUDA device here")
     if wanted == "auto":
@@ -26,9 +29,9 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """Return the dtype; ``auto`` is bfloat16 where the device has it natively, else float32.
+    """Return the dtype; ``auto`` is bfloat16 if the device computes in it natively, else float32.
 
-    With quantised weights a CPU computes in float32.
+    With quantised weights ``auto`` is float32.
     """
     if wanted != "auto":
         return _DTYPES[wanted]
@@ -39,9 +42,9 @@ def choose_dtype(wanted: str, device: torch.device, quantization: str = "none") 
 
 
 def _gpu_has_bfloat16() -> bool:
-    """Return whether the GPU computes in bfloat16: Ampere or newer.
+    """Return whether the GPU computes in bfloat16 natively, as Ampere and newer ones do.
 
-    Older GPUs convert it, which torch counts too unless it is told otherwise.
+    Older GPUs emulate it, which torch counts as support by default.
     """
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
@@ -54,9 +57,10 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's name with what decides its speed.
+    """Return the name of the device, with what affects its speed.
 
-    For a CPU the threads of torch; for a GPU the lack of kernels, if so.
+    The name of a CPU includes the number of torch's threads. That of a GPU says so if the kernels
+    do not work on it.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -73,7 +77,7 @@ def _cpu_name() -> str:
 
 
 def use_threads(wanted: int | None) -> None:
-    """Set torch's threads, for the process: ``wanted``, or one for each core it may run on."""
+    """Set the number of torch's threads: ``wanted``, or one per core of this process."""
     torch.set_num_threads(wanted or _cores())
 
 

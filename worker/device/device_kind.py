@@ -8,26 +8,27 @@ _GIB = 1 << 30
 
 
 class DeviceKind(Enum):
-    """Kind by the time and the memory of a long step."""
+    """Kind of device, by the time and the memory of a step with many tokens."""
 
     CPU = "cpu"
     GPU = "gpu"
-    #: of data centres: an H100, an H200 and what came after them
+    #: a data-centre GPU: H100, H200 or newer
     LARGE_GPU = "large gpu"
 
     @property
     def batched_tokens(self) -> int:
-        """Tokens of a step where ``max_num_batched_tokens`` is not set."""
+        """Most tokens of a step if ``max_num_batched_tokens`` is not set."""
         return _BATCHED_TOKENS[self]
 
 
-#: Those of GPUs are the ones of vLLM's server.
+#: Default of ``max_num_batched_tokens``; those of GPUs are the defaults of vLLM's server.
 _BATCHED_TOKENS = {DeviceKind.CPU: 512, DeviceKind.GPU: 2048, DeviceKind.LARGE_GPU: 8192}
-#: Of a large one. An A100 of 80 GB has the memory, and a third of the operations.
+#: Least memory and compute capability of a LARGE_GPU. An A100 with 80 GB has the memory, but only a
+#: third of an H100's operations per second.
 _MEMORY, _CAPABILITY = 70 * _GIB, (9, 0)
 
 
 def kind_of_gpu(memory_bytes: float, capability: tuple[int, int]) -> DeviceKind:
-    """Return the kind of a GPU; ``capability`` is CUDA's, (9, 0) for an H100."""
+    """Return the kind of a GPU; ``capability`` is that of CUDA, (9, 0) for an H100."""
     is_large = memory_bytes >= _MEMORY and capability >= _CAPABILITY
     return DeviceKind.LARGE_GPU if is_large else DeviceKind.GPU

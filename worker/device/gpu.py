@@ -14,14 +14,15 @@ from worker.device.device import choose_device
 
 log = logs.get_logger(__name__)
 
-#: NVML's own figure is of about the last second.
+#: Seconds between two reports. NVML's figure covers about the last second.
 _INTERVAL_S = 1.0
 
 
 async def watch(device: str, tell: Callable[[float], None]) -> None:
-    """Report the share of recent time in which the GPU was busy, once a second until cancelled.
+    """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
-    Returns where ``device`` is none, or NVML cannot be asked: it takes pynvml.
+    ``tell`` receives a number from 0 to 1. Returns if ``device`` is not a GPU, or if NVML cannot be
+    queried, for which pynvml is needed.
     """
     if (chosen := choose_device(device)).type != "cuda":
         return
@@ -41,7 +42,7 @@ class DeviceMemory(Protocol):
 
     @property
     def used(self) -> int:
-        """Memory used by any process."""
+        """Memory used by all processes."""
         ...
 
     @property
@@ -55,7 +56,7 @@ class DeviceMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back what torch keeps, once all that was begun is done."""
+        """Release the memory in torch's cache, once all submitted work is done."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""The paged KV cache of one rank: one tensor, and a block is one contiguous run of it.
+"""The paged KV cache of one rank: one tensor, in which each block is contiguous.
 
     [blocks, layers, 2 (key, value), kv_heads, BLOCK_SIZE, head_dim]
 
-What the bytes inside a block's layer mean belongs to the attention backend; which sequence owns
-which block, to the scheduler.
+The attention backend decides what the bytes of one layer of a block mean. The scheduler decides
+which sequence owns which block.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from everlift.hashes import BLOCK_SIZE
 
-#: Linux has it since 5.14, Python's mmap not.
+#: Linux has had MADV_POPULATE_WRITE since 5.14; Python's mmap does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes that a huge page has.
+#: Bytes that are touched by one call: a huge page.
 _TAKEN_AT_ONCE = 2 << 20
-#: Bytes that are taken ahead, 0.17 s of a core where it was measured. Beside a batch that comes at
-#: once, much more of them made it slower (benchmarks/RESULTS.md).
+#: Bytes that are touched at start, which took 0.17 s of a core where it was measured. Touching much
+#: more slowed down a batch that arrived at the same time (benchmarks/RESULTS.md).
 _TAKEN_AHEAD = 256 << 20
 
 
 class KVCache:
-    """KV cache of ``num_blocks`` uninitialized blocks; ``kv_heads`` are this rank's."""
+    """KV cache of ``num_blocks`` uninitialised blocks; ``kv_heads`` is the number on this rank."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class KVCache:
         if device.type == "cpu":
             _ask_for_huge_pages(self.tensor)
         self.runs_per_block = num_layers * 2 * kv_heads
-        #: [num_blocks * runs_per_block, BLOCK_SIZE * head_dim], a view: each row is one head's keys
-        #: or values of one block in one layer
+        #: [num_blocks * runs_per_block, BLOCK_SIZE * head_dim], a view: each row has one head's
+        #: keys or values of one block in one layer
         self.runs = self.tensor.view(-1, BLOCK_SIZE * head_dim)
 
     @property
@@ -55,10 +55,9 @@ class KVCache:
         return self.tensor.shape[0]
 
     def take_memory(self) -> threading.Thread:
-        """Touch memory at start, so that the first requests' steps do not wait for it.
+        """Touch memory at start, so that the first requests' steps do not wait for allocation.
 
-        The thread takes what they will use, and changes nothing in it; meanwhile the cache may be
-        used.
+        Return the thread that does so. It changes no content, so the cache may be used meanwhile.
         """
         thread = threading.Thread(
             target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
@@ -72,14 +71,14 @@ class KVCache:
 
 
 def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes on one rank."""
+    """Return the number of bytes of one block on one rank."""
     return math.prod(_block_shape(num_layers, kv_heads, head_dim)) * dtype.itemsize
 
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:
     """Request huge pages, because a sequence's blocks are scattered.
 
-    With pages of 4 KiB the CPU looks up nearly every head of a block anew.
+    With pages of 4 KiB the CPU would look up the address of nearly every head of a block anew.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages = _whole_pages(tensor)
@@ -87,9 +86,9 @@ def _ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def _take_memory(tensor: Tensor) -> None:
-    """Touch the memory in pieces, so that other threads get memory in between.
+    """Touch the memory in pieces, so that other threads can allocate memory in between.
 
-    A kernel that cannot do it changes nothing.
+    Does nothing if the kernel does not support it.
     """
     if not sys.platform.startswith("linux"):
         return

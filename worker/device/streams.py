@@ -1,4 +1,4 @@
-"""Streams of a device, and tensors that are copied from it."""
+"""Streams of a device, and copies of tensors to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Stream(Protocol):
-    """Stream of operations; no method waits on the host."""
+    """Stream of device operations; no method makes the host wait."""
 
     def copy(self, target: Tensor, source: Tensor) -> None: ...
 
@@ -18,12 +18,12 @@ class Stream(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """Make later work of this stream follow another stream's ``mark``."""
+        """Make later operations of this stream wait for ``mark``, an event of another stream."""
         ...
 
 
 class CopyStreams(NamedTuple):
-    """Streams of a model: ``compute``, ``out`` to the host, and ``into`` from it."""
+    """Streams of a model: ``compute``, ``out`` to the host, and ``into`` from the host."""
 
     compute: Stream
     out: Stream
@@ -31,7 +31,7 @@ class CopyStreams(NamedTuple):
 
 
 class CudaStream:
-    """CUDA stream; without a ``stream`` of its own, the thread's current one."""
+    """CUDA stream; if ``stream`` is None, the calling thread's current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -62,7 +62,7 @@ def cuda_streams(device: torch.device) -> CopyStreams:
 
 
 class Arriving:
-    """Copy of ``tensor`` to the host, which begins once it is computed."""
+    """Copy of ``tensor`` to the host, which begins once the tensor is computed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
@@ -74,7 +74,7 @@ class Arriving:
             self._copied.record()
 
     def wait(self) -> list[Any]:
-        """Return the data once the copy is complete."""
+        """Wait until the copy is complete, and return the values as a list."""
         if self._copied is not None:
             self._copied.synchronize()
         values: list[Any] = self._host.tolist()

@@ -1,4 +1,4 @@
-"""Small tensors on their way to the device, without waiting for what it is busy with."""
+"""Upload of small tensors to the device, without waiting for its earlier work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Kernels like what begins at a multiple of so many bytes.
+#: Alignment of each array in bytes; kernels access aligned arrays faster.
 _ALIGNED = 16
 
 
@@ -24,9 +24,10 @@ def upload(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy through pinned memory, which does not wait for all earlier work of the device.
+    """Copy a tensor to the device through pinned memory.
 
-    torch keeps the pinned memory until then.
+    Such a copy does not make the host wait for earlier work of the device. torch keeps the pinned
+    memory until the copy is complete.
     """
     if device.type == "cpu":
         return tensor
@@ -34,7 +35,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Parcel:
-    """Arrays that go to ``device`` in one copy, when the first of them is needed."""
+    """Arrays that are copied to ``device`` together, when the first of them is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,9 +43,10 @@ class Parcel:
         self._there: list[Tensor] | None = None
 
     def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
-        """Return what has ``array`` on the device, of its shape and type.
+        """Add an array, and return a function that returns it as a tensor on the device.
 
-        Once that was asked for any of them, nothing more is added.
+        The tensor has the array's shape and type. After the first call of such a function no array
+        can be added.
         """
         assert self._there is None, "it is on its way"
         self._arrays.append(array)
@@ -52,7 +54,7 @@ class Parcel:
         return lambda: self._arrived()[index]
 
     def packed(self) -> NDArray[np.int32]:
-        """Return all arrays in one, each at a multiple of 16 bytes."""
+        """Return all arrays as one int32 array; each begins at a multiple of 16 bytes."""
         together = np.empty(sum(map(_room, self._arrays)), np.uint8)
         first = 0
         for array in self._arrays:
@@ -62,7 +64,10 @@ class Parcel:
         return together.view(np.int32)
 
     def arrive(self, packed: Tensor) -> None:
-        """Take ``packed``, int32 and aligned on the device, as ``packed`` returned it."""
+        """Accept ``packed``, the copy on the device of what the method ``packed`` returned.
+
+        It must be int32 and aligned to 16 bytes.
+        """
         self._there, first = [], 0
         for array in self._arrays:
             part = packed[first : first + array.nbytes // packed.itemsize]
@@ -87,7 +92,7 @@ def _dtype(array: NDArray[Any]) -> torch.dtype:
 
 
 def upload_into(values: NDArray[np.int32], target: Tensor) -> None:
-    """Copy ``values`` [n] to the first n places of ``target``, in stream order."""
+    """Copy ``values`` [n] to the first n elements of ``target``, in stream order."""
     tensor = torch.from_numpy(values)
     if target.is_cuda:
         tensor = tensor.pin_memory()

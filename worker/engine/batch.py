@@ -1,7 +1,7 @@
-"""The sequences in the batch: their slots and their blocks. Pure.
+"""The sequences in the batch, with their slots and KV blocks. Pure.
 
 A block is published under its hash as soon as a row that fills it is planned, so that later rows of
-the same plan share it. If the step fails, the block is unpublished.
+the same plan can share it. If the step fails, the block is unpublished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.engine.slot_table import SlotTable
 class Batch:
     """Batch of at most ``limits.max_num_seqs`` sequences over one pool of blocks.
 
-    Preempted sequences are not in it; their computed blocks are kept if possible.
+    Preempted sequences are not in the batch; their computed blocks are kept if possible.
     """
 
     def __init__(self, limits: Limits, slot_table: SlotTable | None = None) -> None:
@@ -32,7 +32,7 @@ class Batch:
         self._slots: dict[int, Sequence] = {}
         self.slot_table = SlotTable(limits) if slot_table is None else slot_table
         self._free_slots = list(range(limits.max_num_seqs))
-        #: slots that were left since ``take_vacated``
+        #: slots that were vacated since ``take_vacated``
         self._vacated: set[int] = set()
 
     def __len__(self) -> int:
@@ -64,13 +64,13 @@ class Batch:
 
     @property
     def num_blocks_cached(self) -> int:
-        """Free blocks that hold a known prefix."""
+        """Number of free blocks that hold a known prefix."""
         return self._pool.num_cached
 
-    # coming and going
+    # admission and removal
 
     def prefix_hits(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the cached blocks of its longest known prefix."""
+        """Return the hashes of the cached blocks of the sequence's longest cached prefix."""
         hits = []
         for index in range(sequence.num_reusable // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -80,13 +80,20 @@ class Batch:
         return hits
 
     def has_room(self, sequence: Sequence, hits: Iterable[bytes]) -> bool:
-        """Return whether there are free blocks for all its known tokens."""
+        """Return whether enough blocks are free to admit ``sequence``.
+
+        It needs blocks for all its known tokens, except those of ``hits`` that are in use already.
+        If the batch is not empty, the watermark must stay free as well.
+        """
         needed = blocks_for(sequence.num_known) - sum(map(self._pool.is_used, hits))
         watermark = self._limits.watermark_blocks if self._slots else 0
         return needed + watermark <= self._pool.num_free
 
     def admit(self, sequence: Sequence, hits: Several[bytes]) -> None:
-        """Give it a slot and blocks for its known tokens, the first ones from ``hits``."""
+        """Give a sequence a slot, and blocks for its known tokens; the first blocks are ``hits``.
+
+        ``hits`` are the hashes that ``prefix_hits`` returned, and ``has_room`` must hold.
+        """
         self.give_up(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
         self._slots[sequence.slot] = sequence
@@ -98,7 +105,7 @@ class Batch:
         self.take_blocks(sequence, sequence.num_known)
 
     def remove(self, sequence: Sequence) -> None:
-        """Free its slot and its blocks; full blocks stay cached."""
+        """Free the slot and the blocks of a sequence; its full blocks stay cached."""
         self._pool.free(sequence.block_table)
         sequence.block_table = ()
         sequence.num_computed = 0
@@ -109,7 +116,7 @@ class Batch:
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
-        """Remove a sequence that will come back; keep its blocks if possible."""
+        """Remove a sequence that will be admitted again; keep its blocks if possible."""
         sequence.num_computed_before = sequence.most_computed
         sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
         self._store.want(sequence.hashes_before())
@@ -121,7 +128,7 @@ class Batch:
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """Slots that were left since ``take_vacated`` and are still free."""
+        """Slots that were vacated since the last ``take_vacated`` and are still free."""
         return tuple(self._vacated)
 
     def take_vacated(self) -> tuple[int, ...]:
@@ -133,13 +140,16 @@ class Batch:
     # blocks
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks that ``num_tokens`` need beyond its table; enough must be free."""
+        """Allocate the blocks that ``num_tokens`` tokens need beyond the sequence's block table.
+
+        Enough blocks must be free.
+        """
         count = blocks_for(num_tokens) - len(sequence.block_table)
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
     def take_one(self, slots: Ints) -> None:
-        """Allocate a block for each sequence in ``slots``; enough must be free."""
+        """Allocate one block for each sequence in ``slots``; enough blocks must be free."""
         blocks = self._pool.allocate(len(slots))
         for sequence, block in zip(self.at(slots), blocks, strict=True):
             sequence.block_table += (block,)
@@ -158,34 +168,35 @@ class Batch:
             self.slot_table.cut(sequence.slot, len(sequence.block_table))
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Publish the blocks that tokens from ``start`` to before ``end`` fill."""
+        """Publish the blocks that the tokens at positions ``start`` to ``end`` - 1 fill."""
         for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
             self._pool.publish(sequence.block_table[index], sequence.block_hash(index))
 
     def unpublish_row(self, row: Row) -> None:
-        """Unpublish the blocks that the row was to fill."""
+        """Unpublish the blocks that ``row`` was to fill."""
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
             self._pool.unpublish(block)
 
     def invalidate_all(self) -> None:
-        """Unpublish all blocks, here and in the host's memory."""
+        """Unpublish all blocks of the pool, and drop all blocks in host memory."""
         self._store.invalidate_all()
         for block in range(self._limits.num_blocks):
             self._pool.unpublish(block)
 
     def invalidate_row(self, sequence: Sequence) -> None:
-        """Invalidate the blocks of a sequence after a failed row: they may be wrong.
+        """Invalidate the blocks of a sequence whose row failed, because they may be wrong.
 
-        Cached blocks that it shares with other sequences stay valid.
+        Prefix-cache hits that it shares with other sequences stay valid.
         """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.invalidate(block)
 
     def invalidate_gone(self, sequence: Sequence, num_computed: int) -> None:
-        """Do the same for a sequence that was removed before its row failed.
+        """Invalidate the blocks of a sequence that was removed before its row failed.
 
-        Its slot and its blocks may belong to other sequences by now.
+        They are found by the hashes of its first ``num_computed`` tokens, because its slot and
+        blocks may belong to other sequences by now. Prefix-cache hits that are in use stay valid.
         """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
@@ -195,15 +206,15 @@ class Batch:
     # one step
 
     def planned_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return saves and loads of the step that is being planned."""
+        """Return the saves and the loads of the step that is being planned."""
         return self._store.planned()
 
     def copied(self) -> None:
-        """Mark the planned copies as made, for all later steps."""
+        """Record that the planned copies are made before any later step runs."""
         self._store.done()
 
     def failed(self, plan: Plan) -> None:
-        """Unpublish what a step was to fill that was not executed, or only in part."""
+        """Unpublish the blocks that a failed step was to fill, even if it was executed in part."""
         self._store.failed()
         for copy in plan.loads:
             self._pool.unpublish(copy.block)

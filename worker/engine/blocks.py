@@ -6,9 +6,9 @@
          |                         v                     v     |
          +------------------ free, no hash         free, hashed --allocate--> used
 
-A freed block keeps its content and its hash until it is reused, the least recently freed one first;
-then ``store`` may keep the content elsewhere. The pool knows block ids and hashes, never tokens or
-tensors.
+A freed block keeps its content and its hash until it is reused; the least recently freed block is
+reused first. At that moment ``store`` may keep a copy of the content. The pool handles block ids
+and hashes, never tokens or tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BlockStore(Protocol):
     def __contains__(self, block_hash: bytes) -> bool: ...
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Note that ``block``, cached under ``block_hash``, is about to be overwritten."""
+        """Record that ``block``, cached under ``block_hash``, is about to be overwritten."""
         ...
 
     def pin(self, block_hash: bytes) -> None:
@@ -32,7 +32,7 @@ class BlockStore(Protocol):
         ...
 
     def load(self, block_hash: bytes, block: int) -> None:
-        """Load a pinned block into ``block``."""
+        """Load the stored block of ``block_hash``, which is pinned, into ``block`` of the pool."""
         ...
 
     def invalidate(self, block_hash: bytes) -> None:
@@ -71,21 +71,25 @@ class BlockPool:
         return self._num_cached
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether the block of this hash can be claimed."""
+        """Return whether a block with this hash can be claimed."""
         return block_hash in self._by_hash or block_hash in self._store
 
     def is_used(self, block_hash: bytes) -> bool:
-        """Return whether a block of this hash is in use: one more user takes no free block."""
+        """Return whether a block with this hash is in use.
+
+        Another user of such a block takes no free block.
+        """
         block = self._by_hash.get(block_hash)
         return block is not None and self._users[block] > 0
 
     def claim(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Return the blocks of ``hashes``, each with one more user; the store loads missing ones.
+        """Return the blocks of ``hashes``, each with one more user.
 
-        All must be claimable, and enough blocks free.
+        Blocks that are only in the store are loaded into free blocks. All hashes must be claimable,
+        and enough blocks must be free.
         """
-        # Blocks in the pool are held first, so that no load reuses one; last block first, as in
-        # free().
+        # Blocks that are in the pool are taken first, so that no load reuses one of them; the last
+        # block comes first, as in free().
         held = [self._share(block_hash) for block_hash in reversed(hashes)]
         return tuple(
             self._load(block_hash) if block is None else block
@@ -110,9 +114,9 @@ class BlockPool:
         return block
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` blocks to write to, the least recently freed ones, without their hashes.
+        """Return ``count`` blocks to write to: the least recently freed ones, without their hashes.
 
-        At least ``count`` must be free.
+        At least ``count`` blocks must be free.
         """
         return tuple([self._take() for _ in range(count)])
 
@@ -126,7 +130,7 @@ class BlockPool:
         return block
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Cache a used block that is full, or will be after the planned step.
+        """Cache a used block that is full, or will be full after the planned step.
 
         Of several blocks with the same content, the first one is cached.
         """
@@ -151,14 +155,15 @@ class BlockPool:
             self.unpublish(block)
 
     def invalidate_content(self, block_hash: bytes) -> None:
-        """Unpublish the block of this hash, and drop its stored copy, if they exist."""
+        """Unpublish the block with this hash, and drop its stored copy, if they exist."""
         self._store.invalidate(block_hash)
         if (block := self._by_hash.get(block_hash)) is not None:
             self.unpublish(block)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove one user of each block of a sequence, given in the order of its tokens."""
-        # Last block first: a prefix is useful without its continuation, but not vice versa.
+        """Remove one user of each block of a sequence; ``blocks`` are in token order."""
+        # The last block is freed first and thus reused first, because a prefix is useful without
+        # its continuation, but not vice versa.
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -172,7 +177,7 @@ class BlockPool:
         return self._hashes[block]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare the pool with the block tables of its users. O(blocks). Raises AssertionError."""
+        """Compare the pool with its users' block tables. O(blocks). Raises AssertionError."""
         users = Counter(block for table in tables for block in table)
         for block, count in enumerate(self._users):
             assert count == users[block], f"block {block}: {count} users, {users[block]} tables"

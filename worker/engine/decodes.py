@@ -1,11 +1,11 @@
-"""Time that decoding sequences would have taken alone, by sums over steps. Pure.
+"""Time that decoding sequences would have taken alone, from sums over steps. Pure.
 
-Of a step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
-alone, and in the step after it is one position further. So what it would have taken in the steps
-since some moment follows from three sums over steps, which are noted then:
+In step n, a row of one token at position p would have taken ``base + slope * (p + 1)`` seconds
+alone. In the next step the same sequence is one position further. The time since an earlier moment
+therefore follows from how much three sums over steps have grown since then:
 
     seconds = base + offset * slope + moment        moment: the sum of slope * n
-                                                    offset: p + 1 - n, as long as it decodes
+                                                    offset: p + 1 - n, constant while it decodes
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from numpy.typing import NDArray
 
 from worker.engine.plan import Flags, Ints
 
-#: After so many steps sums begin anew: ``moment`` would have no digits left for a step.
+#: Number of steps after which the sums restart: later, ``moment`` would be too large to resolve the
+#: time of a single step.
 _MAX_STEPS = 4096
 _OFFSET = 3
 
 
 class Decodes:
-    """Sums by batch slot. Positions are those of the next step."""
+    """Sums by batch slot. A slot is noted while it decodes; positions are for the next step."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_steps = 0
         self._base = self._slope = self._moment = 0.0
-        #: [slots, 4]: the sums when it was noted, and its offset
+        #: [slots, 4]: the three sums when the slot was noted or last drained, and its offset
         self._notes = np.zeros((num_slots, 4))
         self.is_noted: Flags = np.zeros(num_slots, np.bool_)
         self._num_noted = self._offsets = 0
 
     @property
     def is_long(self) -> bool:
-        """Return whether enough steps are recorded to take them all and start anew."""
+        """Return whether so many steps are recorded that the sums must restart."""
         return self._num_steps >= _MAX_STEPS
 
     @property
@@ -46,7 +47,7 @@ class Decodes:
         return int(self._notes[slots, _OFFSET].sum()) + len(slots) * (self._num_steps - 1)
 
     def begin_decode(self, slot: int, position: int) -> None:
-        """Note a slot that decodes from now on."""
+        """Note a slot that decodes from now on, first at ``position``."""
         offset = position + 1 - self._num_steps
         self._notes[slot] = self._base, self._slope, self._moment, offset
         self.is_noted[slot] = True
@@ -54,30 +55,30 @@ class Decodes:
         self._offsets += offset
 
     def seconds(self, slot: int) -> float:
-        """Return the seconds since the slot was recorded or taken; 0 if it is not recorded."""
+        """Return the seconds since the slot was noted or last drained; 0 if it is not noted."""
         if not self.is_noted[slot]:
             return 0.0
         base, slope, moment, offset = map(float, self._notes[slot])
         return self._base - base + offset * (self._slope - slope) + self._moment - moment
 
     def drop(self, slot: int) -> None:
-        """Remove a slot."""
+        """Stop noting a slot, if it is noted."""
         if self.is_noted[slot]:
             self.is_noted[slot] = False
             self._num_noted -= 1
             self._offsets -= int(self._notes[slot, _OFFSET])
 
     def add(self, base: float, slope: float) -> None:
-        """Add a step in which all noted slots had a row."""
+        """Add a step in which each noted slot had a row, of ``base + slope * (p + 1)`` seconds."""
         self._base += base
         self._slope += slope
         self._moment += slope * self._num_steps
         self._num_steps += 1
 
-    # many at once
+    # several slots at once
 
     def drain(self, slots: Ints) -> NDArray[np.float64]:
-        """Return the seconds of these noted slots until now, and start them anew."""
+        """Return the seconds [n] of these noted slots so far, and restart them at 0."""
         base, slope, moment, offset = self._notes[slots].T
         seconds: NDArray[np.float64] = (
             self._base - base + offset * (self._slope - slope) + self._moment - moment
@@ -86,19 +87,22 @@ class Decodes:
         return seconds
 
     def sit_out(self, slots: Ints) -> None:
-        """Correct these slots, which had no row in the last step."""
+        """Remove the last step from these noted slots, which had no row in it.
+
+        They must have been drained right before that step was added.
+        """
         self._notes[slots, :_OFFSET] = self._base, self._slope, self._moment
         self._notes[slots, _OFFSET] -= 1
         self._offsets -= len(slots)
 
     def place(self, slots: Ints, positions: Ints) -> None:
-        """Correct the positions of these slots."""
+        """Set the positions [n] of these noted slots, which must have been drained."""
         offsets = positions + 1 - self._num_steps
         self._offsets += int(offsets.sum() - self._notes[slots, _OFFSET].sum())
         self._notes[slots, _OFFSET] = offsets
 
     def begin_anew(self) -> None:
-        """Restart the times of all slots, which were taken."""
+        """Restart the sums. All noted slots must have been drained."""
         self._notes[:, :_OFFSET] = 0.0
         self._notes[:, _OFFSET] += self._num_steps
         self._offsets += self._num_noted * self._num_steps

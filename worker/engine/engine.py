@@ -7,8 +7,8 @@ device computes:
 
     step n = schedule(n) -> forward(n) -> commit(n - 1) -> sample(n)
 
-Every rank of a worker runs an engine. With the same policies, adds and aborts between the same
-steps, all engines make the same plans.
+Every rank of a worker runs an engine. If all ranks receive the same policies, adds and aborts
+between the same steps, their engines make the same plans.
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ from worker.engine.time_breakdowns import TimeBreakdowns
 
 log = logs.get_logger(__name__)
 
-#: Exceptions that all ranks raise for the same step, if one does.
+#: Exceptions that every rank raises for the same step if one rank does.
 OF_ALL_RANKS: tuple[type[Exception], ...] = (EngineFailed, TooLittleMemory)
 
 _AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
-    """The runner is broken; this rank must exit."""
+    """Raised when the runner is broken and this rank must exit."""
 
 
 class Engine:
-    """Run steps of a scheduler's plans with a runner.
+    """Engine of one rank, which plans steps with a scheduler and executes them with ``runner``.
 
     A step that raises a ``survivable`` exception ends the sequences that it was to compute. Any
     other exception, a second failed step in a row, or a lost device breaks the engine. If memory
-    runs short, no sequence ends: the next steps are smaller.
+    runs short, sequences are preempted and the next steps are smaller. A step of a single token has
+    no smaller one, so its sequence ends.
 
-    Each step runs ``within`` a context made from its plan. ``stopwatch`` times its parts. With
-    ``launch``, the runner's, steps are launched ahead; ``limits`` must allow it.
+    Each step runs in the context that ``within`` makes from its plan. ``stopwatch`` times the parts
+    of steps. ``launch`` is the runner's; if it is given, steps are launched ahead, which ``limits``
+    must allow.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Engine:
         assert launch is None or limits.plans_ahead, "no step can be planned ahead"
         self.limits = limits
         self._launch = launch
-        #: the step that was launched and is not committed
+        #: the launched step that is not committed yet
         self._in_flight: tuple[InFlightStep, Launched] | None = None
         self._within = within
         self._stopwatch = stopwatch
@@ -83,11 +85,11 @@ class Engine:
         self._survivable = survivable
         self._last_failed = False
         self._plan = Plan(0, NO_ROWS)
-        #: results of earlier steps that the last step committed
+        #: results of launched steps that the last call of ``step`` committed
         self._committed: list[RowResult] = []
-        #: on rank 0, which has the clock; no plan depends on them
+        #: set on rank 0, which has the clock; plans do not depend on it
         self.breakdowns: TimeBreakdowns | None = None
-        #: on rank 0: called with the sequences that the planned step admits, before that step runs
+        #: set on rank 0: called with the sequences that a planned step admits, before it runs
         self.before_admission: Callable[[list[Sequence]], None] | None = None
 
     @property
@@ -96,22 +98,22 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether a step was launched and is not committed."""
+        """Return whether a launched step is not committed yet."""
         return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence that is within the limits, not at its end, and has a new key."""
+        """Add a sequence that is within the limits, has not ended, and has a new key."""
         self._scheduler.add(sequence)
 
     def abort(self, abort: Abort) -> None:
-        """Remove the choices that ``abort`` names; their blocks are free at once."""
+        """Remove the sequences that ``abort`` names; their blocks are free at once."""
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
         self._release()
 
     def set_policy(self, name: EnginePolicy) -> None:
-        """Change the scheduling policy; all sequences continue under it."""
+        """Change the batching policy; all sequences continue under it."""
         self._scheduler.set_policy(name)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -125,14 +127,14 @@ class Engine:
         return list(self._scheduler)
 
     def unready_slots(self) -> frozenset[int]:
-        """Return the slots that the next step should hold. Only rank 0 knows."""
+        """Return the slots whose grammar masks are not ready; always empty above rank 0."""
         return self._runner.unready_slots()
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
-        """Run one step and return its outcomes.
+        """Run one step and return the outcomes that it commits.
 
-        Sequences in ``held`` slots draw nothing, except one of them if no other can run. The step
-        begins ``now``, in seconds on rank 0's clock. Raises EngineBroken.
+        Sequences in ``held`` slots sample nothing, except one of them if no other can run. ``now``
+        is the start of the step, in seconds on rank 0's clock. Raises EngineBroken.
         """
         self._stopwatch.start()
         self._committed = []
@@ -153,7 +155,7 @@ class Engine:
         return [*committed, *outcomes]
 
     def commit_in_flight(self) -> list[Outcome]:
-        """Wait for the step in flight, if there is one, and commit it."""
+        """Commit the step in flight, if there is one, and return its outcomes. Waits for it."""
         if self._in_flight is None:
             return []
         with self._within(self._in_flight[0].plan):
@@ -176,11 +178,11 @@ class Engine:
             outcomes += self._commit_last()
             self._begin_breakdown(now)
             if follows and self._last_failed:
-                # This step reads what the failed one was to write.
+                # This step reads KV that the failed step was to write.
                 return [*outcomes, *self._scheduler.fail_in_flight(step, _AFTER_A_FAILED_STEP)]
             try:
                 launched.sample()
-                # Scores of a prompt are reported before its next chunk is planned.
+                # The scores of a prompt's chunk must be reported before its next chunk is planned.
                 results = launched.results() if plan.rows.scores_prompt.any() else None
             except Exception as error:
                 return [*outcomes, *self._failed(step.left(), error)]
@@ -260,9 +262,9 @@ class Engine:
                 self.breakdowns.drop_slots(slots)
 
     def digest(self) -> bytes:
-        """Return the digest of the last plan and of the results that its step committed.
+        """Return a digest of the last plan and of the results that the last step committed.
 
-        Plans alone do not show drawn tokens, where these are UNKNOWN to them.
+        The plan alone does not show sampled tokens, because it may have UNKNOWN in their positions.
         """
         return plan_digest(self._plan, self._committed)
 

@@ -1,12 +1,12 @@
-"""The host's memory as a second place for KV blocks: what is kept where, and for whom. Pure.
+"""Host memory as a second tier for KV blocks: which block is kept in which place. Pure.
 
-    wanted by nobody    --evicted-->  dropped
-    wanted              --evicted-->  a place, by a save in the plan that overwrites the block
-    in a place          --load-->     in a place, and in a block again
-    in a place          --another hash needs the place-->  dropped, the least recently used first
+    not wanted      --evicted-->  dropped
+    wanted          --evicted-->  saved to a place, by the plan that overwrites the block
+    in a place      --load-->     in a place, and in a block of the pool as well
+    in a place      --another hash needs the place-->  dropped, the least recently used first
 
-A preempted sequence wants its blocks until it is back in the batch or gone. The store knows places
-and hashes; host_cache.py has the memory.
+A place holds one block. A preempted sequence wants its blocks until it is admitted again or
+removed. The store handles places and hashes; host_cache.py owns the memory.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from worker.engine.plan import BlockCopy
 class HostStore:
     """Store of blocks in ``num_places`` places of host memory, with ids from 0.
 
-    Every operation is O(1) a block, but for ``forget_all``.
+    Every operation is O(1) per block, except ``invalidate_all``.
 
-    What it plans for a step it believes when the step is ``done``; after one that ``failed`` it
-    has forgotten what the step was to save. Until then no place that the step copies from or to is
-    given to another hash: all saves are made before all loads. A step is done as soon as the device
-    has it, which makes the copies of the next one after these.
+    Copies planned for a step take effect with ``done``; ``failed`` discards the blocks that the
+    step was to save. Until then no place that the step reads or writes is given to another hash:
+    all saves are made before all loads, so a save could otherwise overwrite a block that is still
+    to be loaded. A step counts as done once the device has it, because the device makes the next
+    step's copies after this step's.
     """
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
         self._free = list(range(num_places))
-        #: by hash; the next one to be dropped first
+        #: place by hash; the first entry is dropped first
         self._kept: OrderedDict[bytes, int] = OrderedDict()
-        #: those of which the step that is being planned makes use
+        #: places that the planned step reads or writes, by hash
         self._pinned: dict[bytes, int] = {}
         self._wanted: Counter[bytes] = Counter()
         self._saves: list[tuple[bytes, BlockCopy]] = []
@@ -42,18 +43,18 @@ class HostStore:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept or block_hash in self._pinned
 
-    # who wants what
+    # wanted blocks
 
     def want(self, hashes: Sequence[bytes]) -> None:
-        """Ask for the blocks of a sequence that will return, in their order."""
+        """Mark the blocks of a preempted sequence as wanted; ``hashes`` are in their order."""
         if self._num_places:
             self._wanted.update(hashes)
 
     def unwant(self, hashes: Sequence[bytes]) -> None:
-        """Take one ``want`` of these back.
+        """Undo one ``want`` of the same hashes.
 
-        What nobody wants is dropped first, and of a sequence its later blocks, which are of no use
-        without the earlier ones.
+        Blocks that no sequence wants any more are dropped first. Later blocks of a sequence are
+        dropped before earlier ones, without which they are useless.
         """
         if not self._num_places:
             return
@@ -64,14 +65,14 @@ class HostStore:
         self._drop_first(hashes)
 
     def invalidate(self, block_hash: bytes) -> None:
-        """Invalidate a block between steps: its contents do not match its hash."""
+        """Drop a block between steps, because its content does not match its hash."""
         if (place := self._kept.pop(block_hash, None)) is not None:
             self._free.append(place)
 
     def invalidate_all(self) -> None:
-        """Forget all blocks: their contents are unknown, and the planned step comes to nothing.
+        """Drop all blocks, and discard the planned step. O(places).
 
-        O(places).
+        Called when the contents of the blocks are unknown.
         """
         self.failed()
         self._free += self._kept.values()
@@ -80,7 +81,7 @@ class HostStore:
     # one step
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Record that the planned step overwrites ``block``."""
+        """Plan to save ``block``, which the planned step overwrites, if it is wanted."""
         if block_hash not in self._wanted or block_hash in self:
             return
         if (place := self._take()) is not None:
@@ -95,16 +96,16 @@ class HostStore:
         return None
 
     def pin(self, block_hash: bytes) -> None:
-        """Keep a block in its place until the step is over."""
+        """Keep a block in its place until the planned step is done or has failed."""
         if block_hash in self._kept:
             self._pinned[block_hash] = self._kept.pop(block_hash)
 
     def load(self, block_hash: bytes, block: int) -> None:
-        """Copy what is pinned to ``block`` in the step that is being planned."""
+        """Plan to load the pinned block of ``block_hash`` into ``block`` in the planned step."""
         self._loads.append(BlockCopy(block, self._pinned[block_hash]))
 
     def planned(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Save and loads of the step."""
+        """Return the saves and the loads of the planned step."""
         return tuple(copy for _, copy in self._saves), tuple(self._loads)
 
     def done(self) -> None:
@@ -116,7 +117,7 @@ class HostStore:
         self._loads.clear()
 
     def failed(self) -> None:
-        """Drop the copies of a step that was not executed completely."""
+        """Discard the copies of a step that was not executed completely."""
         for block_hash, copy in self._saves:
             del self._pinned[block_hash]
             self._free.append(copy.place)
@@ -130,7 +131,7 @@ class HostStore:
     def check_integrity(self, wanted: Iterable[bytes]) -> None:
         """Check the invariants between steps.
 
-        ``wanted`` are the hashes that preempted sequences wait for. O(places). Raises
+        ``wanted`` are the hashes of the blocks that preempted sequences want. O(places). Raises
         AssertionError.
         """
         assert not (self._pinned or self._saves or self._loads), "a step is not over"

@@ -1,11 +1,12 @@
-"""A step that the device is computing while the next one is planned. Pure.
+"""A step that the device computes while the host plans the next one. Pure.
 
-    planned    --launch-->  its rows count as computed, and its tokens as drawn and UNKNOWN
-    in flight  --commit-->  the state that it was planned from; the drawn tokens can be committed
+    planned    --launch-->  its rows count as computed, and its tokens as sampled but UNKNOWN
+    in flight  --commit-->  the state before the launch is restored; sampled tokens can be committed
 
-In between no sequence is preempted, but some may be removed: what their rows drew is dropped. Their
-blocks may already belong to other sequences, which write to them in a later step; the device runs
-steps one after the other.
+Between launch and commit no sequence is preempted, but sequences may be removed. The tokens that
+the rows of removed sequences sampled are discarded. Their blocks may already belong to other
+sequences, which is safe because the device runs steps in order and the new owners write to them in
+a later step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from worker.engine.sequence import Sequence
 
 
 class InFlightStep:
-    """Step in flight: ``plan`` was made from ``batch``, and has no drafts."""
+    """Step in flight; its ``plan`` was made from ``batch`` and has no drafts."""
 
     def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan = plan
@@ -31,7 +32,7 @@ class InFlightStep:
 
     @property
     def _here(self) -> Flags:
-        """Return which rows' sequences are still in the batch, bool [n]."""
+        """Return which rows' sequences are still in their slots, bool [n]."""
         slots = self.plan.rows.slots.tolist()
         here = [each.slot == slot for each, slot in zip(self._sequences, slots, strict=True)]
         return np.array(here, np.bool_)
@@ -45,7 +46,7 @@ class InFlightStep:
         return [*compress(results, self._here.tolist())]
 
     def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
-        """Return removed sequences whose rows failed, with their numbers of computed tokens."""
+        """Return removed sequences whose rows failed, each with its number of computed tokens."""
         rows = self.plan.rows
         columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
         return [
@@ -62,7 +63,7 @@ class InFlightStep:
         self._batch.slot_table.mark_launched(*columns)
 
     def commit(self) -> Plan:
-        """Undo the launch in the bookkeeping, and return what is left of the plan."""
+        """Undo the launch in the bookkeeping; return the plan without rows of removed sequences."""
         plan = self.left()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(it.tolist() for it in columns), strict=True):

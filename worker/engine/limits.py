@@ -1,4 +1,4 @@
-"""Limits of an engine, from the model and the settings, resolved once at start. Pure."""
+"""Limits of an engine, resolved once at start from the model and the settings. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from worker.device.device_kind import DeviceKind
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks for the KV of so many tokens."""
+    """Return the number of KV blocks that ``num_tokens`` tokens need."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 class Device(Protocol):
-    """Limits of a device, as ``worker.engine.plan.Runner`` has them."""
+    """Limits of a device: the part of ``worker.engine.plan.Runner`` that ``Limits`` needs."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -36,10 +36,10 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an engine; ``max_model_len`` counts prompt and output.
+    """Limits of an engine; ``max_model_len`` counts prompt and output tokens.
 
-    ``watermark_blocks`` stay free when a sequence is admitted beside others. ``num_host_blocks`` is
-    the capacity of the host's memory for blocks.
+    ``watermark_blocks`` must stay free when a sequence is admitted while others are in the batch.
+    ``num_host_blocks`` is the number of blocks that fit into host memory for swapping.
     """
 
     num_blocks: int
@@ -54,15 +54,15 @@ class Limits:
 
     @property
     def plans_ahead(self) -> bool:
-        """Return whether a step can be planned before the last one's tokens are known."""
+        """Return whether a step can be planned before the previous step's tokens are known."""
         return not self.speculation.num_draft_tokens
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Device) -> Self:
-        """Resolve the limits.
+        """Resolve the limits from the settings and the device.
 
-        A pool smaller than the model's context makes the context smaller: routers are told so, and
-        no sequence outgrows the pool.
+        ``max_model_len`` is reduced to the tokens that the block pool holds, so that no sequence
+        outgrows the pool. Routers receive the reduced value.
         """
         wanted = config.max_model_len or runner.max_model_len
         return cls(
@@ -78,14 +78,15 @@ class Limits:
         )
 
 
-#: After so many steps that went well, all that was taken away is given back.
+#: Number of successful steps after which even the smallest budget has grown to the full one.
 _STEPS_TO_RECOVER = 512
 
 
 class TokenBudget:
-    """Token budget of a step: as configured, and less after a step ran out of memory.
+    """Token budget of a step: the configured one, or less after a step ran out of memory.
 
-    Then it is half of that step's tokens, and grows slowly.
+    After such a step the budget is half of that step's tokens, and grows slowly with each step that
+    succeeds.
     """
 
     def __init__(self, most: int) -> None:
@@ -94,14 +95,14 @@ class TokenBudget:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the next step, at least 1."""
+        """Token budget of the next step, at least 1."""
         return self._tokens
 
     def shrink(self, num_tokens: int) -> None:
-        """Shrink after a step of so many tokens was too large."""
+        """Shrink the budget after a step of ``num_tokens`` tokens ran out of memory."""
         self._tokens = max(1, num_tokens // 2)
 
     def recover(self, steps: int = 1) -> None:
-        """Grow after a step that succeeded."""
+        """Grow the budget after ``steps`` steps that succeeded."""
         more = steps * (1 + self._most // _STEPS_TO_RECOVER)
         self._tokens = min(self._most, self._tokens + more)

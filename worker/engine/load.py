@@ -11,11 +11,13 @@ from everlift.v1 import inference_pb2
 class Load:
     """Load of an engine.
 
-    ``pending_prefill_tokens`` are known and not computed, without the one token of each decoding
-    sequence; ``committed_tokens`` are all known tokens. Fields from ``step`` on count from the
-    engine's start: ``computed_tokens`` includes drafts, ``kv_tokens`` and ``num_pairs`` are those
-    of computed rows (``plan.Rows``), ``released_blocks`` became free when sequences ended.
-    ``blocks_cached`` are free and hold a known prefix.
+    ``pending_prefill_tokens`` are known and not computed, excluding the one token of each decoding
+    sequence. ``committed_tokens`` are all known tokens. ``blocks_cached`` are free and hold a known
+    prefix.
+
+    The other fields from ``step`` on are totals since the engine started. ``computed_tokens``
+    includes drafts, ``kv_tokens`` and ``num_pairs`` are those of computed rows (``plan.Rows``), and
+    ``released_blocks`` became free when sequences ended or were aborted.
     """
 
     num_running: int
@@ -37,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Occupant of a batch slot; it decodes, or is still ``prefilling``."""
+    """Sequence in a batch slot; it is ``prefilling``, or decodes."""
 
     slot: int
     request_id: str

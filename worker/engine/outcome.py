@@ -12,7 +12,7 @@ from everlift.v1 import session_pb2
 
 
 class SequenceKey(NamedTuple):
-    """Key of a sequence within a worker."""
+    """Key of a sequence within a worker: the attempt's epoch, and the index of the choice."""
 
     epoch: int
     choice: int
@@ -20,7 +20,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort of ``choices`` of ``epoch``; none stands for all."""
+    """Abort of some ``choices`` of ``epoch``, or of all of them if ``choices`` is empty."""
 
     epoch: int
     choices: tuple[int, ...] = ()
@@ -39,30 +39,31 @@ class Abort:
 class Stop(Enum):
     #: a stop token, which is the last token
     EOS = session_pb2.STOP_CAUSE_EOS
-    #: max_tokens, or the context is full
+    #: max_tokens is reached, or the context is full
     LENGTH = session_pb2.STOP_CAUSE_LENGTH
-    #: given back unfinished
+    #: returned to the router unfinished
     RETURNED = session_pb2.STOP_CAUSE_RETURNED
-    #: never started
+    #: rejected before it started
     REFUSED = session_pb2.STOP_CAUSE_REFUSED
-    #: the engine could not go on with it
+    #: the engine could not continue it
     FAILED = session_pb2.STOP_CAUSE_FAILED
 
 
 class Residence(Enum):
-    """State of a sequence's KV blocks."""
+    """Change of whether a sequence holds its KV blocks."""
 
-    #: it gave them up, and waits for its turn
+    #: it released its blocks, and waits to be admitted again
     PREEMPTED = session_pb2.RESIDENCE_PREEMPTED
-    #: it has them again
+    #: it was admitted again and holds blocks
     RESUMED = session_pb2.RESIDENCE_RESUMED
 
 
 class News(NamedTuple):
-    """Changes of a sequence, other than tokens, since its last outcome.
+    """Changes of a sequence, other than new tokens, since its last outcome.
 
-    ``residence`` is None if it did not change. ``waited_s`` is set once: the seconds from its start
-    here to its first step, which found ``cached_tokens`` of it in the cache.
+    ``residence`` is None if it did not change. ``waited_s`` is set once: the seconds from the
+    sequence's arrival at this worker to its first step. ``cached_tokens`` is set with it: the
+    number of tokens that this step found in the prefix cache.
     """
 
     residence: Residence | None = None
@@ -76,12 +77,12 @@ NO_NEWS = News()
 
 
 class Outcome(NamedTuple):
-    """New tokens from output ``offset`` on; with ``stop``, the end of the sequence.
+    """New tokens of a sequence, from output position ``offset`` on; with ``stop``, also its end.
 
     ``logprobs`` belong to the tokens, and ``prompt_logprobs`` to the prompt from position
     ``prompt_offset`` on; both are empty if not requested. ``num_computed`` is the number of known
-    tokens that were ever computed, here or at an earlier worker. ``prefilled_tokens`` is the number
-    of known tokens computed here so far during prefill, and 0 otherwise.
+    tokens that were ever computed, at this or an earlier worker. ``prefilled_tokens`` is the number
+    of known tokens computed at this worker so far if the outcome reports prefill progress, else 0.
     """
 
     key: SequenceKey

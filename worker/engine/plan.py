@@ -1,9 +1,9 @@
-"""Values between scheduler and runner: one engine step, frozen. Pure.
+"""Values that scheduler and runner exchange for one engine step. Pure.
 
-one engine step, as frozen values. Pure.
+All of them are immutable:
 
-Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
-      <-  a RowResult for each row
+    Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
+          <-  a RowResult for each row
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from worker.engine.limits import blocks_for
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-#: In the place of a token that is being drawn in its slot by the step before.
+#: Stands for a token that the previous step, which is still in flight, samples in the same slot.
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that takes batch slot ``slot`` from this step on, in place of any other.
+    """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
-    ``tokens`` are all that is known of it, the first ``num_prompt`` of them its prompt. ``grammar``
-    is what rank 0's compiler made of ``sampling.grammar``; None on the other ranks, which draw
-    nothing.
+    ``tokens`` are all its known tokens; the first ``num_prompt`` are its prompt. ``grammar`` is
+    rank 0's compiled ``sampling.grammar``; it is None on the other ranks, which sample nothing.
     """
 
     slot: int
@@ -52,21 +51,19 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Share of one slot in a step: compute ``tokens``, the first of them at position ``start``.
+    """Chunk of one slot in a step: compute ``tokens``, the first of them at position ``start``.
 
-    compute ``tokens``, the first of them at position ``start``.
-
-    Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
-    BLOCK_SIZE]``), which may go on beyond them; everything before ``start`` is in the cache
-    already, or is computed by an earlier row of the same step.
+    The KV of position p is written to block ``block_table[p // BLOCK_SIZE]``; the table may be
+    longer than needed. The KV of all positions before ``start`` is in the cache already, or is
+    computed by an earlier row of the same step.
 
         tokens   |---- known ----|-- drafts --|
                  start                        start + len(tokens)
 
-    With ``samples`` the row's known tokens end at the last known one and the next is drawn; after
-    it, where it is the first draft, the one after that, and so on. With ``scores_prompt`` the log
-    probabilities of the prompt's tokens at positions ``start + 1`` to ``start + len(tokens)`` are
-    wanted.
+    With ``samples`` the row's known tokens end at the sequence's last known token. The next token
+    is sampled, and if it equals the first draft, the one after it as well, and so on. With
+    ``scores_prompt`` the result must have the log probabilities of the prompt's tokens at positions
+    ``start + 1`` to ``start + len(tokens)``.
     """
 
     slot: int
@@ -85,15 +82,15 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a step as columns, so that a decode step makes no object per row.
+    """Rows of a step as columns, so that a decode step creates no object per row.
 
-    Of n rows, whose T tokens lie row after row, each is a Row to whoever iterates; ``starts``,
-    ``counts`` (tokens, at least one) and the other columns [n] are its fields. A row that decodes
-    may have the token UNKNOWN.
+    There are n rows with T tokens, stored row after row. Iterating yields each as a Row, whose
+    fields are ``starts``, ``counts`` (number of tokens, at least one) and the other columns [n].
+    The token of a row that decodes may be UNKNOWN.
 
-    ``tables`` int32 [slots, width] are the block tables by slot: the block of position p of row i
-    is ``tables[slots[i], p // BLOCK_SIZE]``. What lies beyond a row's last token means nothing. It
-    is the scheduler's own array, good until the next step is planned.
+    ``tables`` int32 [slots, width] are block tables by slot: the block of position p of row i is
+    ``tables[slots[i], p // BLOCK_SIZE]``. Entries beyond a row's last token have no meaning. The
+    array is the scheduler's own and is valid until the next step is planned.
     """
 
     slots: Ints
@@ -108,7 +105,10 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
-        """Create columns of rows with ``tables``, or their own; rows of one slot share a table."""
+        """Return the columns of ``rows``, with ``tables`` or with tables made from the rows.
+
+        Rows of one slot share a table.
+        """
         rows = tuple(rows)
         return cls(
             slots=_ints([row.slot for row in rows]),
@@ -123,12 +123,12 @@ class Rows:
 
     @classmethod
     def decoding(cls, slots: Ints, starts: Ints, tokens: Ints, tables: NDArray[np.int32]) -> Self:
-        """Rows of one known token each, after which the next is drawn."""
+        """Return rows of one known token each, after which the next token is sampled."""
         zeros, ones = np.zeros_like(slots), np.ones_like(slots)
         return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
 
     def then(self, others: Rows) -> Rows:
-        """Return these rows followed by ``others`` with the same tables."""
+        """Return these rows followed by ``others``, which must have the same tables."""
         assert others.tables is self.tables
         return Rows(
             slots=np.concatenate((self.slots, others.slots)),
@@ -160,14 +160,14 @@ class Rows:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Return the tokens whose keys and values the rows read, with those that they write."""
+        """Return the number of tokens whose KV the rows read, including those that they write."""
         return int(self.starts.sum()) + self.num_tokens
 
     @cached_property
     def num_pairs(self) -> int:
-        """Return the pairs of a token and one that it attends to, including itself.
+        """Return the number of pairs of a computed token and a token that it attends to.
 
-        The i-th token of a row, from 1, attends to ``start + i``.
+        The i-th token of a row, counted from 1, attends to ``start + i`` tokens, including itself.
         """
         if len(self) == self.num_tokens:
             return self.kv_tokens
@@ -176,33 +176,33 @@ class Rows:
 
     @cached_property
     def firsts(self) -> Ints:
-        """Return [n]: for each row, the index of its first token among the step's."""
+        """Return the index of each row's first token among the step's tokens, [n]."""
         return self.counts.cumsum() - self.counts
 
     @cached_property
     def positions(self) -> Ints:
-        """Return [T]: each token's position in its sequence."""
+        """Return each token's position in its sequence, [T]."""
         if len(self) == self.num_tokens:
             return self.starts
         return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
 
     @cached_property
     def blocks(self) -> NDArray[np.int32]:
-        """Return [T]: the block of each token's KV."""
+        """Return the block of each token's KV, [T]."""
         return self.tables[self.spread(self.slots), self.positions // BLOCK_SIZE]
 
     @cached_property
     def known_ends(self) -> Ints:
-        """Return [n]: the position after each row's known tokens."""
+        """Return the position after each row's known tokens, [n]."""
         return self.starts + self.counts - self.num_drafts
 
     def drafts(self, index: int) -> tuple[int, ...]:
-        """Return the draft tokens of one row."""
+        """Return the draft tokens of row ``index``."""
         end = int(self.firsts[index] + self.counts[index])
         return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
 
     def spread(self, column: Ints) -> Ints:
-        """Return [T]: the value of ``column`` [n] for the row of each token."""
+        """Return for each token the value of ``column`` [n] for its row, [T]."""
         return column if len(self) == self.num_tokens else np.repeat(column, self.counts)
 
     def __len__(self) -> int:
@@ -244,7 +244,7 @@ NO_ROWS = Rows.of(())
 
 
 class BlockCopy(NamedTuple):
-    """Copy between ``block`` of the KV cache and ``place`` of the host's memory."""
+    """Copy between ``block`` of the KV cache and ``place``, which holds a block in host memory."""
 
     block: int
     place: int
@@ -254,9 +254,10 @@ class BlockCopy(NamedTuple):
 class Plan:
     """Plan of one step; ``step`` counts from 1.
 
-    Decodes come first; rows of ``admissions`` follow in their order and may attend to what earlier
-    rows write. Admissions of others repeat what a broken step may have spoilt. ``saves`` precede
-    ``loads``, and both precede computation.
+    Decodes come first. Rows of newly admitted sequences come last, in the order of ``admissions``,
+    and may attend to what earlier rows write. Other ``admissions`` repeat those of sequences whose
+    slot state a failed step may have corrupted. ``saves`` are executed before ``loads``, and both
+    before the rows.
     """
 
     step: int
@@ -274,8 +275,8 @@ class RowResult(NamedTuple):
     """Result of a row.
 
     ``tokens`` are sampled: one if the row samples, and one more for each accepted draft. On rank 0
-    ``logprobs`` has theirs and ``prompt_logprobs`` those of scored prompt tokens, if requested.
-    With an ``error`` no token was sampled, and the sequence cannot continue.
+    ``logprobs`` has their log probabilities and ``prompt_logprobs`` those of scored prompt tokens,
+    if requested. With an ``error`` no token was sampled, and the sequence cannot continue.
     """
 
     tokens: tuple[int, ...] = ()
@@ -284,49 +285,52 @@ class RowResult(NamedTuple):
     error: EverliftError | None = None
 
 
-#: Of a row that does not sample.
+#: Result of a row that does not sample.
 NOTHING_DRAWN = RowResult()
 
 
 class Launched(Protocol):
-    """A step that the device is computing."""
+    """Step that the device is computing."""
 
     def sample(self) -> None:
-        """Make the row draw a token, once the previous step's are known.
+        """Start to sample the tokens of the rows, after the previous step's tokens are known.
 
-        Raises as Runner.execute; its copies to and from the host are made all the same.
+        Raises what Runner.execute raises; the step's block copies are made even then.
         """
         ...
 
     def results(self) -> list[RowResult]:
-        """Wait for what it drew; as Runner.execute returns it."""
+        """Wait for the sampled tokens, and return or raise what Runner.execute does."""
         ...
 
 
-#: Begins a step, in which the tokens that the step before draws may be UNKNOWN. Raises as
-#: Runner.execute.
+#: Function that launches a step; tokens of its plan that the previous step samples may be UNKNOWN.
+#: Raises what Runner.execute raises.
 Launch = Callable[[Plan], Launched]
 
 
 class TooLittleMemory(MemoryError):
-    """A rank has too little memory for a part of a step. All ranks raise it there."""
+    """Raised when a rank has too little memory for a part of a step.
+
+    All ranks raise it for the same part.
+    """
 
 
 class DeviceLost(Exception):
-    """The device refuses everything from here on; the cause says since when."""
+    """Raised when the device refuses all further work; the cause is the error that showed it."""
 
 
 class Runner(Protocol):
-    """Executes plans. One runner a rank."""
+    """Executor of plans; each rank has one."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of its KV cache."""
+        """Number of blocks of the rank's KV cache."""
         ...
 
     @property
     def num_host_blocks(self) -> int:
-        """Places for blocks in the host's memory; 0 where copying them would not pay."""
+        """Number of blocks that host memory can hold; 0 if copying them would not pay."""
         ...
 
     @property
@@ -343,23 +347,26 @@ class Runner(Protocol):
         ...
 
     def unready_slots(self) -> frozenset[int]:
-        """Slots in which drawing would have to wait for a grammar; only rank 0 knows of any."""
+        """Return the slots in which sampling would have to wait for a grammar mask.
+
+        Always empty above rank 0.
+        """
         ...
 
     @property
     def launch(self) -> Launch | None:
-        """Return how a step is launched ahead; None if that saves no time.
+        """Return the function that launches a step ahead; None if that saves no time.
 
-        Steps with drafts are executed.
+        Steps with drafts are always executed with ``execute``.
         """
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:
-        """Run one step; a result for each row, with the same tokens on every rank.
+        """Run one step and return a result for each row, with the same tokens on every rank.
 
-        Raises TooLittleMemory, on all ranks, where there is too little for a step of this size:
-        whatever it was to write may be written, and what it knows of its slots may be halfway.
-        Raises DeviceLost.
+        Raises TooLittleMemory on all ranks if one has too little memory for a step of this size.
+        The KV that the step was to write may then be written in part, and the runner's state of the
+        step's slots may be incomplete. Raises DeviceLost.
         """
         ...
 
@@ -371,13 +378,14 @@ class Runner(Protocol):
 
 
 def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
-    """Digest of a plan and of the tokens of ``landed``, equal for equal plans.
+    """Return a digest of a plan and of the tokens of ``landed``, equal for equal plans.
 
-    It covers the step, its copies, and each row's slot, start, tokens and blocks. What is admitted
-    comes from the log that all ranks read.
+    ``landed`` are results that the same call of ``Engine.step`` committed. The digest covers the
+    step number, the copies, and each row's slot, start, tokens and blocks. Admissions are left out,
+    because all ranks read them from the same log.
 
-    Of the blocks, those that lie wholly before the row count where it is admitted: later they are
-    as an earlier digest had them, and there may be thousands.
+    Blocks that lie wholly before a row are included only when its sequence is admitted. In later
+    steps they are as an earlier digest had them, and there may be thousands.
     """
     rows = plan.rows
     counts = (plan.step, len(rows), len(plan.saves), len(plan.loads))

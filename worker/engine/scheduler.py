@@ -1,16 +1,17 @@
-"""The scheduler: which tokens of which sequences the next step computes. Pure.
+"""The scheduler: decides which tokens of which sequences the next step computes. Pure.
 
-One rule: each step computes known tokens that are not computed yet, within a token budget. Chunked
-prefill, prefix hits, preemption, resumption, continuation and speculation all follow from it.
+There is one rule: each step computes known tokens that are not computed yet, within a token budget.
+Chunked prefill, prefix hits, preemption, resumption, continuation and speculation all follow from
+it.
 
     waiting  --admit-->    running    it gets a slot, and blocks for all its known tokens
     running  --preempt-->  waiting    its blocks are freed (they stay cached), its order is kept;
                                       happens if blocks, or memory for a step, run short
-    running  --commit-->   gone       it stopped, or outgrew the whole pool
-    either   --remove-->   gone
+    running  --commit-->   ended      it stopped, or outgrew the whole pool
+    either   --remove-->   removed
 
 A policy (`policies/`) decides which sequence is admitted next and whose rows come first. A step
-costs O(running), however many wait.
+costs O(running), independent of the number of waiting sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from worker.engine.speculation import MAX_READ, Drafter
 class Scheduler:
     """Scheduler of an engine.
 
-    Call ``schedule`` and ``commit`` in turns, and ``add``, ``remove`` and ``set_policy`` between a
+    Call ``schedule`` and ``commit`` in turns. Call ``add``, ``remove`` and ``set_policy`` between a
     commit and the next schedule. Deterministic: the same calls make the same plans.
     """
 
@@ -60,16 +61,16 @@ class Scheduler:
         self._kv_tokens = 0
         self._num_pairs = 0
         self._released_blocks = 0
-        #: preempted since the last notices
+        #: sequences preempted since the last call of ``notices``
         self._victims: dict[SequenceKey, Sequence] = {}
-        #: slots that the step in progress assigns
+        #: slots that the current plan gave to newly admitted sequences
         self._newcomers: frozenset[int] = frozenset()
-        #: tokens of the step in progress
+        #: number of tokens of the current plan
         self._num_planned = 0
         #: slots whose state in the runner is unknown after a failed step
         self._doubtful: set[int] = set()
 
-    # who is there
+    # membership
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._batch)
@@ -78,7 +79,7 @@ class Scheduler:
         return chain.from_iterable(self._epochs.values())
 
     def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
-        """Return the choices of one request that are here."""
+        """Return the sequences of one attempt of a request that are in this engine."""
         return tuple(self._epochs.get(epoch, ()))
 
     def add(self, sequence: Sequence) -> None:
@@ -106,8 +107,8 @@ class Scheduler:
     def set_policy(self, name: EnginePolicy) -> None:
         """Change the policy from the next step on.
 
-        The batch stays as it is; waiting sequences enter the new policy's queue in their order.
-        O(n log n) in the number that wait.
+        The batch stays as it is. Waiting sequences enter the new policy's queue in the order of
+        arrival, which takes O(n log n) for n of them.
         """
         policy = policy_of(name, self._limits)
         for sequence in sorted(self._waiting, key=attrgetter("order")):
@@ -119,12 +120,12 @@ class Scheduler:
         return self._policy.waiting
 
     def take_vacated(self) -> tuple[int, ...]:
-        """Return the slots that were left since the last call and are still free."""
+        """Return the slots that were vacated since the last call and are still free."""
         return self._batch.take_vacated()
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """Return what ``take_vacated`` would return now."""
+        """Slots that ``take_vacated`` would return now."""
         return self._batch.vacated
 
     @property
@@ -135,10 +136,10 @@ class Scheduler:
     # one step
 
     def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
-        """Return the plan of the step that begins ``now``; without rows if nothing can run.
+        """Return the plan of the step that begins at ``now``; it has no rows if nothing can run.
 
-        Sequences in ``held`` slots, whose grammar masks are not ready, are left out of the step, or
-        all but one of them if no other can run: so they delay only themselves.
+        The grammar masks of ``held`` slots are not ready. Their sequences sample nothing in this
+        step, except one of them if no other sequence can run, so that they delay only themselves.
         """
         self._step += 1
         self._make_room()
@@ -150,7 +151,7 @@ class Scheduler:
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
-        """Take over the results of ``plan``."""
+        """Apply the results of ``plan``, and return the outcomes."""
         self._batch.copied()
         return self._commit(plan, results)
 
@@ -159,25 +160,29 @@ class Scheduler:
         outcomes = self._commit_rows(plan.rows, results)
         return [*self.notices(), *outcomes]
 
-    # steps that the device is computing while the next one is planned
+    # steps that the device computes while the next one is planned
 
     def in_flight_step(self, plan: Plan) -> InFlightStep:
         """Return the current plan as a step in flight."""
         return InFlightStep(plan, self._batch)
 
     def launched(self) -> None:
-        """Note that the current plan was launched, behind the earlier ones."""
+        """Record that the current plan was launched, after all earlier ones."""
         self._batch.copied()
 
     def must_commit_first(self) -> bool:
-        """Return whether the next plan would preempt a sequence, which no step may do in flight.
+        """Return whether the step in flight must be committed before the next one is planned.
 
-        A resumed sequence must know its tokens.
+        That is so if the next plan would preempt a sequence, because all tokens of a preempted
+        sequence must be known when it is resumed.
         """
         return len(self._batch.slot_table.lacking()) > self._batch.num_blocks_free
 
     def commit_in_flight(self, flight: InFlightStep, results: Several[RowResult]) -> list[Outcome]:
-        """Commit what is left of a step in flight."""
+        """Commit a step in flight, and return the outcomes.
+
+        Results of sequences that were removed meanwhile are discarded.
+        """
         for sequence, num_computed in flight.failed_of_those_gone(results):
             self._batch.invalidate_gone(sequence, num_computed)
         left = flight.of_those_left(results)
@@ -186,9 +191,10 @@ class Scheduler:
         return self._commit(plan, left)
 
     def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
-        """Fail what is left of a step in flight, as ``fail`` does.
+        """End the sequences of a failed step in flight that are still in the batch.
 
-        Other sequences may have some of its blocks by now, so all cached blocks are unpublished.
+        Other sequences may own some of the step's blocks by now, so all cached blocks are
+        unpublished.
         """
         self._batch.invalidate_all()
         slots = flight.left().rows.slots.tolist()
@@ -210,16 +216,16 @@ class Scheduler:
         self._counters.blocks_swapped_in += len(plan.loads)
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """End every sequence of a plan that could not be executed."""
+        """End every sequence of a plan that could not be executed, and return the outcomes."""
         self._batch.failed(plan)
         ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
         return [*self.notices(), *ended]
 
     def retract(self, plan: Plan, error: EverliftError) -> list[Outcome]:
-        """Take back a plan that needed too much memory: preempt some sequences, compute less next.
+        """Undo a plan that needed too much memory: preempt sequences, and shrink the next steps.
 
-        A plan of a single token ends its sequence with ``error``: no smaller step exists. ``plan``
-        has the rows of the last plan whose sequences are still here.
+        A plan of a single token ends its sequence with ``error``, because no smaller step exists.
+        ``plan`` has the rows of the last plan whose sequences are still in the batch.
         """
         self._batch.failed(plan)
         self._budget.shrink(self._num_planned)
@@ -231,14 +237,16 @@ class Scheduler:
             self.preempt(self._batch[row.slot])
         return self.notices()
 
-    # room
+    # preemption
 
     def _make_room(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
-        If the pool is short of blocks, preempt the sequence of the lowest class that has computed
-        least, the cheapest to repeat. So the one of the highest class that has computed most always
-        continues. A single victim frees less than it needs to come back in the same step.
+        If blocks run short, sequences are preempted: those of the lowest class first, and of these
+        the one with the fewest computed tokens, which is the cheapest to recompute. The sequence of
+        the highest class with the most computed tokens therefore always continues. A single
+        preempted sequence frees fewer blocks than it needs, so it cannot be admitted again in the
+        same step.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)
@@ -263,8 +271,8 @@ class Scheduler:
     def _to_shed(self, plan: Plan) -> list[Row]:
         """Return the rows to preempt: those that the plan admitted, then the largest ones.
 
-        At most half of the tokens are left, or one row. Admitted rows may depend on blocks that the
-        plan itself was to fill.
+        The remaining rows have at most half of the plan's tokens, or only one row remains. Admitted
+        rows are preempted because they may depend on blocks that the plan itself was to fill.
         """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
         rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
@@ -287,7 +295,7 @@ class Scheduler:
         return self._batch.slot_table.rows(decoding, others)
 
     def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
-        """Return what the runner must know of new sequences, and of those in a failed step."""
+        """Return the admissions of newcomers, and those to repeat after a failed step."""
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
         told = [sequence.slot for sequence in newcomers]
         if self._doubtful:
@@ -316,9 +324,9 @@ class Scheduler:
         return sequence.drafter
 
     def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
-        """Propose drafts.
+        """Return at most ``budget`` draft tokens, and allocate blocks for them.
 
-        Their blocks stay in the table until known tokens need them: drafts never preempt a
+        These blocks stay in the block table until known tokens need them. Drafts never preempt a
         sequence.
         """
         most = min(budget, self._room_for_drafts(sequence))
@@ -417,10 +425,10 @@ class Scheduler:
         self.remove(sequence)
         return outcome
 
-    # telling
+    # reports
 
     def notices(self) -> list[Outcome]:
-        """Return the outcomes of sequences that were preempted and are not back yet."""
+        """Return outcomes of sequences that were preempted since the last call and still wait."""
         victims = list(self._victims.values())
         self._victims.clear()
         return [victim.outcome() for victim in victims if victim.is_preempted]
@@ -451,7 +459,7 @@ class Scheduler:
         return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
     def prefilling(self) -> list[Sequence]:
-        """Return the sequences in the batch whose prefill is not over."""
+        """Return the sequences in the batch whose prefill has not ended."""
         return list(self._batch.at(self._batch.slot_table.prefilling()))
 
     def check_integrity(self) -> None:

@@ -1,6 +1,6 @@
-"""Selection of the sequences of a step, and of their numbers of tokens. Pure.
+"""Selection of the sequences of a step, and of the number of tokens of each. Pure.
 
-The policy gives the order; budget, slots, blocks and held slots limit the numbers.
+The policy decides the order. The token budget, slots, blocks and held slots limit the numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.engine.sequence import Sequence
 
 
 class ScheduledChunk(NamedTuple):
-    """The next ``num_known`` tokens of a sequence to compute."""
+    """Chunk of a sequence: the next ``num_known`` of its known tokens that are not computed yet."""
 
     sequence: Sequence
     num_known: int
@@ -32,7 +32,11 @@ def num_tokens(shares: Iterable[ScheduledChunk]) -> int:
 
 
 class Selected(NamedTuple):
-    """Slots that decode, one token each, and the chunks of slots that prefill or were admitted."""
+    """Selected slots that decode one token each, and chunks of the other selected sequences.
+
+    ``prefills`` are chunks of sequences that were in the batch before, ``admitted`` those of
+    sequences that the selection admitted.
+    """
 
     decoding: Ints
     prefills: list[ScheduledChunk]
@@ -48,20 +52,21 @@ class Selected(NamedTuple):
 
 
 class BatchSelection:
-    """Select from ``batch``, and admit waiting sequences to it, by ``policy``."""
+    """Selector of each step's sequences; it admits waiting ones to ``batch`` by ``policy``."""
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
         self._batch = batch
         self.policy = policy
         self._counters = counters
-        #: by slot, how many steps in a row it was held
+        #: by slot, the number of consecutive steps in which it was held
         self._times_held: dict[int, int] = {}
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        """Select at most ``budget`` tokens, without the ``held`` slots.
+        """Select at most ``budget`` tokens, without sampling in the ``held`` slots.
 
-        If only held slots could run, one of them is selected: a step that waits for all of them
-        could take very long.
+        The grammar masks of held slots are not ready. If only held slots could run, one of them is
+        selected, and the step waits for its mask. A step that waits for all of them could take very
+        long.
         """
         self.policy.begin_step(self._batch.slot_table, now)
         self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
@@ -72,9 +77,10 @@ class BatchSelection:
         return selected
 
     def _longest_held(self) -> int | None:
-        """Return the held slot that was left out of the most steps, the first by the policy.
+        """Return the held slot that was left out of the most consecutive steps.
 
-        Its mask was requested before the others'. None if no held slot has anything to compute.
+        The mask of that slot was requested first. Ties are resolved by the policy's order. Return
+        None if no held slot has anything to compute.
         """
         urgent, patient = self.policy.decodes(self._batch.slot_table.decoding())
         prefilling = self._batch.at(self._batch.slot_table.prefilling())
@@ -98,7 +104,10 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held))] if held else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Publish the blocks that these rows fill, unless the token that fills one is UNKNOWN."""
+        """Return ``slots``, after publishing the blocks that their rows fill.
+
+        A block is not published if the token that fills it is UNKNOWN.
+        """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_drawing:
                 self._batch.publish(sequence, sequence.num_computed, sequence.num_known)
@@ -149,9 +158,10 @@ class BatchSelection:
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:
-    """Return how many known tokens a sequence computes in its first step.
+    """Return the most known tokens that a sequence may compute in its first step.
 
-    With a grammar it draws in a later step if possible: how long its mask takes is not known yet.
+    With a grammar the last known token is left for a later step if possible, so that the first step
+    samples nothing: computing the grammar's mask takes an unknown time.
     """
     if sequence.sampling.grammar is None:
         return budget

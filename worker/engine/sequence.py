@@ -5,10 +5,10 @@
     KV cache    |------ computed ------|-- remaining --|
                 0                 num_computed     num_known
 
-A step computes some of the remaining tokens; computing the last known token draws the next one.
-Drafts may be computed after it; the drawn tokens show which drafts were right. Output of earlier
-attempts is treated like any other output, so a continuation differs from an undisturbed run only in
-``num_computed``.
+A step computes some of the remaining tokens. Computing the last known token samples the next one.
+Drafts may be computed after the last known token; the sampled tokens show which drafts were right.
+Output of earlier attempts is treated like any other output, so a continuation differs from an
+undisturbed run only in ``num_computed``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
 from worker.engine.speculation import Drafter
 from worker.engine.time_breakdown import TimeBreakdown
 
-#: The slot of a sequence that is not in the batch.
+#: Slot of a sequence that is not in the batch.
 NO_SLOT = -1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Sequence: ``tokens`` holds prompt and output, ``max_tokens`` limits the output.
+    """Sequence of the ``tokens`` of prompt and output; ``max_tokens`` limits the output.
 
-    ``order`` is its place by arrival, which it keeps over preemptions. Sequences of a smaller
+    ``order`` is its rank by arrival, which it keeps when it is preempted. Sequences of a smaller
     ``priority`` are preempted first.
     """
 
@@ -53,38 +53,41 @@ class Sequence:
     stop_token_ids: frozenset[int]
     salt: bytes
     priority: int = 0
-    #: of the whole output, as it was predicted; 0: nobody knows
+    #: predicted number of tokens of the whole output; 0: unknown
     predicted_tokens: int = 0
     order: int = 0
     num_computed: int = 0
     slot: int = NO_SLOT
     block_table: tuple[int, ...] = ()
-    #: blocks of its table that were found when it came into the batch
+    #: number of leading blocks that were prefix-cache hits at its last admission
     num_hits: int = 0
-    #: what the grammar of ``sampling`` was compiled to, where tokens are drawn
+    #: compiled grammar of ``sampling``, on the rank that samples
     grammar: object | None = None
-    #: the most that was computed when it last lost its blocks, here or where it was before
+    #: most tokens that were computed when it last lost its blocks, at this or an earlier worker
     num_computed_before: int = 0
-    #: the most that was computed here when it last lost its blocks: what it wants to find again
+    #: most tokens that were computed at this worker before a preemption: it wants their blocks back
     num_wanted: int = 0
     is_preempted: bool = False
-    #: when it came here, on the clock of who has its first step begin
+    #: time of arrival at this worker, in seconds on the clock of ``Engine.step``
     came: float = 0.0
-    #: the router must know of the first step here before that step runs
+    #: whether the router must confirm the first step at this worker before it runs
     confirms_first_step: bool = False
-    #: where its time went until it last left the batch; None where it never did, or nobody counts
+    #: time breakdown up to when it last left the batch; None if it never did, or none is kept
     breakdown: TimeBreakdown | None = None
-    #: still to be told
+    #: changes that are not reported yet
     news: News = NO_NEWS
-    #: where its prompt is scored, the first position of which nothing was told
+    #: first prompt position whose score is not reported yet, if the prompt is scored
     next_score: int = 1
-    #: since it decodes, where there is speculation
+    #: set at its first decode if speculation is enabled
     drafter: Drafter | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
     def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
-        """Raise InvalidRequest if this worker can never run it."""
+        """Return the sequence of a Start message.
+
+        Raises InvalidRequest if this worker can never run it.
+        """
         sequence = cls(
             key=SequenceKey(start.epoch, start.choice),
             request_id=start.request_id,
@@ -153,42 +156,48 @@ class Sequence:
 
     @property
     def expected_output(self) -> int:
-        """Predicted tokens of the whole output: more than it has, at most ``max_tokens``."""
+        """Predicted length of the whole output in tokens, or ``max_tokens`` without a prediction.
+
+        It is more than the sequence has now, and at most ``max_tokens``.
+        """
         predicted = self.predicted_tokens or self.max_tokens
         return max(self.num_output + 1, min(predicted, self.max_tokens))
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not computed yet."""
+        """Number of known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def most_computed(self) -> int:
-        """Known tokens that were ever computed, here or at an earlier worker."""
+        """Number of known tokens that were ever computed, at this or an earlier worker."""
         before, now = self.num_computed_before, self.num_computed
         return before if before > now else now
 
     @property
     def num_blocks_lacking(self) -> int:
-        """Blocks that its known tokens need beyond its table; drafts may have more."""
+        """Number of blocks that the known tokens need beyond the block table.
+
+        It is 0 if the table is longer, as it may be because of drafts.
+        """
         lacking = blocks_for(len(self.tokens)) - len(self.block_table)
         return lacking if lacking > 0 else 0
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether log probabilities of its prompt are still to be reported."""
+        """Return whether log probabilities of the prompt are still to be reported."""
         return self.sampling.prompt_logprobs is not None and self.next_score < self.num_prompt
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens whose KV may come from the cache.
+        """Number of leading tokens whose KV may come from the prefix cache.
 
-        The others must be computed, since their logits are sampled or scored.
+        The other tokens must be computed, because their logits are sampled or scored.
         """
         return self.next_score - 1 if self.is_scoring else self.num_known - 1
 
     def stop(self, limits: Limits) -> Stop | None:
-        """Return why its tokens end it; None if they do not."""
+        """Return why the sequence ends with its current tokens; None if it continues."""
         num_output = self.num_output
         if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Stop.EOS
@@ -197,46 +206,46 @@ class Sequence:
         return None
 
     def earliest_end(self, limits: Limits) -> int:
-        """Known tokens before which only a stop token can end it."""
+        """Return the number of known tokens below which only a stop token can end the sequence."""
         outgrown = limits.num_blocks * BLOCK_SIZE + 1
         return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
 
     def draw_one(self, result: RowResult) -> Outcome:
-        """Append one drawn token; all earlier tokens are computed."""
+        """Append one sampled token and return its outcome; all earlier tokens are now computed."""
         tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
         self.tokens.append(tokens[0])
         offset, news = computed - self.num_prompt, self.news
         self.news = NO_NEWS
-        # Most of what a step has to tell is made here, and names would take as long again.
+        # Most outcomes of a step are made here, and keyword arguments would double the time.
         return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     def draw(self, token: int, times: int) -> None:
-        """Append ``token`` ``times`` times, without an outcome."""
+        """Append ``token`` ``times`` times as sampled tokens, without an outcome."""
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
 
     def mark_launched(self, num_computed: int, draws: bool) -> None:
-        """Count ``num_computed`` tokens as computed, and with ``draws`` an UNKNOWN one as known."""
+        """Set ``num_computed`` as of a launched row, and append UNKNOWN if the row ``draws``."""
         self.num_computed = num_computed
         if draws:
             self.tokens.append(UNKNOWN)
 
     def commit_step(self, num_computed: int, drew: bool) -> None:
-        """Undo ``mark_launched``: ``num_computed`` tokens are computed."""
+        """Undo ``mark_launched``: set ``num_computed``, and remove UNKNOWN if the row ``drew``."""
         self.num_computed = num_computed
         if drew:
             self.tokens.pop()
 
     @property
     def is_drawing(self) -> bool:
-        """Return whether its last token is UNKNOWN."""
+        """Return whether the last token is UNKNOWN: the step in flight samples it."""
         return self.tokens[-1] == UNKNOWN
 
-    # what is told of it
+    # reports
 
     def admitted(self, now: float) -> None:
-        """Note its admission to the batch, the first one or a later one."""
+        """Record an admission to the batch, the first one or a later one."""
         if self.is_preempted:
             self.is_preempted = False
             self.news = self.news._replace(residence=Residence.RESUMED)
@@ -245,7 +254,7 @@ class Sequence:
             self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
 
     def preempted(self) -> None:
-        """Note that it lost its blocks."""
+        """Record that the sequence lost its blocks."""
         self.is_preempted = True
         count = self.news.preemptions + 1
         self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
@@ -270,7 +279,7 @@ class Sequence:
         )
 
     def prefill_progress(self) -> Outcome:
-        """Return how many known tokens are computed here so far."""
+        """Return an outcome with the number of known tokens computed at this worker so far."""
         return Outcome(
             self.key,
             self.num_output,
@@ -278,10 +287,10 @@ class Sequence:
             prefilled_tokens=self.num_computed,
         )
 
-    # what it is to compute
+    # rows
 
     def admission(self) -> Admission:
-        """Return what the runner must know of it before its first row."""
+        """Return what the runner needs to know before the sequence's first row."""
         return Admission(
             slot=self.slot,
             tokens=tuple(self.tokens),
@@ -293,7 +302,7 @@ class Sequence:
         )
 
     def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:
-        """Return its row of a step: its next ``count`` tokens, then ``drafts``."""
+        """Return the sequence's row of a step: its next ``count`` tokens, then ``drafts``."""
         end = self.num_computed + count
         return Row(
             slot=self.slot,
@@ -308,17 +317,21 @@ class Sequence:
     def score(
         self, row: Row, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[int, tuple[TokenLogprobs, ...]]:
-        """Return the first unreported position of its prompt, and ``logprobs`` from there on."""
+        """Return the first prompt position without a reported score, and the scores from there on.
+
+        ``logprobs`` are the scores of ``row``, from position ``row.start`` + 1 on. They count as
+        reported from now on.
+        """
         first = self.next_score
         self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
         return first, logprobs[first - (row.start + 1) :]
 
     def hashes_before(self) -> list[bytes]:
-        """Return the hashes of the blocks that were computed before its preemption."""
+        """Return the hashes of the full blocks that were computed before the last preemption."""
         return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:
-        """Return the hash of its ``index``-th block, whose tokens must all be known."""
+        """Return the hash of block ``index``, whose tokens must all be known."""
         while len(self._hashes) <= index:
             start = len(self._hashes) * BLOCK_SIZE
             parent = self._hashes[-1] if self._hashes else self.salt

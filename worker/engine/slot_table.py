@@ -1,8 +1,8 @@
 """Slot table: the state of all batch slots as arrays. Pure.
 
-A decode step is planned with a few array operations instead of one loop over sequences. Sequences
-hold the same values in their fields; ``write`` and ``extend`` follow changes there, and
-``draw_one`` is the usual case of a decoded row.
+It lets a decode step be planned with a few array operations instead of a loop over sequences.
+``Sequence`` objects hold the same values in their fields. ``write`` and ``extend`` copy changes of
+a sequence to the table, and ``draw_one`` does so for the common case, rows that decode one token.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SlotTable:
             self._num_computed,
             self._num_computed_before,
             self._last_tokens,
-            #: with fewer known tokens only a stop token ends it
+            #: number of known tokens below which only a stop token ends the sequence
             self._ends,
             self._num_blocks,
         ) = self._numbers
         self._tables = np.zeros((num_slots, width), np.int32)
 
-    # what changes
+    # changes
 
     def write(self, sequence: Sequence) -> None:
         """Copy the fields of a sequence with a slot, except its block table."""
@@ -59,73 +59,81 @@ class SlotTable:
         self._num_blocks[slot] = end
 
     def extend_by_one(self, slots: Ints, blocks: Several[int]) -> None:
-        """Append one of ``blocks`` to the block table of each of ``slots``."""
+        """Append one of ``blocks`` [n] to the block table of each of ``slots`` [n]."""
         self._tables[slots, self._num_blocks[slots]] = blocks
         self._num_blocks[slots] += 1
 
     def cut(self, slot: int, num_blocks: int) -> None:
-        """Keep the first ``num_blocks`` of a block table."""
+        """Keep only the first ``num_blocks`` blocks of a slot's block table."""
         self._num_blocks[slot] = num_blocks
 
     def clear(self, slot: int) -> None:
         self._numbers[:, slot] = 0
 
     def draw_one(self, slots: Ints, tokens: Several[int]) -> None:
-        """Add one drawn token to each of ``slots``, whose other tokens are all computed."""
+        """Append one sampled token to each of ``slots``; all earlier tokens are now computed."""
         self._num_computed[slots] = self._num_known[slots]
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
     def mark_launched(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
-        """Add ``num_computed`` [n] to ``slots`` [n], and an UNKNOWN token where a row ``draws``."""
+        """Set ``num_computed`` [n] of ``slots`` [n]; append UNKNOWN where a row ``draws`` [n]."""
         self._num_computed[slots] = num_computed
         self._num_known[slots] += draws
         self._last_tokens[slots[draws]] = UNKNOWN
 
     def commit_steps(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
-        """Undo ``mark_launched``. The last tokens of rows that drew are invalid until written."""
+        """Undo ``mark_launched``: set ``num_computed`` [n], drop a token where a row ``drew`` [n].
+
+        The last tokens of rows that drew are invalid until they are written.
+        """
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= drew
 
-    # what a step makes of it
+    # planning a step
 
     @property
     def known_by_slot(self) -> Ints:
-        """Known tokens [slots]; 0 in an empty slot. Not a copy."""
+        """Number of known tokens of each slot [slots]; 0 in an empty slot. Not a copy."""
         return self._num_known
 
     def decoding(self) -> Ints:
-        """Return the slots with one token to compute, by arrival.
+        """Return the slots with one token to compute, in the order of arrival.
 
-        Without those that end by it, which exist only while a step is in flight.
+        Slots that have reached a length limit are left out; they exist only while a step is in
+        flight.
         """
         return self._by_order((self._remaining == 1) & self._goes_on)
 
     def prefilling(self) -> Ints:
-        """Return the slots with several tokens to compute, by arrival."""
+        """Return the slots with several tokens to compute, in the order of arrival."""
         return self._by_order(self._remaining > 1)
 
     def lacking(self) -> Ints:
-        """Return the slots whose known tokens need more blocks than their tables have."""
+        """Return the slots whose block tables are too short for their known tokens.
+
+        Slots that have reached a length limit are left out.
+        """
         lacks: Flags = self._num_known > self._num_blocks * BLOCK_SIZE
         return (lacks & self._goes_on).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Return those of ``decoding`` whose next token is the last of its block."""
+        """Return those of ``decoding`` whose next token to compute is the last of its block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 
     def rows(self, decoding: Ints, others: Iterable[Row]) -> Rows:
-        """Return a row for each slot in ``decoding``, then ``others``."""
+        """Return the rows of a step: one decode for each slot in ``decoding``, then ``others``."""
         starts, tokens = self._num_computed[decoding], self._last_tokens[decoding]
         rows = Rows.decoding(decoding, starts, tokens, self._tables)
         others = tuple(others)
         return rows.then(Rows.of(others, self._tables)) if others else rows
 
     def draws_one(self, rows: Rows) -> Flags:
-        """Return whether a row draws one token that is not its last, and recomputes nothing.
+        """Return which rows are plain decodes, bool [n].
 
-        bool [n]
+        A plain decode has one token, samples one token without reaching a length limit, scores no
+        prompt and recomputes nothing.
         """
         is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
         goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
@@ -136,22 +144,22 @@ class SlotTable:
 
     @property
     def num_known(self) -> int:
-        """Known tokens of all slots."""
+        """Number of known tokens in all slots."""
         return int(self._num_known.sum())
 
     @property
     def num_prefilling(self) -> int:
-        """Tokens to compute in slots that have more than one."""
+        """Number of tokens to compute in the slots that have more than one."""
         remaining = self._remaining
         return int(remaining[remaining > 1].sum())
 
     @property
     def num_unfilled(self) -> int:
-        """Token places in allocated blocks that hold no computed token."""
+        """Number of token positions in allocated blocks that hold no computed token."""
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare them with all ``sequences`` that have a slot. Raises AssertionError."""
+        """Compare the table with all ``sequences`` that have a slot. Raises AssertionError."""
         right = SlotTable(self._limits)
         for sequence in sequences:
             right.write(sequence)
@@ -167,7 +175,7 @@ class SlotTable:
 
     @property
     def _goes_on(self) -> Flags:
-        """Return which slots no limit ends, bool [slots]."""
+        """Return which slots have not reached a length limit, bool [slots]."""
         goes_on: Flags = self._num_known < self._ends
         return goes_on
 

@@ -1,13 +1,13 @@
-"""Draft tokens of one sequence. Pure.
+"""Draft tokens of one sequence, found by n-gram lookup in its own tokens. Pure.
 
-How many follows from what became of the last draft:
+The length of a draft depends on how many tokens of the previous draft were accepted:
 
-    all accepted     twice as many as before, up to the limit
-    some accepted    one more than were accepted
-    none accepted    half as many, but at least one; from the third time in a row on a pause comes
-                     before it, of 2, 4, 8, ... steps, of 64 at most
+    all accepted     twice as long as before, up to the limit
+    some accepted    one token longer than the accepted part, up to the limit
+    none accepted    half as long, but at least one token; from the third time in a row on, after a
+                     pause of 2, 4, 8, ... steps, at most 64
 
-so a text that does not repeat itself costs next to nothing.
+A text that does not repeat itself therefore costs almost nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _TOKEN_BITS = 32
 
 
 class NgramIndex:
-    """Index of what followed each n-gram of a growing list of tokens.
+    """Index of the token that last followed each n-gram in a growing list of tokens.
 
-    A token costs O(max_match - min_match), and about 100 bytes for each n.
+    n goes from ``min_match`` to ``max_match``. Adding a token takes O(max_match - min_match) time,
+    and about 100 bytes for each n.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
-        #: by n, the longest first: an n-gram as one number -> the index of what followed it last
+        #: by n, the longest first: n-gram as one number -> index of the token that last followed it
         self._followers: dict[int, dict[int, int]] = {
             n: {} for n in range(max_match, min_match - 1, -1)
         }
@@ -42,7 +43,7 @@ class NgramIndex:
         return self._length
 
     def extend(self, tokens: Sequence[int], most: int) -> None:
-        """Take in up to ``most`` of those of ``tokens`` that are new."""
+        """Add up to ``most`` of the ``tokens`` that are not in the index yet."""
         for token in tokens[self._length : self._length + most]:
             for n, followers in self._followers.items():
                 if n <= self._length:
@@ -51,9 +52,9 @@ class NgramIndex:
             self._length += 1
 
     def follower(self) -> int | None:
-        """Return the index behind the last earlier occurrence of the longest n-gram at the end.
+        """Return the index of the token that last followed the n-gram at the end of the tokens.
 
-        Return None if there is none.
+        The longest n-gram that occurred before is used. Return None if there is none.
         """
         for n, followers in self._followers.items():
             if n <= self._length:
@@ -64,19 +65,19 @@ class NgramIndex:
 
 
 def continued(tokens: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` tokens from ``index`` on, repeated past the end of ``tokens``."""
+    """Return ``count`` tokens from ``index`` on, repeated cyclically past the end of ``tokens``."""
     period = len(tokens) - index
     return tuple(tokens[index + at % period] for at in range(count))
 
 
-#: Tokens read in a step, by all drafters: long prompts must not hold it up.
+#: Most tokens that all drafters together read in a step, so that long prompts do not delay it.
 MAX_READ = 2048
 _PATIENCE = 2
 _MAX_PAUSE = 64
 
 
 class Drafter:
-    """Drafter of one sequence. Equal tokens and ``learn`` calls give equal drafts."""
+    """Drafter of one sequence; equal tokens and ``learn`` calls give equal drafts."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._index = NgramIndex(speculation.min_match, speculation.max_match)
@@ -86,15 +87,16 @@ class Drafter:
         self._pause = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
-        """Add up to ``most`` new tokens of ``tokens``, which only grow; return their number."""
+        """Read up to ``most`` new tokens of ``tokens``, which only grow; return their number."""
         before = self._index.length
         self._index.extend(tokens, most)
         return self._index.length - before
 
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """Return a draft of up to ``most`` tokens after ``tokens``, if it has read them all.
+        """Return a draft of at most ``most`` tokens that may follow ``tokens``. Call once per step.
 
-        Once a step.
+        The draft is empty during a pause, until all of ``tokens`` are read, or if no n-gram
+        matches.
         """
         if self._pause:
             self._pause -= 1
@@ -105,7 +107,7 @@ class Drafter:
         return continued(tokens, follower, min(self._count, most))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Record how many of the last draft's tokens were accepted."""
+        """Record that ``accepted`` of the ``drafted`` tokens of the last draft were accepted."""
         if accepted:
             self._misses = 0
             grown = 2 * self._count if accepted == drafted else accepted + 1

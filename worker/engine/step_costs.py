@@ -1,10 +1,10 @@
-"""Cost of each row of a step, by a model that is learned from the steps. Pure.
+"""Cost of each row of a step, by a model that is fitted to this worker's steps. Pure.
 
-    seconds = step + the sum of what its rows cost
+    seconds = step + sum of the costs of its rows
 
-Alone, a row would have taken ``step`` and what it costs itself. The model is that of the routers
-(``everlift.step_fit``). They learn of a kind of workers from sums over many steps; here it is of
-this worker alone, from single steps.
+A row that is alone in its step takes ``step`` plus its own cost. The model is the one that routers
+use (``everlift.step_fit``). Routers fit it to sums over many steps of all workers of one kind,
+while a worker fits it to single steps of its own.
 """
 
 from __future__ import annotations
@@ -21,71 +21,86 @@ from worker.engine.plan import Rows
 
 Floats = NDArray[np.floating[Any]]
 
-#: Of steps that compute prompts, and of those that do not, one is learned from so often, and what
-#: was learned is used: at first, and so much more seldom after so many steps.
+#: Minimum time between two observed steps, which holds separately for steps with and without
+#: prompts, and between two refits. After the first ``_AT_FIRST`` observations both intervals are
+#: ``_MORE_SELDOM`` times as long.
 _OBSERVE_S = 0.05
 _REFIT_S = 1.0
 _AT_FIRST = 64
 _MORE_SELDOM = 10.0
-#: What a token costs where the model has it free: so that there is always something to share by.
+#: Minimum cost of a token, so that a step's time can always be divided in proportion to costs.
 _LEAST_S = 1e-12
 
 
 class Costs(NamedTuple):
-    """Seconds, or tokens where ``is_known`` is False: ``step``, and each of what rows have."""
+    """Coefficients of the cost model: ``step`` of any step, ``each`` per unit of a StepSize.
+
+    Costs are in seconds. While the model is not fitted, ``is_known`` is False and the cost of a row
+    is its number of tokens.
+    """
 
     step: float
     each: StepSize
     is_known: bool
 
     def row(self, start: int, count: int) -> float:
-        """Return the cost of ``count`` tokens from position ``start``."""
+        """Return the cost of a row of ``count`` tokens that begins at position ``start``."""
         pairs = count * start + count * (count + 1) / 2
         each = self.each
         tokens = count * each.num_tokens + (start + count) * each.kv_tokens
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def rows(self, rows: Rows) -> float:
-        """Return the cost of all rows together."""
+        """Return the sum of the costs of all ``rows``."""
         each = self.each
         tokens = rows.num_tokens * each.num_tokens + rows.kv_tokens * each.kv_tokens
         return len(rows) * each.num_rows + tokens + rows.num_pairs * each.num_pairs
 
     def by_row(self, rows: Rows) -> Floats:
-        """Return the cost of each row, [n]."""
+        """Return the cost of each row, float [n]."""
         each, counts = self.each, rows.counts
         pairs = counts * rows.starts + counts * (counts + 1) / 2
         tokens = counts * each.num_tokens + (rows.starts + counts) * each.kv_tokens
         return each.num_rows + tokens + pairs * each.num_pairs
 
     def alone(self, cost: float, together: float) -> float:
-        """Return the share of the common time that one row would take alone; 1 if unknown."""
+        """Return the fraction of a shared time that a row of ``cost`` would have taken alone.
+
+        The shared time is that of rows whose costs add up to ``together``. Return 1 if costs are
+        unknown.
+        """
         return (self.step + cost) / (self.step + together) if self.is_known else 1.0
 
     @property
     def first(self) -> float:
-        """Return the cost of a step with a row of one token, without what it reads."""
+        """Return the cost of a step with a single row of one token, excluding the KV it reads."""
         return self.step + self.each.num_rows + self.each.num_tokens
 
     @property
     def position(self) -> float:
-        """Return the cost of each token that a row of one token reads."""
+        """Return the cost of each position whose KV a row of one token reads."""
         return self.each.kv_tokens + self.each.num_pairs
 
 
 class StepCosts:
-    """Costs of steps; ``observe`` is called after each step."""
+    """Cost model of an engine's steps, refitted over time; ``now`` has the current coefficients.
+
+    Call ``observe`` after each step.
+    """
 
     def __init__(self) -> None:
         self._fit = FittedStepTime()
-        #: when a step with prompts, and one without, was learned from
+        #: time of the last observed step with prompts (True) and without (False)
         self._observed = {True: -inf, False: -inf}
         self._refitted = -inf
         self._num_observed = 0
         self.now = Costs(0.0, StepSize(0.0, 1.0, 0.0, 0.0), is_known=False)
 
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
-        """Learn from a step that took ``seconds``."""
+        """Record that a step of ``rows`` took ``seconds`` and ended at ``now``.
+
+        Not every step is used: observations and refits have a minimum interval.
+        """
         pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
         if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:
             self._observed[has_prompts] = now

@@ -10,21 +10,21 @@ from everlift.v1 import session_pb2
 
 
 class Part(IntEnum):
-    #: who computes what
+    #: deciding which tokens the step computes
     SCHEDULE = 0
-    #: copies of blocks, and the model's hidden states
+    #: copying blocks, and computing the model's hidden states
     MODEL = 1
-    #: logits, log probabilities and tokens; that of several ranks all know them
+    #: computing logits and log probabilities, and sampling tokens until all ranks have them
     SAMPLE = 2
-    #: what came of it, in the books
+    #: updating the scheduler's state with the results
     COMMIT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds since the engine started, by the host's clock.
+    """Seconds that steps have spent in each part since the engine started, by the host's clock.
 
-    Where a device works by itself, the part that waits for it has its time.
+    If the device computes asynchronously, its time counts in the part that waits for it.
     """
 
     schedule_s: float = 0.0
@@ -45,7 +45,7 @@ NO_TIME = StepTimes()
 
 
 class Stopwatch:
-    """Stopwatch with one look at ``clock`` (seconds) at each boundary."""
+    """Stopwatch for the parts of steps; reads ``clock`` (seconds) once at each boundary."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -66,5 +66,5 @@ class Stopwatch:
         return StepTimes(*self._sums)
 
 
-#: For an engine whose time is nobody's concern.
+#: Stopwatch of an engine whose steps are not timed: its times stay 0.
 STOPPED = Stopwatch(lambda: 0.0)

@@ -20,15 +20,15 @@ class Part(IntEnum):
     RECOMPUTE = 6
     PASSED_OVER = 7
     BETWEEN_STEPS = 8
-    # what follows is counted, not timed
+    # The following parts are counts, not seconds.
     STEPS = 9
     MOST_NEIGHBOURS = 10
 
 
 class TimeBreakdown(NamedTuple):
-    """Time breakdown, with the fields of the message TimeBreakdown.
+    """Time breakdown of a sequence, with the fields of the message TimeBreakdown.
 
-    Its seconds sum up to the time from the sequence's start to ``until``.
+    Its seconds add up to the time from the sequence's arrival at this worker to ``until``.
     """
 
     until: float
@@ -46,16 +46,16 @@ class TimeBreakdown(NamedTuple):
 
     @classmethod
     def waiting(cls, since: float, until: float) -> Self:
-        """Return the breakdown of a sequence that was not in the batch yet."""
+        """Return the breakdown of a sequence that has waited since ``since`` for its first step."""
         return cls(until, waiting_s=max(0.0, until - since))
 
     def preempted(self, until: float) -> Self:
-        """Return the breakdown with the time until ``until`` as preempted."""
+        """Return the breakdown extended to ``until``, with the added time as preempted."""
         return self._replace(until=until, preempted_s=self.preempted_s + until - self.until)
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Return the seconds by ``Part``."""
+        """Return the values by ``Part``: seconds, and from ``Part.STEPS`` on counts."""
         return self[1:]
 
     @property
@@ -63,7 +63,7 @@ class TimeBreakdown(NamedTuple):
         return sum(self.parts[: Part.STEPS])
 
     def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
-        """Return the message for the sequence of this name."""
+        """Return the message for the sequence of this ``epoch`` and ``choice``."""
         return session_pb2.TimeBreakdown(
             epoch=epoch,
             choice=choice,
@@ -81,5 +81,5 @@ class TimeBreakdown(NamedTuple):
         )
 
 
-#: Of a worker that has done nothing yet.
+#: Breakdown of a worker that has done nothing yet.
 NO_BREAKDOWN = TimeBreakdown(0.0)

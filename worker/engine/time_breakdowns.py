@@ -1,29 +1,30 @@
-"""Time breakdowns of all sequences of an engine. Pure: rank 0's clock comes in.
+"""Time breakdowns of all sequences of an engine. Pure: rank 0's clock is passed in.
 
-Pure: rank 0's clock comes in.
+    arrived --waiting--> in the batch --> ended
+                            |  ^
+                        preempted
 
-    came --waiting--> in the batch --> gone
-                         |  ^
-                     preempted
-
-In the batch, a step's time is that of its decodes and what its prompts make it longer:
+In the batch, a step's time consists of the time of its decodes, and of the time by which chunks of
+prompts make it longer:
 
                        |---------- decodes ----------|-------- prompts --------|
-    one that decodes   |  decode  |    co-tenancy    |         stalled         |
+    a decoding row     |  decode  |    co-tenancy    |         stalled         |
     a prompt's chunk   |         co-tenancy          | stalled |    prefill    |
-    one without a row  |                      passed over                      |
+    without a row      |                      passed over                      |
 
-A chunk that was computed before is no prefill, but recompute. What of a row would have been alone,
-and what a prompt makes a step longer, says ``StepCosts``.
+A chunk's tokens that were computed before count as recompute instead of prefill. ``StepCosts``
+estimates what a row would have taken alone, and by how much chunks make a step longer.
 
-A step that was launched ahead of the one before it begins when that is over: until then it is the
-other one that is computed. Who comes into the batch by its plan has waited so long.
+A step that was launched ahead counts as begun when the previous step ends, because the device
+computes the previous one until then. Sequences that its plan admits count as waiting until then.
 
-What passes for all in the batch alike goes on clocks, and into columns by slot only how a sequence
-differs from them; what each that decodes would have taken alone follows from sums (``Decodes``). So
-nothing is done for each of them in a step, but for chunks of prompts, drafts, and who has no row.
-The clocks are told with every frame: who has an breakdown of a sequence knows without another one,
-but for how it differs from the others, where its time went while it decoded on.
+Time that passes alike for all sequences in the batch is added to clocks, one for each part. Columns
+by slot hold only the difference between a sequence and the clocks. The time that a decoding
+sequence would have taken alone follows from sums (``Decodes``). A step therefore costs work per
+sequence only for chunks of prompts, for drafts, and for sequences without a row.
+
+Every frame to a router carries the clocks. With them a router can extend the last breakdown that it
+has of a decoding sequence, except for how that sequence differs from the average.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from worker.engine.sequence import NO_SLOT, Sequence
 from worker.engine.step_costs import Floats, StepCosts
 from worker.engine.time_breakdown import Part, TimeBreakdown
 
-#: Every slot has its turn to be told of in so long.
+#: Seconds in which each slot is reported once in turn.
 _ROUND_S = 5.0
 
 
@@ -59,8 +60,8 @@ class _Chunk(NamedTuple):
 class TimeBreakdowns:
     """Breakdowns of an engine with ``num_slots`` batch slots.
 
-    ``begin_step`` and ``end_step`` surround a step; ``drop_slots`` is called whenever slots become
-    empty. ``clock`` gives all times.
+    ``begin_step`` and ``end_step`` surround a step. ``drop_slots`` is called whenever slots become
+    empty. ``clock`` returns seconds; all times are on it.
     """
 
     def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
@@ -69,39 +70,40 @@ class TimeBreakdowns:
         self._num_there = 0
         self._is_there = np.zeros(num_slots, np.bool_)
         self._clocks = [0.0] * len(Part)
-        #: of each part and slot, what is to be added to the clock
+        #: [parts, slots]: what to add to a part's clock for the sequence in the slot
         self._columns = np.zeros((len(Part), num_slots))
-        #: a row that begins before these known tokens is a chunk of a prompt
+        #: by slot: a row that begins before this position is a chunk of a prompt
         self._prompt_ends = np.zeros(num_slots, np.int64)
         self._computed_before = [0] * num_slots
-        #: slots whose prompts are not computed, and whether rows may be chunks
+        #: slots whose prompts are not computed yet, and whether rows may be chunks of prompts
         self._in_prompt: set[int] = set()
         self._may_have_chunks = False
         self._decodes = Decodes(num_slots)
-        #: on average of those that decoded in a step, what they would have taken alone
+        #: sum over steps of the seconds that the average decoding row would have taken alone
         self._decode_s = 0.0
         self._costs = StepCosts()
-        #: when the last step was over, or the one in progress began
+        #: end of the last step, or start of the step in progress
         self._now = 0.0
-        #: of the step in progress, and whether it has to be computed again
+        #: rows of the step in progress, whether it ran out of memory, and slots emptied during it
         self._rows: Rows | None = None
         self._is_in_vain = False
         self._left: set[int] = set()
-        #: since anything was told: who has left the batch, and the slots whose prompts are computed
+        #: since the last report: sequences that left the batch, and slots whose prompts were
+        #: computed
         self._gone: list[Sequence] = []
         self._computed: set[int] = set()
-        #: of whose turn it is to be told of
+        #: slot that is reported next in turn, and the time up to which turns are taken
         self._next_slot = 0
         self._round_since = 0.0
 
-    # who comes and goes
+    # steps, arrivals and departures
 
     def begin_step(
         self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
     ) -> None:
-        """Begin a step that computes ``rows``, ``now`` or when the last one was over.
+        """Begin a step that computes ``rows``, at ``now`` or when the last step ended, if later.
 
-        By its plan the slots ``left`` are empty (preempted), and ``newcomers`` have theirs.
+        The step's plan emptied the slots ``left`` by preemption, and admitted ``newcomers``.
         """
         began = max(now, self._now)
         self._clocks[Part.BETWEEN_STEPS] += began - self._now
@@ -113,11 +115,11 @@ class TimeBreakdowns:
         self._gone = [it for it in (*self._gone, *gone) if it.slot == NO_SLOT]
 
     def in_vain(self) -> None:
-        """Record that the step computed nothing, for lack of memory."""
+        """Record that the step in progress computed nothing, for lack of memory."""
         self._is_in_vain = True
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Note that ``slots`` are empty."""
+        """Record that ``slots`` are empty."""
         if self._rows is not None:
             self._left.update(slots)
             return
@@ -136,9 +138,10 @@ class TimeBreakdowns:
         self._left.clear()
 
     def report(self) -> list[SequenceBreakdown]:
-        """Return breakdowns as of the last step.
+        """Return the breakdowns that are due, as of the last step.
 
-        Of sequences that were preempted, whose prompt is computed, whose turn it is, or that ended.
+        They are those of sequences that were preempted or ended, or whose prompts were computed,
+        since the last report, and of some slots in turn.
         """
         gone, self._gone = self._gone, []
         slots = self._computed.union(self._turns(self._now))
@@ -153,14 +156,14 @@ class TimeBreakdowns:
         return SequenceBreakdown(sequence.key, sequence.breakdown)
 
     def so_far(self, sequence: Sequence, now: float) -> SequenceBreakdown:
-        """Return the times of a sequence so far. Call between two steps."""
+        """Return the breakdown of a sequence up to ``now``. Call between two steps."""
         if sequence.slot == NO_SLOT:
             return SequenceBreakdown(sequence.key, _outside(sequence, now))
         return SequenceBreakdown(sequence.key, self._read(sequence.slot, now))
 
     @property
     def decoding(self) -> TimeBreakdown:
-        """Return the breakdown of a sequence that decoded in every step, like the average."""
+        """Return the breakdown of an average sequence that decoded in every step."""
         breakdown = TimeBreakdown(self._now, *self._clocks)
         decode_interference_s = breakdown.decode_interference_s - self._decode_s
         return breakdown._replace(
@@ -188,7 +191,8 @@ class TimeBreakdowns:
         self._columns[:, slot] = [part - clock for part, clock in pairs]
         before, known = sequence.num_computed_before, sequence.num_known
         self._computed_before[slot] = before
-        # Of one that goes on, all that is known but the last token, which is next in its output.
+        # The prompt of a continued sequence includes all known tokens but the last one. Computing
+        # that one yields the next token of its output.
         self._prompt_ends[slot] = end = max(sequence.num_prompt, known - 1, before)
         if sequence.num_computed < end:
             self._in_prompt.add(slot)
@@ -254,12 +258,13 @@ class TimeBreakdowns:
         indices = is_prompt.nonzero()[0]
         fields = rows.slots, rows.starts, rows.counts, rows.num_drafts
         slot_table = (field[indices].tolist() for field in fields)
-        # Who leaves by this step may have a chunk in the next one still.
+        # A sequence that leaves in this step still counts here, because it may have a chunk in the
+        # next step if that was launched ahead.
         self._may_have_chunks = bool(self._in_prompt)
         return [_Chunk(*each) for each in zip(*slot_table, strict=True)]
 
     def _absent(self, rows: Rows) -> Ints | None:
-        # Who ended by the step before may have a row still.
+        # A sequence that ended in the previous step may still have a row in this one.
         if np.count_nonzero(self._is_there[rows.slots]) == self._num_there:
             return None
         is_absent = self._is_there.copy()
@@ -287,9 +292,10 @@ class TimeBreakdowns:
         seconds: float,
         absent: Ints | None,
     ) -> None:
-        """Charge the time of a step to the decoding rows.
+        """Charge ``seconds``, the part of a step's time due to decodes, to the decoding rows.
 
-        ``together`` is the cost of all of them.
+        ``together`` is the cost of all decoding rows. ``absent`` are the slots in the batch that
+        have no row, or None.
         """
         costs, num_decodes = self._costs.now, len(rows) - len(chunks)
         self._decode_s += seconds * costs.alone(together / num_decodes, together)
@@ -313,7 +319,7 @@ class TimeBreakdowns:
             self._decodes.begin_anew()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
-        """Charge decodes row by row, where rows advance by other than one position."""
+        """Charge decodes row by row, because not every row advances by one position."""
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now
         alone_s: Floats | float = seconds
@@ -325,9 +331,10 @@ class TimeBreakdowns:
     def _look_where_they_are(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
-        """Return whether all rows are at their expected positions.
+        """Correct the noted positions of the rows if any row is not at its noted position.
 
-        No row is before its expected position, and accepted drafts are beyond it, so sums suffice.
+        No row is before its noted position; accepted drafts put rows beyond it. It is therefore
+        sufficient to compare sums of positions.
         """
         expected = self._decodes.positions
         if waiting is not None:
@@ -352,7 +359,7 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _settle(self, slots: Ints) -> None:
-        """Add the decode time of these slots to their columns."""
+        """Move the decode time of these slots so far to their columns."""
         self._move(Part.CO_TENANCY, Part.DECODE, slots, self._decodes.drain(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

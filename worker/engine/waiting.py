@@ -1,4 +1,4 @@
-"""Waiting sequences, in order. Pure."""
+"""Queue of waiting sequences. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from collections.abc import Callable, Iterator
 
 from worker.engine.sequence import Sequence
 
-#: The smallest is served first; the last number is the sequence's ``order``.
+#: Sort key of a waiting sequence: the smallest is served first. The last number is the sequence's
+#: ``order``.
 Place = tuple[int, ...]
 
 
 def by_arrival(sequence: Sequence) -> Place:
-    """Return the place by ``priority``, larger first, then by arrival, also after a preemption."""
+    """Return the sort key by ``priority``, larger first, then by arrival.
+
+    A preempted sequence keeps its arrival order.
+    """
     return -sequence.priority, sequence.order
 
 
 class WaitingLine:
-    """Queue of waiting sequences by ``place``, which is constant while a sequence waits.
+    """Queue of waiting sequences in the order of ``place``, their sort key.
 
-    Every operation is O(log n) at most.
+    The key of a sequence must not change while it waits. Every operation takes O(log n), amortised.
     """
 
     def __init__(self, place: Callable[[Sequence], Place] = by_arrival) -> None:
         self._place = place
         self._members: dict[int, Sequence] = {}
-        #: places of members, and of some that have left
+        #: sort keys of the members, and of some sequences that were removed
         self._heap: list[Place] = []
         self._num_tokens = 0
 
@@ -40,7 +44,7 @@ class WaitingLine:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens of all waiting sequences."""
+        """Number of known tokens of all waiting sequences."""
         return self._num_tokens
 
     def push(self, sequence: Sequence) -> None:
@@ -49,7 +53,7 @@ class WaitingLine:
         self._num_tokens += sequence.num_known
 
     def head(self) -> Sequence | None:
-        """Return the first sequence without removing it."""
+        """Return the first sequence without removing it; None if the queue is empty."""
         while self._heap:
             if (sequence := self._members.get(self._heap[0][-1])) is not None:
                 return sequence
@@ -59,7 +63,7 @@ class WaitingLine:
     def remove(self, sequence: Sequence) -> None:
         del self._members[sequence.order]
         self._num_tokens -= sequence.num_known
-        # One that leaves from the middle stays in the heap until it comes to its front, or until
-        # such ones are the greater part.
+        # A sequence that is removed from the middle stays in the heap until it reaches the front,
+        # or until most of the heap consists of removed sequences.
         if len(self._heap) > 2 * len(self._members) + 16:
             self._heap = sorted(map(self._place, self._members.values()))

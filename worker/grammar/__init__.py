@@ -1,4 +1,4 @@
-"""Structured output: which tokens a grammar lets a sequence produce next.
+"""Structured output: the tokens that a grammar allows next in a sequence.
 
     event loop        GrammarCompiler --first grammar--> fork server    (llguidance, vocabulary)
                             |                                | fork
@@ -9,20 +9,20 @@
     ebnf           GBNF -> grammar in Lark syntax
     vocabulary     llguidance's vocabulary
 
-llguidance compiles lazily: the lexer's states are made when a mask needs them. A schema of three
-properties is ready after 1 ms of CPU time, one of 40 after 2 ms; a mask over SmolLM2's 49,152
+llguidance compiles lazily: it creates the states of the lexer when a mask needs them. A schema with
+three properties compiles in 1 ms of CPU time, and one with 40 in 2 ms. A mask over SmolLM2's 49,152
 tokens takes 6 us at the median and 42 us at the 99th percentile (Zen 4). llguidance limits the
-lexer's states and the work of one step, which does not bound the time of an ambiguous grammar:
+lexer's states and the work of one step, but this does not bound the time of an ambiguous grammar:
 
     ((a{1,100}){1,100}){1,100}           compiles in 1 ms; the 28th token exceeds a limit after 2 ms
     root ::= root root | root root root  compiles in 1 ms; the 100th token takes 11 ms, the 200th 66
               | "a"
 
-Each grammar is therefore followed in a process of its own, which also reads schemas. The kernel
-ends a process when an operation has used up its CPU time, or the process its memory. The sequences
-of that grammar then fail with the cause; nothing else is affected.
-A fork takes 8 ms and a process 5 MiB.
+Each grammar therefore has a process of its own, which also parses its schema. The kernel ends the
+process when an operation exceeds its CPU time or the process exceeds its memory. The sequences of
+that grammar then fail with the cause; nothing else is affected. A fork takes 8 ms and a process
+5 MiB.
 
-The work for a step is done while the model computes: the next mask is made as soon as a token is
-accepted, and is mostly there when the sampler asks for it.
+The next mask is computed as soon as a token is accepted, while the model computes. It is usually
+available when the sampler needs it.
 """

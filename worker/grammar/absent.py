@@ -1,4 +1,4 @@
-"""Answer of a worker without a tokenizer to a grammar. Pure."""
+"""Grammar compiler of a worker without a tokenizer. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everlift.sampling import Grammar
 
 
 class NoGrammars:
-    """Refuses them all."""
+    """Grammar compiler that refuses every grammar with InvalidRequest."""
 
     def compile(self, grammar: Grammar, done: Callable[[InvalidRequest], None]) -> None:
         done(InvalidRequest("the fake model supports no grammar"))

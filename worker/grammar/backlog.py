@@ -6,7 +6,10 @@ from collections import deque
 
 
 class Backlog:
-    """Predicted CPU time of all unanswered requests to grammar processes. Used by one thread."""
+    """Predicted CPU time, in seconds, of all unanswered requests to grammar processes.
+
+    All methods but ``close`` must be called by a single thread.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -22,15 +25,15 @@ class Backlog:
         self._seconds += seconds
 
     def close(self, account: Account) -> None:
-        """Drop an account whose answers no longer come. Thread-safe."""
+        """Remove the requests of ``account``, whose process no longer answers. Thread-safe."""
         self._closed.append(account)
 
 
 class Account:
     """Share of one grammar process in a backlog: unanswered requests by matcher.
 
-    The next answer of a matcher is estimated by its last one, or half of the one before, whichever
-    is more; the first by ``budget_s``.
+    The CPU time of a matcher's next answer is predicted as that of its last answer, but as at least
+    half of the previous prediction. The first prediction is ``budget_s`` seconds.
     """
 
     def __init__(self, backlog: Backlog, budget_s: float) -> None:
@@ -49,7 +52,7 @@ class Account:
         self._cost_s[matcher] = max(cpu_s, self._cost_s.get(matcher, 0.0) / 2)
 
     def cancel(self, matcher: int) -> None:
-        """Forget requests whose answers are not needed any more."""
+        """Remove the unanswered requests of ``matcher``, whose answers are no longer needed."""
         self._backlog.add(-sum(self._due_s.pop(matcher, ())))
         self._cost_s.pop(matcher, None)
 

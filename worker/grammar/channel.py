@@ -14,34 +14,39 @@ from everlift.errors import EngineFailed, EverliftError, InvalidGrammar
 from worker.grammar.backlog import Account, Backlog
 from worker.grammar.messages import CHUNK, Frames, Reply, Request, decode_reply, encode_request
 
-#: A step waits for what the processes have to do while it is no more than this on each core: common
-#: grammars take a fraction of a millisecond a token, and who sits a step out decodes slower.
+#: A step waits for masks if the predicted work of all grammar processes is at most this many
+#: seconds per core. Common grammars take a fraction of a millisecond per token, and a sequence that
+#: skips a step decodes more slowly.
 _BACKLOG_S = 0.005
 _CORES = os.cpu_count() or 1
 
 
 class Channel:
-    """Requests go out at once, replies wait here until they are taken.
+    """Connection to one grammar process; it sends requests at once and keeps unread replies.
 
-    Used by one thread, but for what says otherwise. With the last reference to it the socket
-    closes, and the grammar process ends.
+    A single thread must use it, except for methods that are documented as thread-safe. When the
+    last reference to the channel is gone, the socket closes and the grammar process ends.
     """
 
     def __init__(
         self, sock: socket.socket, mask_budget_s: float, timeout_s: float, backlog: Backlog
     ) -> None:
-        """Open the channel; no wait exceeds ``timeout_s``."""
+        """Create the channel over a connected ``sock``.
+
+        ``mask_budget_s`` is the CPU time of a mask; no wait exceeds ``timeout_s``. Both are
+        seconds.
+        """
         sock.setblocking(False)
         self._sock = sock
-        #: the grammar process is: what it may still have said is not read
+        #: the grammar process has been given up: its remaining replies are not read
         self._is_given_up = False
         self._frames = Frames()
-        #: of every matcher that somebody asks about
+        #: unread replies of every matcher in use
         self._replies: dict[int, deque[Reply]] = {}
         self._forgotten: deque[int] = deque()
         self._mask_budget_s = mask_budget_s
         self._timeout_s = timeout_s
-        #: when something went over the socket last
+        #: monotonic time of the last transfer over the socket
         self._stirred = time.monotonic()
         self._backlog = backlog
         self._account = Account(backlog, mask_budget_s)
@@ -50,34 +55,34 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the grammar process is gone. Thread-safe."""
+        """Return whether the grammar process has ended. Thread-safe."""
         poll = select.poll()
-        # No event is asked for: that the other end is closed is told unasked.
+        # No event is requested, because poll reports a closed peer in any case.
         poll.register(self._sock, 0)
         return bool(poll.poll(0))
 
     def expect(self, matcher: int) -> None:
-        """Note that the grammar process will be asked about ``matcher``."""
+        """Count a request about ``matcher``, which will be sent later, in the backlog."""
         self._account.asked(matcher)
 
     def send(self, request: Request) -> None:
-        """Send an expected request. Raises EverliftError when the grammar process is gone."""
+        """Send a request that ``expect`` counted. Raises EverliftError if the process has ended."""
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
         self._stirred = time.monotonic()
 
     def take_reply(self, matcher: int, began: float) -> bytes:
-        """Return the body of the next reply about ``matcher``.
+        """Wait for the next reply about ``matcher``, and return its body.
 
-        Raises EverliftError for a refusal, when the grammar process is gone, or where the reply is
-        not here in time: the patience of whoever waits is counted from when it ``began`` to wait,
-        for this grammar process or others, in monotonic time.
+        Raises EverliftError if the reply is a refusal, if the grammar process has ended, or after
+        the timeout. The timeout is counted from ``began``, the monotonic time at which the caller
+        began to wait for this or any other grammar process.
         """
         deadline = began + self._timeout_s
         while not self._replies[matcher]:
             if not self._receive() and not self._wait(select.POLLIN, deadline):
-                # One that answers others meanwhile is behind with its work, and goes on.
+                # A process that has sent or received since then is only late, and is kept.
                 raise self._lost() if self._stirred < began else self._too_slow()
         reply = self._replies[matcher].popleft()
         if reply.is_refusal:
@@ -86,26 +91,26 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the processes have more work than a step can wait for."""
+        """Return whether the grammar processes have more work than a step may wait for."""
         return self._backlog.seconds > _BACKLOG_S * _CORES
 
     def has_reply(self, matcher: int) -> bool:
-        """Return whether ``take_reply`` would not wait."""
+        """Return whether ``take_reply`` would return or raise without waiting."""
         try:
             while not self._replies[matcher]:
                 if not self._receive():
                     return False
         except EverliftError:
-            pass  # take says it again
+            pass  # take_reply raises it again
         return True
 
     def close(self) -> None:
-        """Close the channel. Thread-safe, and may be called again."""
+        """Close the channel. Thread-safe; may be called more than once."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def drop_matcher(self, matcher: int) -> None:
-        """Drop ``matcher``. Called in any thread, by the garbage collector."""
+        """Drop ``matcher`` before the next request. Thread-safe, because a finalizer calls it."""
         self._forgotten.append(matcher)
 
     def _drop_forgotten(self) -> None:
@@ -116,7 +121,7 @@ class Channel:
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
-        """Send a request; meanwhile read, since otherwise both ends could wait for each other."""
+        """Send ``data``, and read replies meanwhile, so that both ends cannot block each other."""
         deadline = time.monotonic() + self._timeout_s
         unsent = memoryview(data)
         while unsent:
@@ -152,7 +157,7 @@ class Channel:
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
-        """Give up the grammar process and all its pending requests."""
+        """Give up the grammar process and its pending requests, and return the error to raise."""
         self._is_given_up = True
         for replies in self._replies.values():
             replies.clear()

@@ -1,6 +1,6 @@
-"""Grammars for the sequences of one worker: each is compiled once, and kept while there is room.
+"""Compilation of grammars for the sequences of one worker, with a cache of compiled grammars.
 
-It lives in the event loop's thread, and never waits there.
+It runs in the event loop's thread and never blocks it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logs.get_logger(__name__)
 
 Done = Callable[[CompiledGrammar | EverliftError], None]
 
-#: What a grammar process takes beside its grammar.
+#: Estimated memory of a grammar process without its grammar.
 _PROCESS_BYTES = 6 << 20
-#: Where the processors are shared, so many times the CPU time may pass.
+#: Timeout of a compilation in multiples of its CPU time, because processors may be shared.
 _PATIENCE = 6
-#: A grammar process that the kernel does not let run has so many times its CPU time for a mask,
+#: Timeout of a mask in multiples of its CPU time, because the process may have to wait for a core.
 _MASK_PATIENCE = 50
-#: but no more than this part of the time after which a step counts as stuck.
+#: Largest timeout of a mask, as a fraction of the time after which a step counts as stuck.
 _STEP_PART = 0.5
 
 
@@ -47,15 +47,15 @@ class GrammarProcesses(Protocol):
 
 
 class GrammarCompiler:
-    """Compiler of grammars.
+    """Compiler and cache of grammars.
 
-    ``compile``, ``close`` and ``done`` run in the event loop's thread.
+    Its methods must be called in the event loop's thread, which also calls the ``done`` callbacks.
     """
 
     def __init__(
         self, settings: Grammars, processes: GrammarProcesses, step_timeout: float
     ) -> None:
-        """Create the compiler; after ``step_timeout`` seconds a step counts as stuck."""
+        """Create the compiler. A step counts as stuck after ``step_timeout`` seconds."""
         self._settings = settings
         masks_s = _MASK_PATIENCE * settings.step_budget
         self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)
@@ -64,15 +64,16 @@ class GrammarCompiler:
         self._dones: dict[Grammar, list[Done]] = {}
         self._waiting: deque[Grammar] = deque()
         self._compiling: dict[Grammar, asyncio.Task[None]] = {}
-        #: used last comes last
+        #: cached results, the most recently used last
         self._kept: OrderedDict[Grammar, CompiledGrammar | InvalidGrammar] = OrderedDict()
-        #: what is kept, and what only sequences hold
+        #: compiled grammars that the cache or a sequence references
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar, done: Done) -> None:
-        """Compile a grammar for ``done``, which gets it, InvalidGrammar, QueueFull or EngineFailed.
+        """Compile ``grammar``, and call ``done`` with the result or the error.
 
-        It is called here and now where that is known.
+        The error is InvalidGrammar, QueueFull or EngineFailed. If the outcome is known already,
+        ``done`` is called before this method returns.
         """
         if (known := self._known(grammar)) is not None:
             self._keep(grammar, known)
@@ -87,7 +88,7 @@ class GrammarCompiler:
             self._begin()
 
     def close(self) -> None:
-        """End every process. Nobody is told."""
+        """End every grammar process. Callbacks of unfinished compilations are not called."""
         for task in self._compiling.values():
             task.cancel()
         for grammar in tuple(self._alive.values()):
@@ -138,8 +139,9 @@ class GrammarCompiler:
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
         """Return the body of the grammar process's reply to ``compile``.
 
-        A refusal is kept: it would be the same again. Why a grammar process ended nobody knows, and
-        it may not be the grammar's fault.
+        Raises InvalidGrammar or EngineFailed. A refusal is cached, because a second compilation
+        would be refused as well. The end of a process is not cached, because its cause is unknown
+        and may not be the grammar.
         """
         loop, replies = asyncio.get_running_loop(), _Replies(sock)
         try:
@@ -147,7 +149,7 @@ class GrammarCompiler:
         except (EOFError, OSError):
             raise EngineFailed("no grammar can be compiled; see the worker's log") from None
         request = {"do": "compile", "kind": grammar.kind.value, "texts": grammar.texts}
-        # A grammar process that has ended meanwhile gives no answer below.
+        # If the process has ended meanwhile, waiting for the reply below raises the error.
         with suppress(ConnectionError):
             await loop.sock_sendall(sock, encode_request(request))
         try:

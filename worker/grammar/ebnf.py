@@ -1,7 +1,7 @@
-"""GBNF, the EBNF of llama.cpp and xgrammar, translated to llguidance's Lark syntax. Pure.
+"""Translation of GBNF, the EBNF of llama.cpp and xgrammar, to llguidance's Lark syntax. Pure.
 
-llguidance's lexer takes the longest lexeme, which a grammar without a lexer does not mean: a lexeme
-here is one character, so that every text of the grammar can be derived.
+llguidance's lexer always takes the longest lexeme, whereas GBNF has no lexer. In the translation
+each lexeme is a single character, so that every text of the grammar can be derived.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _ROOT = "root"
 
 
 class EbnfError(ValueError):
-    """A grammar that is malformed or that no text fits."""
+    """Grammar that is malformed or matches no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """Character out of ``ranges`` of code points, or any other one if ``negated``."""
+    """Single character in ``ranges`` of code points, ends included, or outside if ``negated``."""
 
     ranges: tuple[tuple[int, int], ...] = ()
     negated: bool = False
@@ -46,7 +46,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Repetition; ``most`` None is unbounded."""
+    """Repetition of ``part``; without an upper bound ``most`` is None."""
 
     part: Node
     least: int
@@ -57,7 +57,7 @@ Node = Chars | Reference | Concat | Alternation | Repeat
 
 
 def lark_of_ebnf(text: str) -> str:
-    """Return the grammar ``text`` in Lark syntax. Raises EbnfError."""
+    """Return the GBNF grammar ``text`` in Lark syntax. Raises EbnfError."""
     try:
         return _lark(text)
     except RecursionError:
@@ -198,9 +198,9 @@ class _Parser:
         return Chars(tuple(ranges), negated=is_negated)
 
     def _character(self, problem: str, start: int) -> int:
-        """Return the next code point of what begins at ``start``; a line feed is one, too.
+        """Return the code point of the next character or escape, which may be a line feed.
 
-        Raises EbnfError with ``problem`` at the end of the text.
+        At the end of the text, raise EbnfError with ``problem`` and the line of offset ``start``.
         """
         if self._at == len(self._text):
             self._at = start
@@ -243,7 +243,7 @@ class _Parser:
         return EbnfError(f"line {line} of the grammar: {problem}")
 
 
-# rules that some text fits
+# productive rules
 
 
 def _references(node: Node) -> Iterator[str]:
@@ -258,7 +258,7 @@ def _references(node: Node) -> Iterator[str]:
 
 
 def _productive(rules: Mapping[str, Node]) -> dict[str, None]:
-    """Return the names of the rules that texts of finite length fit: the least fixed point."""
+    """Return the names of the rules that match some finite text, by a least fixed point."""
     users: dict[str, set[str]] = {name: set() for name in rules}
     for name, rule in rules.items():
         for used in _references(rule):
@@ -316,7 +316,7 @@ def _written(
 
 
 def _expression(node: Chars) -> str:
-    """Return ``node`` in the syntax of Rust's regular expressions."""
+    """Return ``node`` as a regular expression in Rust's syntax."""
     if not node.ranges:
         return "(?s:.)"
     ranges = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in node.ranges)

@@ -14,7 +14,7 @@ from worker.grammar.launch import Budget, Launch
 
 log = logs.get_logger(__name__)
 
-#: It forks: it must find no threads. It needs no GPU.
+#: The process forks, so it must not start threads. It needs no GPU.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 
 class GrammarForkServer:
-    """The process starts ahead of the first grammar, and again when it has ended."""
+    """Fork server process; it is started before the first grammar, and again if it has ended."""
 
     def __init__(self, config: WorkerConfig, vocab_size: int) -> None:
         self._config = config
@@ -38,8 +38,8 @@ class GrammarForkServer:
     def begin(self) -> None:
         """Start the process in the background.
 
-        It takes seconds to load what compiling needs. A request that was migrated to a new worker
-        would have to wait for them.
+        The process takes seconds to load what compilation needs. Without an early start, a request
+        that is migrated to a new worker would wait for it.
         """
         self._beginning = asyncio.get_running_loop().create_task(self._begin())
 
@@ -92,11 +92,11 @@ class GrammarForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=full_environment(_ENVIRONMENT),
-                # Ctrl-C is for the worker.
+                # Ctrl-C must interrupt only the worker.
                 start_new_session=True,
             )
         log.info("grammar fork server started", child_pid=self._process.pid)
-        # In a thread of its own this may come too late to be seen by ``close``.
+        # This runs in a thread, so ``close`` may have been called before the process existed.
         if self._is_closed:
             self._end()
 

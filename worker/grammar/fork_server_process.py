@@ -1,9 +1,9 @@
 """Process that forks a process for each grammar: ``python -m worker.grammar.fork_server_process``.
 
-It loads, once, what every grammar process needs: llguidance and the model's vocabulary. Its
-argument is a Launch in JSON. Its control socket carries the sockets that the processes are to
-serve; the process ends with it. A grammar process that has compiled its grammar outlives the
-process, and ends with its own socket.
+The fork server loads llguidance and the model's vocabulary once for all grammar processes. Its
+argument is a Launch in JSON. Over its control socket it receives, for each grammar, the socket that
+a new grammar process serves. The fork server ends when the control socket closes. A grammar process
+that has compiled its grammar outlives the fork server, and ends when its own socket closes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.grammar.vocabulary import token_bytes, token_trie
 def main() -> None:
     launch = Launch.decode(sys.argv[1])
     with socket.socket(fileno=launch.control) as control:
-        # Nobody waits for a grammar process.
+        # No process waits for the grammar processes; ignoring the signal prevents zombies.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         model = _load(launch)
         gc.freeze()
@@ -58,9 +58,9 @@ def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
 
 
 def _bound_memory(mib: int) -> None:
-    """Limit the process to ``mib`` beyond the fork server, and let the kernel end it first.
+    """Limit the data of this process to ``mib`` MiB and a compiler's stack beyond its present size.
 
-    The compiler's stack is added; "first" is when memory runs out. Has an effect on Linux only.
+    The process also becomes the OOM killer's first choice. Has an effect on Linux only.
     """
     if sys.platform != "linux":
         return

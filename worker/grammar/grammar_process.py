@@ -1,12 +1,12 @@
 """Process that serves one grammar: it compiles the grammar, and follows the sequences that use it.
 
-    compile     the grammar, once, before anything else
-    open        a matcher behind a sequence's output so far; the mask of its next token
-    accept      tokens that were sampled; the mask of the next one
-    drafts      the masks behind as many of them as the grammar allows; the matcher stays
-    drop        a matcher
+    compile     compiles the grammar; once, before any other request
+    open        creates a matcher after a sequence's output so far; returns the next token's mask
+    accept      advances a matcher by sampled tokens; returns the next token's mask
+    drafts      returns the masks after the drafts that the grammar allows, without advancing
+    drop        removes a matcher
 
-An operation that uses up its CPU time ends the process.
+An operation that exceeds its CPU time ends the process.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ from worker.grammar.messages import (
 )
 from worker.grammar.vocabulary import LimitExceeded, allowed_tokens, token_matcher
 
-#: A compilation yields to the engine, but not for long: a third of a thread's share on a busy core.
-#: With 19 (a seventieth), a migrated request waited for the grammar that its new worker compiled.
+#: Niceness of a compilation, so that the engine has priority. On a busy core the compilation still
+#: has a third of a thread's usual share. With 19, a seventieth, a migrated request would wait too
+#: long for the compilation on its new worker.
 _NICE = 5
 #: llguidance recurses once for each rule of a chain. 64 MiB are enough for any grammar of 64 KiB.
 COMPILE_STACK_BYTES = 128 << 20
-#: Replaying a long output may take as long as so many masks.
+#: CPU budget for replaying an output, in multiples of a mask's budget.
 _REPLAY = 10
-#: A mask may use up its budget now and then; on average, this part of it.
+#: Part of the budget that masks may use on average; a single mask may use all of it.
 _SUSTAINED = 0.2
 #: Causes are cut to this many characters.
 _MAX_CAUSE = 300
 
 
 class Refused(ValueError):
-    """A refusal whose cause the client receives."""
+    """Refusal of a request, with a cause that the client receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The vocabulary of ``vocab_size`` tokens, and the model's own end tokens."""
+    """Vocabulary of ``vocab_size`` tokens, and the model's own end tokens."""
 
     vocabulary: llguidance.LLTokenizer
     vocab_size: int
@@ -83,9 +84,10 @@ def _cpu_budget(seconds: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Place:
-    """The state of one sequence.
+    """State of one sequence in the grammar.
 
-    ``debt_s`` is the CPU time of its masks beyond their average share.
+    ``stops`` are its stop tokens. ``debt_s`` is the CPU time, in seconds, that its masks have used
+    beyond their average share.
     """
 
     matcher: llguidance.LLMatcher
@@ -94,13 +96,13 @@ class Place:
 
 
 class GrammarProcess:
-    """Server of ``sock`` until its other end is closed."""
+    """Server of one grammar over ``sock``, until the other end closes."""
 
     def __init__(self, sock: socket.socket, model: Model, budget: Budget) -> None:
         self._sock = sock
         self._model = model
         self._budget = budget
-        #: at the beginning of the grammar
+        #: matcher at the beginning of the grammar, once it is compiled
         self._start: llguidance.LLMatcher | None = None
         self._places: dict[int, Place] = {}
         self._operations: dict[str, Callable[[Request], bytes]] = {
@@ -169,7 +171,11 @@ class GrammarProcess:
             return self._advance(place, request["tokens"])
 
     def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
-        """Return the mask behind ``tokens``, empty behind a stop token."""
+        """Advance by ``tokens``, and return the mask of the next token.
+
+        The mask is empty after a stop token. Raises Refused if the grammar does not allow a token,
+        or allows none next.
+        """
         for at, token in enumerate(tokens):
             if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
                 return b""
@@ -179,7 +185,7 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """Return the drafts before a stop token, behind which the masks would be empty."""
+        """Return the masks after the drafts that the grammar allows, up to a stop token."""
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
         with self._masks(place, len(request["tokens"])):
@@ -193,9 +199,10 @@ class GrammarProcess:
 
     @contextmanager
     def _masks(self, place: Place, count: int) -> Iterator[None]:
-        """Limit the CPU time of masks.
+        """Context manager: limit the CPU time of ``count`` masks of one sequence.
 
-        Raises Refused beyond their long-term share; the process ends if they take too much at once.
+        The process ends if these masks exceed their budget. Raises Refused if the masks of the
+        sequence have exceeded their average share for long.
         """
         began = time.process_time()
         with _cpu_budget(self._budget.mask_s * count):
@@ -206,14 +213,18 @@ class GrammarProcess:
             raise Refused("the mask takes too long")
 
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
-        """Return the tokens that may come next. Raises Refused with ``problem`` if none may."""
+        """Return the bit mask of the tokens that may come next.
+
+        Stop tokens are allowed only where the grammar is complete. If no token is allowed, raises
+        Refused with ``problem`` unless that is empty.
+        """
         is_complete = place.matcher.is_accepting()
         computed = allowed_tokens(place.matcher)
         words = -(-self._model.vocab_size // 32)
         mask = np.frombuffer(computed, dtype=np.int32)[:words].copy()
         bits = mask.view(np.uint32)
         if (rest := self._model.vocab_size % 32) != 0:
-            # The vocabulary's own end token stands behind the model's tokens.
+            # Clear the bits after the model's tokens, such as the vocabulary's own end token.
             bits[-1] &= (1 << rest) - 1
         for token in place.stops:
             bit = np.uint32(1 << token % 32)
@@ -229,12 +240,12 @@ def _check(is_fine: bool) -> None:
 
 
 def _step_back() -> None:
-    # On Linux of this thread, and of those that it starts.
+    # On Linux this applies to the current thread and the threads that it starts.
     os.nice(_NICE)
 
 
 def _return_stack() -> None:
-    """Lower the memory limit by the compiler's stack, which is free again."""
+    """Lower the memory limit by the size of the compiler's stack, which has been freed."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit != resource.RLIM_INFINITY:
         lowered = limit - COMPILE_STACK_BYTES
@@ -242,7 +253,7 @@ def _return_stack() -> None:
 
 
 def _memory_bytes() -> int:
-    """Return the size of the process's data, 0 where the system does not tell."""
+    """Return the size of the process's data in bytes, or 0 on systems other than Linux."""
     if sys.platform != "linux":
         return 0
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -251,7 +262,10 @@ def _memory_bytes() -> int:
 def compile_grammar(
     kind: str, texts: Sequence[str], vocabulary: llguidance.LLTokenizer
 ) -> llguidance.LLMatcher:
-    """Return a matcher at the beginning of the grammar. Raises Refused or NotEnforceable."""
+    """Return a matcher at the beginning of the grammar ``texts``, which is of ``kind``.
+
+    Only the kind "choice" has several texts. Raises Refused or NotEnforceable.
+    """
     schema = parse_schema(texts[0]) if kind == "json_schema" else None
     lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)
     matcher = token_matcher(vocabulary, lark)
@@ -269,7 +283,7 @@ def _refusal(kind: str, schema: Any, error: str) -> str:
 
 
 def _cause(error: str) -> str | None:
-    """Return the cause in an error of llguidance, without the grammar that it shows."""
+    """Return the cause in an error of llguidance, without its quotation of the grammar, or None."""
     cause = error.partition("\n   1 | ")[0]
     for begin in ("\nerror: ", "failed to compile JSON schema: ", "(in regex): "):
         if begin in cause:
@@ -280,7 +294,7 @@ def _cause(error: str) -> str | None:
 def _lark(kind: str, texts: Sequence[str]) -> str:
     match kind:
         case "regex":
-            # With the digits, letters and spaces of ASCII, as in JSON Schema.
+            # Classes of digits, letters and spaces have only ASCII characters, as in JSON Schema.
             return f"start: T\nT: /{llguidance.regex_to_lark(texts[0], 'dws')}/\n"
         case "ebnf":
             try:

@@ -3,12 +3,12 @@
 llguidance enforces the schema and refuses keywords that it cannot enforce. This module prepares
 the schema for it:
 
-- An object that declares properties and says nothing of others has no others, except where another
-  schema may add some. Small models tend to invent keys without end.
-- Formats that llguidance does not know are annotations, as in JSON Schema.
+- An object that declares properties and has no rule for others is closed to others, because small
+  models tend to invent keys without end. It stays open if another schema may add properties.
+- Formats that llguidance does not know are removed, because in JSON Schema they are annotations.
 - The property that a discriminator names is required in each branch.
-- A list of `items`, as drafts before 2020-12 have it, becomes `prefixItems`.
-- A branch of `anyOf` whose pattern looks around is left out if another branch remains. Pydantic
+- A list under `items`, as in drafts before 2020-12, becomes `prefixItems`.
+- A branch of `anyOf` whose pattern has a look-around is removed if another branch remains. Pydantic
   writes such a branch for Decimal.
 """
 
@@ -23,10 +23,10 @@ Json = Any
 Path = tuple[str, ...]
 
 MAX_DEPTH = 64
-#: llguidance reads numbers as doubles.
+#: Largest number that is accepted, because llguidance reads numbers as doubles.
 _MAX_NUMBER = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-#: llguidance 1.9 writes "-0" for numbers below 0.
+#: Replaces an exclusive maximum of 0, because llguidance 1.9 allows "-0" as a number below 0.
 _LESS_THAN_0 = -1e-9
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -35,7 +35,7 @@ FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
-#: Beside these an object may have properties of another schema.
+#: An object schema with one of these keywords may have properties of another schema.
 _ADDS_PROPERTIES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties"}
     | {"allOf", "anyOf", "oneOf", "$ref"}
@@ -47,7 +47,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotEnforceable(ValueError):
-    """A schema that cannot be enforced, with the path and the cause."""
+    """Schema that cannot be enforced; the message has the cause and its path in the schema."""
 
 
 def parse_schema(text: str) -> Json:
@@ -72,7 +72,7 @@ def lark_of_schema(schema: Json) -> str:
 
 
 def refusal_of(schema: Json, cause: str) -> str:
-    """Return the error for a schema that llguidance refused with ``cause``."""
+    """Return the error message for a schema that llguidance refused with ``cause``."""
     if (found := _UNIMPLEMENTED.match(cause)) is not None:
         path = next(_paths_of(schema, found[1]), (found[1],))
         return f"{'.'.join(path)[-200:]} cannot be enforced"
@@ -84,7 +84,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_value(value: Json, path: Path) -> None:
-    """Check the depth, the numbers and the texts of ``value``. Raises NotEnforceable."""
+    """Raise NotEnforceable if ``value`` is nested too deeply or has half of a surrogate pair."""
     if len(path) > 2 * MAX_DEPTH:
         raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
     if isinstance(value, str) and _SURROGATE.search(value):
@@ -99,7 +99,10 @@ def _check_value(value: Json, path: Path) -> None:
 
 
 def _prepared(schema: Json, path: Path, may_close: bool = True) -> Json:
-    """Return the schema at ``path``; ``may_close`` is false where others may add properties."""
+    """Return ``schema``, which is at ``path``, prepared for llguidance. Raises NotEnforceable.
+
+    ``may_close`` is False if another schema may add properties to the same object.
+    """
     if not isinstance(schema, dict):
         return schema
     for keyword in ("const", "enum", *_BOUNDS):
@@ -159,7 +162,7 @@ def _has_too_many_keys(schema: Mapping[str, Json]) -> bool:
 
 
 def _close(schema: dict[str, Json]) -> None:
-    """Allow the declared and the required properties of an object, and no others."""
+    """Restrict an object schema, in place, to its declared and its required properties."""
     schema["additionalProperties"] = False
     if isinstance(schema["properties"], dict) and isinstance(schema.get("required"), list):
         for name in filter(lambda it: isinstance(it, str), schema["required"]):
@@ -188,7 +191,7 @@ def _has_large_number(value: Json) -> bool:
 
 
 def _paths_of(schema: Json, keyword: str, path: Path = ()) -> Iterator[Path]:
-    """Yield the paths at which ``keyword`` stands."""
+    """Yield the paths of all occurrences of ``keyword`` in ``schema``."""
     if isinstance(schema, dict):
         if keyword in schema and path[-1:] not in (("properties",), ("patternProperties",)):
             yield (*path, keyword)

@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """CPU seconds that a compilation may take, and a mask."""
+    """Largest CPU time of a compilation and of a mask, in seconds."""
 
     compile_s: float
     mask_s: float
@@ -17,7 +17,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of the fork server: its control socket and the memory of a grammar process."""
+    """Start parameters of the fork server, which are passed as JSON.
+
+    ``control`` is the file descriptor of its control socket, and ``process_mib`` the memory limit
+    of a grammar process.
+    """
 
     control: int
     model: str

@@ -1,4 +1,4 @@
-"""A compiled grammar, and where one sequence stands in it, as the engine's thread sees them."""
+"""Compiled grammar, and the state of a sequence in it, for the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from worker.grammar.messages import Request
 
 
 class CompiledGrammar:
-    """Compiled grammar on the rank that samples. Its grammar process lives as long as it does.
+    """Compiled grammar on the rank that samples.
 
-    ``eos_token_ids`` end an output of the model; ``num_bytes`` is its memory in the grammar
-    process.
+    Its grammar process lives until the grammar and all its matchers are gone. ``eos_token_ids`` are
+    the model's own end tokens; ``num_bytes`` is the memory of the grammar in its process.
     """
 
     def __init__(self, channel: Channel, eos_token_ids: tuple[int, ...], num_bytes: int) -> None:
@@ -31,24 +31,25 @@ class CompiledGrammar:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the grammar process is gone."""
+        """Return whether the grammar process has ended."""
         return self._channel.is_lost
 
     def fail_sequences(self) -> None:
-        """Let its sequences fail."""
+        """End the grammar process, so that the sequences of this grammar fail."""
         self._channel.close()
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Matcher:
-        """Return the matcher of a sequence with ``output`` so far.
+        """Return the matcher of a sequence whose tokens so far are ``output``.
 
-        ``stop_token_ids`` are allowed only where the grammar is complete. Raises EverliftError when
-        the grammar process is gone; an output outside the grammar shows with its mask.
+        ``stop_token_ids`` are allowed only where the grammar is complete. Raises EverliftError if
+        the grammar process has ended. If the grammar does not allow ``output``, ``Matcher.mask``
+        raises the error.
         """
         return Matcher(self._channel, next(self._matchers), stop_token_ids, output)
 
 
 class Matcher:
-    """State of one sequence in its grammar. ``mask`` raises EverliftError if it cannot continue.
+    """State of a sequence in its grammar; ``mask`` raises EverliftError if it cannot continue.
 
     The mask of the next token is requested on creation and after each ``accept``.
     """
@@ -59,7 +60,7 @@ class Matcher:
         self._channel = channel
         self._number = number
         self._next: bytes | None = None
-        #: its mask was handed out, and what is drawn by it is not known yet
+        #: the mask of the next token was returned, and the sampled token is not known yet
         self._is_drawing = False
         self._tell(
             {
@@ -74,7 +75,7 @@ class Matcher:
     def is_ready(self) -> bool:
         """Return whether the next token's mask, or its error, is available or worth waiting for.
 
-        While a token is drawn, that of the one behind it cannot be here.
+        While a token is being sampled, the mask of the token after it is not available.
         """
         if not self._channel.is_busy:
             return True
@@ -83,12 +84,13 @@ class Matcher:
         return self._next is not None or self._channel.has_reply(self._number)
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
-        """Fill ``into`` with the allowed tokens after the output and after each draft.
+        """Fill ``into`` with bit masks of allowed tokens, and return the number of allowed drafts.
 
-        int32 [1 + len(drafts), words of the vocabulary], on the CPU. How many of the drafts the
-        grammar allows, of which a stop token is none; what stands behind them is 0. ``began`` is
-        when the step began to wait for masks, in monotonic time. While the processes are busy none
-        is allowed: they would be asked about behind all that waits.
+        ``into`` is int32 [1 + len(drafts), words of the vocabulary], on the CPU. Its rows are the
+        masks after the output and after each allowed draft; further rows are 0. A stop token is
+        never an allowed draft. While the grammar processes are busy, no drafts are allowed, because
+        their masks would have to wait for all queued requests. ``began`` is the monotonic time at
+        which the step began to wait for masks.
         """
         into.zero_()
         _fill(into[:1], self._mask_of_next(began))
@@ -102,7 +104,7 @@ class Matcher:
         return num_allowed
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the drawn ``tokens``. A failure shows in the next ``mask``."""
+        """Advance by the sampled ``tokens``. An error is raised by the next call of ``mask``."""
         with suppress(EverliftError):
             self._mask_of_next(time.monotonic())
             self._expect_token()

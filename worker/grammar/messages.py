@@ -3,8 +3,8 @@
     request    length, JSON
     reply      length, status, matcher, CPU time, body: masks, JSON, or a refusal's cause in UTF-8
 
-A grammar process says first that it is there, by a reply of its own; then each request but ``drop``
-has one.
+A new grammar process first sends one reply without a request, to report that it is running. After
+that, each request except ``drop`` has one reply.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<?Id")
-#: Read at once.
+#: Bytes that are read from a socket at most at a time.
 CHUNK = 1 << 18
 
 Request = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """Reply with a ``body``, which is a cause if ``is_refusal``; ``cpu_s`` is the CPU time."""
+    """Reply to a request about ``matcher``; ``cpu_s`` is the CPU time in seconds that it took.
+
+    ``body`` is the result, or the cause if ``is_refusal``.
+    """
 
     is_refusal: bool
     matcher: int
@@ -34,7 +37,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The body of the reply to ``compile``: what the grammar takes, and the model's end tokens."""
+    """Body of the reply to ``compile``: the memory of the grammar, and the model's end tokens."""
 
     num_bytes: int
     eos_token_ids: tuple[int, ...]
@@ -71,15 +74,15 @@ def _framed(body: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts what a socket brings into frames."""
+    """Splitter of the byte stream of a socket into frames."""
 
     def __init__(self) -> None:
         self._unread = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Yield the frames that are whole now.
+        """Yield the frames that are complete after ``received`` bytes more.
 
-        Raises EOFError where nothing was received: the end.
+        Raises EOFError if ``received`` is empty, which means the end of the stream.
         """
         if not received:
             raise EOFError

@@ -1,4 +1,4 @@
-"""Vocabularies and grammars as llguidance reads them."""
+"""Conversion of vocabularies and grammars into objects of llguidance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tokenizers import Tokenizer
 
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
 
-#: What SentencePiece writes for a space.
+#: Character that SentencePiece writes for a space.
 _SPACE = "\u2581"
 
 
 class UnknownVocabulary(ValueError):
-    """The bytes of its tokens cannot be told."""
+    """Vocabulary whose tokens' bytes cannot be determined."""
 
 
 def token_bytes(path: Path, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token below ``vocab_size``.
+    """Return the bytes of each token id below ``vocab_size``.
 
-    Empty for special tokens and for ids that the tokenizer lacks. Raises UnknownVocabulary, or
-    OSError if ``path`` is no file.
+    The bytes are empty for special tokens and for ids that the tokenizer lacks. ``path`` is a
+    tokenizer.json. Raises UnknownVocabulary, or OSError if ``path`` cannot be read.
     """
     tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     decoders = decoder_types(json.loads(tokenizer.to_str())["decoder"])
@@ -48,11 +48,11 @@ def _byte_fallback(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode() if piece is None else piece
 
 
-#: The model chooses how a text is cut into tokens, even where the grammar leaves one text alone.
+#: The model chooses how a text is split into tokens, even if the grammar allows only one text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-#: Rows of the parser have one item for each way to read the text so far.
+#: A row of the parser has one item for each possible parse of the text so far.
 _LIMITS = llguidance.LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
-#: llguidance's name for a state that no token leads out of.
+#: llguidance's name for a state in which no token is allowed.
 _NOTHING_FOLLOWS = "NoExtension"
 
 
@@ -65,21 +65,21 @@ class _Vocabulary:
         self.special_token_ids = [len(tokens)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return no tokens: no text is forced."""
+        """Return no tokens, because llguidance tokenizes only forced text and none is forced."""
         return []
 
 
 class LimitExceeded(Exception):
-    """A grammar went beyond a limit of llguidance."""
+    """Grammar that exceeds a limit of llguidance."""
 
 
 def token_trie(
     tokens: Sequence[bytes], slices: Sequence[str] | None = None
 ) -> llguidance.LLTokenizer:
-    """Return the trie of ``tokens``, by id.
+    """Return llguidance's trie of ``tokens``, the bytes of each token by its id.
 
-    Its end token has the id ``len(tokens)``. ``slices`` are expressions whose tokens are found
-    without a walk; None: those that suit JSON.
+    The trie has an end token with the id ``len(tokens)``. ``slices`` are regular expressions whose
+    tokens are found without a walk over the trie; None selects those that suit JSON.
     """
     chosen = llguidance.LLTokenizer.json_slices() if slices is None else list(slices)
     wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens))
@@ -87,13 +87,16 @@ def token_trie(
 
 
 def token_matcher(trie: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """Return a matcher at the beginning of ``grammar``, in Lark syntax. Its errors are in it."""
+    """Return a matcher at the beginning of ``grammar``, which is in Lark syntax.
+
+    An error in the grammar is reported by the matcher's ``is_error`` and ``get_error``.
+    """
     lark = llguidance.LLMatcher.grammar_from_lark(_OPTIONS + grammar)
     return llguidance.LLMatcher(trie, lark, log_level=0, limits=_LIMITS)
 
 
 def allowed_tokens(matcher: llguidance.LLMatcher) -> bytes:
-    """Return the mask of the tokens that may come next, a bit each. Raises LimitExceeded."""
+    """Return the bit mask of the tokens that may come next. Raises LimitExceeded."""
     mask: bytes = matcher.compute_bitmask()
     if not matcher.is_error():
         return mask

@@ -1,5 +1,5 @@
-"""GPU kernels in Triton's language, for what torch lacks or splits.
+"""GPU kernels in Triton, for operations that torch lacks or splits into several kernels.
 
-Imported only for a GPU, since Triton may be absent. Only what Triton 3.6 and 3.9 both know is used.
-With TRITON_INTERPRET=1 the kernels run on a CPU, which is how they are tested.
+They are imported only for a GPU, because Triton may be absent. They use only features that both
+Triton 3.6 and Triton 3.9 have. With TRITON_INTERPRET=1 they run on a CPU, as in the tests.
 """

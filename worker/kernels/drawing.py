@@ -1,13 +1,12 @@
-"""Sampling kernel: temperature, filters, one uniform number, as in worker.runner.draw.
+"""Sampling kernel: temperature, filters and one uniform number, as in worker.runner.draw.
 
-temperature, filters, one uniform number, as worker.runner.draw has them.
+A program samples one row, which it reads a few times. Each of its lanes keeps a sum of its own. The
+lanes are added up only after the whole row, because all threads must wait for each other to do so.
 
-A program has one row, and reads it a few times. Each of its lanes adds up what it has read, and the
-lanes are added up in the end: at every part of the row all threads would have to wait for that.
-
-All filters keep the weights from some one upwards, and which one is found without sorting: the bits
-of a float that is not negative ascend with it, and of the one that is sought a digit of three bits
-is settled a pass, by how many weights, or how much of their mass, each digit has.
+Each filter keeps all weights from a threshold upwards, and the threshold is found without sorting.
+The bits of non-negative floats have the order of the floats. Each pass determines one digit, of
+three bits, of the threshold: it computes the number or the total mass of the weights that have each
+value of this digit.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: worker.runner.draw.GREEDY_BELOW, and worker.native.argmax's marks.
+#: Values of worker.runner.draw.GREEDY_BELOW and of the markers in worker.native.argmax.
 GREEDY_BELOW = tl.constexpr(1e-5)
 NOT_FINITE = tl.constexpr(-1)
 NOTHING_LEFT = tl.constexpr(-2)
-#: A weight is at most 1.0, whose bits are below 1 << 30.
+#: Ten digits of three bits suffice, because a weight is at most 1.0, whose bits are below 1 << 30.
 DIGIT_BITS = tl.constexpr(3)
 DIGITS = tl.constexpr(10)
-#: of one digit
+#: Number of values of a digit.
 VALUES = tl.constexpr(8)
 
 
@@ -37,11 +36,12 @@ def draw_rows(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draw ``tokens`` int64 [rows] from ``logits`` fp32 [rows, VOCAB].
+    """Sample ``tokens`` int64 [rows] from ``logits`` fp32 [rows, VOCAB].
 
-    By row, ``filters`` fp64 [rows, 4] are temperature, top_k, top_p and min_p, inf where top_k or
-    top_p keep all; ``keys`` int64 [rows, 2] have the bits of seed and choice, ``positions`` int64
-    [rows].
+    For each row, ``filters`` fp64 [rows, 4] has temperature, top_k, top_p and min_p, where an
+    infinite top_k or top_p keeps all tokens. ``keys`` int64 [rows, 2] has the bits of seed and
+    choice, and ``positions`` int64 [rows] the token's position in the output. A token is NOT_FINITE
+    or NOTHING_LEFT if the row cannot be sampled.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
@@ -68,7 +68,7 @@ def draw_rows(
 
 @triton.jit
 def uniform(seed, choice, position):
-    """Return the number of worker.runner.uniform."""
+    """Return the uniform number that worker.runner.uniform defines for these arguments."""
     mixed = _mix(_mix(_mix(seed.to(tl.uint64)) ^ choice.to(tl.uint64)) ^ position.to(tl.uint64))
     return (mixed >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
 
@@ -108,7 +108,7 @@ def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
 def _least_kept(
     source, largest, temperature, top_k, top_p, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the smallest weight that the filters keep; 0 without any."""
+    """Return the smallest weight that the filters keep; 0 if there are no filters."""
     least = tl.full([], 0.0, tl.float32)
     if top_k < VOCAB:
         bits = _crossing(source, largest, temperature, top_k, 0, VOCAB, BLOCK, False)
@@ -118,7 +118,7 @@ def _least_kept(
         mass = _mass(source, largest, temperature, least, VOCAB, BLOCK)
         bits = _crossing(source, largest, temperature, top_p * mass, bound, VOCAB, BLOCK, True)
         least = tl.maximum(least, bits.to(tl.float32, bitcast=True))
-    # Of all that fp32 has, the least that is not below min_p.
+    # The smallest fp32 number that is at least min_p.
     floor = min_p.to(tl.float32)
     above = (floor.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
     floor = tl.where(floor.to(tl.float64) < min_p, above, floor)
@@ -145,15 +145,15 @@ def _crossing(
     BLOCK: tl.constexpr,
     OF_MASS: tl.constexpr,
 ):
-    """Return the bits of the smallest weight for which the greater ones stay below ``limit``.
+    """Return the bits of the smallest weight whose greater weights do not reach ``limit``.
 
-    The limit is on their number, or with OF_MASS on their mass. Weights with bits below ``floor``
-    are ignored.
+    ``limit`` bounds the number of the greater weights, or with OF_MASS their total mass. Weights
+    with bits below ``floor`` are ignored.
     """
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)
     digits = tl.arange(0, VALUES)
-    # Each has a number for every digit: for more of them there are not enough registers.
+    # Each lane has a sum for every value of the digit. More lanes would need too many registers.
     LANES: tl.constexpr = BLOCK // 4
     for turn in range(DIGITS):
         shift = (DIGITS - 1 - turn) * DIGIT_BITS
@@ -169,7 +169,7 @@ def _crossing(
             has = is_one[:, None] & (digit[:, None] == digits[None, :])
             by_lane += tl.where(has, counted[:, None], 0.0)
         sums = tl.sum(by_lane.to(tl.float64), 0)
-        # What lies above a digit: that of all greater ones, summed up from the greatest.
+        # For each value of the digit, the sum over all weights with a greater prefix.
         greater = above + tl.sum(tl.where(digits[None, :] > digits[:, None], sums[None, :], 0.0), 1)
         wanted = (greater < limit) & (sums > 0.0)
         # The greatest weight is always kept.
@@ -194,7 +194,7 @@ def _walk(source, largest, temperature, least, share, VOCAB: tl.constexpr, BLOCK
         if (token < 0) & (passed + mass > target):
             beyond = (passed + tl.cumsum(kept, 0) > target) & (kept > 0.0)
             first = tl.min(tl.where(beyond, ids, VOCAB), 0)
-            # Summed up in another order the last one may fall short of the target by a bit.
+            # The cumulative sum has another order of summation, and may end just below the target.
             last = tl.max(tl.where(kept > 0.0, ids, 0), 0)
             token = tl.minimum(first, last)
         passed += mass

@@ -5,11 +5,11 @@
               matrix of BLOCK_ROWS queries, so that keys and values are read once for all of them
     split     a part of the positions that the tile sees
 
-With one split a program writes the result. With several each writes its sum and its softmax's
-state, and ``merge_splits`` adds them up. How many programs there are follows from the tiles and not
-from how long the rows are; those of which nothing is wanted end at once.
+With one split a program writes the result. With several splits each program writes its sum and the
+state of its softmax, and ``merge_splits`` combines them. The number of programs depends on the
+number of tiles but not on the lengths of the rows. A program without tokens ends at once.
 
-A position that the tile does not see is not read, be it NaN.
+Positions that a tile does not see are not read, because they may be NaN.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Compute attention of tiles into ``out`` [tokens, HEADS, HEAD_DIM], or into sums and states.
+    """Write the attention of tiles to ``out`` [tokens, HEADS, HEAD_DIM], or to sums and states.
 
-    With several splits: ``sums`` fp32 [tiles * TOKENS, HEADS, SPLITS, HEAD_DIM] and ``states`` fp32
-    [tiles * TOKENS, HEADS, SPLITS, 2]: the largest score, in units of log2, and the sum of the
-    weights relative to it.
+    With several splits the results are ``sums`` fp32 [tiles * TOKENS, HEADS, SPLITS, HEAD_DIM] and
+    ``states`` fp32 [tiles * TOKENS, HEADS, SPLITS, 2]. A state is the largest score, times log2(e),
+    and the sum of the weights relative to it.
 
-    ``query`` [tokens, HEADS, HEAD_DIM]; ``cache`` points to one layer's keys of block 0, values lie
-    ``value_offset`` elements behind. A row's tokens begin at ``firsts`` in the step and at
-    ``starts`` in its sequence; of a row without tokens (``counts`` 0) nothing is written. Its
-    blocks are ``tables`` [rows, ``table_width[0]``].
+    ``query`` is [tokens, HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its
+    values are ``value_offset`` elements later. For each row, ``firsts`` has its first token's index
+    in the step, ``starts`` that token's position in its sequence, and ``counts`` the number of its
+    tokens. If that is 0, nothing is written. Block ids are ``tables`` [rows, ``table_width[0]``].
     """
-    # A row's last tile sees most, and begins first: the short ones fill up what is left in the end.
+    # The last tile of a row sees most positions. It starts first, so that short tiles fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_rows + tile)
@@ -78,7 +78,7 @@ def attend_tiles(
     table = tables + row.to(tl.int64) * tl.load(table_width)
     kv_heads: tl.constexpr = HEADS // GROUP
 
-    # The tile's queries: token after token, each with the heads of the group.
+    # The tile's queries are ordered by token, and by head within a token.
     lines = tl.arange(0, BLOCK_ROWS)
     tokens = offset + lines // GROUP
     heads = kv_head * GROUP + lines % GROUP
@@ -93,7 +93,7 @@ def attend_tiles(
         other=0.0,
     )
 
-    # What this split sees of [least, end).
+    # The part of the positions [least, end) that this split computes.
     end = start + tl.minimum(offset + TOKENS, count)
     least = 0
     if HAS_WINDOW:
@@ -114,7 +114,7 @@ def attend_tiles(
         is_key = (keys >= least) & (keys < end)
         places = blocks.to(tl.int64) * block_stride
         places += (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
-        # Known a turn ahead, so that what lies there can be fetched ahead.
+        # Blocks of the next iteration are loaded now, so that their keys can be prefetched.
         behind = keys + BLOCK_KEYS
         is_behind = (behind >= least) & (behind < end)
         blocks = tl.load(table + behind // BLOCK_SIZE, mask=is_behind, other=0)
@@ -133,7 +133,7 @@ def attend_tiles(
             seen = seen & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen nothing so far has no largest score to be relative to.
+        # A query that has seen no position so far has no largest score, so its base is 0.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(largest - base)
@@ -155,7 +155,7 @@ def attend_tiles(
             faded = tl.exp2(largest - top)
             total = total * faded + tl.exp2(sink - top)
             result = result * faded[:, None]
-        # A line without a query has seen nothing.
+        # A line without a query has seen no position; avoid a division by 0.
         total = tl.where(is_query, total, 1.0)
         tl.store(
             out + ((sites * HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :],
@@ -191,7 +191,7 @@ def merge_splits(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge ``attend_tiles``' sums and states into ``out``, a program for each (token, head)."""
+    """Merge the sums and states of ``attend_tiles`` into ``out``; one program per (token, head)."""
     token, head = tl.program_id(0), tl.program_id(1)
     tile = token // TOKENS
     row = tl.load(tile_rows + tile)

@@ -1,4 +1,4 @@
-"""Queries and keys are turned by their position's angle; keys and values go to their blocks."""
+"""Kernel that rotates queries and keys by position and writes keys and values to their blocks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def turn_and_place(
 ):
     """Rotate queries in place, and write rotated keys and values to the cache.
 
-    A program for each (token, BLOCK_HEADS heads): first those of ``turned`` [tokens, NUM_QUERY +
-    KV_HEADS, HEAD_DIM], queries then keys, then those of ``value`` [tokens, KV_HEADS, HEAD_DIM].
-    ``cache`` points to one layer's keys of block 0. Nothing is written for a token at a negative
-    position. ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are the Angle of model.rope; with HALF 0
-    nothing is rotated, and features from 2 * HALF on are not.
+    There is one program per (token, BLOCK_HEADS heads). The heads are those of ``turned`` [tokens,
+    NUM_QUERY + KV_HEADS, HEAD_DIM], queries before keys, followed by those of ``value`` [tokens,
+    KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0, and its values are
+    ``value_offset`` elements later. Nothing is written for a token with a negative position.
+
+    ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of model.rope. Features from 2 * HALF
+    on are not rotated; with HALF 0 none are.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
@@ -58,7 +60,7 @@ def turn_and_place(
     place = (cache + block * block_stride + places)[:, None]
     source = (turned + token * turned_token_stride + heads * turned_head_stride)[:, None]
     if HALF > 0:
-        # One thread has both of a pair: nothing is read after it was written.
+        # One thread handles both features of a pair, so nothing is read after it was overwritten.
         pairs = tl.arange(0, BLOCK_HALF)[None, :]
         is_pair = pairs < HALF
         is_turned = (heads < num_turned)[:, None] & is_pair

@@ -1,4 +1,4 @@
-"""Fused pointwise kernels of a layer: sum and norm, and the gate."""
+"""Fused pointwise kernels of a layer: residual sum with norm, and the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def sum_and_norm(
     """Compute ``out`` [rows, WIDTH] = x / rms(x) * weight, one program per row.
 
     Row r of ``x`` begins at (r // heads) * token_stride + (r % heads) * head_stride. With ADDS,
-    ``added`` [rows, WIDTH] is first added to ``x`` in its place, rounded as it is kept there.
+    ``added`` [rows, WIDTH] is first added to ``x`` in place, and the sum is rounded to the type of
+    ``x``. With ADD_ONE the factor is weight + 1.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -55,7 +56,8 @@ def gate_and_multiply(
 ):
     """Compute ``out`` [tokens, width] = activation(gate) * up of ``gate_up`` [tokens, 2 * width].
 
-    A program for each (token, BLOCK columns). ACTIVATION is a name of model.spec.Activation.
+    There is one program per (token, BLOCK columns). ``gate_up`` has gate before up. ACTIVATION is a
+    name of model.spec.Activation.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

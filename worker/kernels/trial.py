@@ -1,4 +1,4 @@
-"""Trial of the kernels: Triton or its C compiler may be missing."""
+"""Trial of the Triton kernels, because Triton or its C compiler may be missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def kernels_work(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str:
-    """Try one on ``device``; empty where it works. Where not, the log says why, once."""
+    """Return why Triton kernels do not work on ``device``; empty if they work.
+
+    One kernel is tried. The cause of a failure is logged once.
+    """
     try:
         cause = "" if _norm_works(device) else "one of them computes something else than torch"
     except Exception as error:
@@ -28,10 +31,10 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def _norm_works(device: torch.device) -> bool:
-    # Imported for a GPU alone.
+    # Imported only for a GPU, because Triton may not be installed elsewhere.
     from worker.model.kernel_pointwise import KernelPointwise
 
     x, ones = torch.ones(2, 16, device=device), torch.ones(2, 16, device=device)
     normed = KernelPointwise().norm(x, ones[0], 0.0, False, added=ones)
-    # A GPU's square root and quotient may be off by their last bit.
+    # A GPU's square root and quotient may differ in the last bit.
     return torch.allclose(normed, ones, rtol=1e-5) and bool((x == 2).all())

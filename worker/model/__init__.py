@@ -1,1 +1,1 @@
-"""The model that a worker runs: its spec, the decoder and its layers, and how it is loaded."""
+"""The model that a worker runs: its spec, the decoder, its layers, and the loading of weights."""

@@ -1,8 +1,8 @@
-"""Contents of a safetensors file, read from its header, without torch.
+"""Tensors of a safetensors file, as its header lists them. Does not import torch.
 
-Knows no torch.
+Layout of a file:
 
-length of the header (u64) | header (JSON): type, shape, place of each tensor | the tensors
+    header length (u64) | header (JSON): type, shape and offsets of each tensor | tensor data
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-#: Element sizes of the types that parameters are read from.
+#: Bytes per element of the types that parameters can be read from.
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 _LENGTH = struct.Struct("<Q")
-#: safetensors' own bound.
+#: Largest header, in bytes, that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
 _METADATA = "__metadata__"
 _NAMES_IN_MESSAGE = 3
 
 
 class BadCheckpoint(ValueError):
-    """The tensors of the checkpoint are not those that its config.json promises."""
+    """Checkpoint whose files are missing or malformed, or do not match its config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor in a file: row-major bytes ``start`` to ``end`` of ``path``, of type ``dtype``."""
+    """Location of a tensor in a file: the row-major bytes ``start`` to ``end`` of ``path``.
+
+    ``dtype`` is the name of the element type in safetensors.
+    """
 
     name: str
     path: Path
@@ -42,7 +45,7 @@ class StoredTensor:
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """Yield the tensors in the order of the file. Raises BadCheckpoint."""
+    """Return the tensors of a safetensors file in the order of their data. Raises BadCheckpoint."""
     try:
         header = read_header(path)
         size = path.stat().st_size
@@ -61,7 +64,10 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def read_header(path: Path) -> bytes:
-    """Read the header. Raises BadCheckpoint, OSError."""
+    """Return the JSON header of a safetensors file.
+
+    Raises BadCheckpoint if the file has another format, and OSError if it cannot be read.
+    """
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
         if len(prefix) == _LENGTH.size:
@@ -73,7 +79,7 @@ def read_header(path: Path) -> bytes:
 
 
 def some(names: Collection[str]) -> str:
-    """Return the first few of them, for a message."""
+    """Return the first few of ``names`` and the number of the others, as text for a message."""
     shown = ", ".join(sorted(names)[:_NAMES_IN_MESSAGE])
     more = len(names) - _NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

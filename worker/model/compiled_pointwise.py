@@ -1,6 +1,6 @@
 """Pointwise operations of a layer on a CPU, in C++ (pointwise.cpp).
 
-torch's are calls of several operations each, every one of which wakes threads.
+torch needs several operations for each of them, and every operation wakes the threads anew.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from worker.model.spec import Activation
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
-#: By their numbers for pointwise.h.
+#: Numbers of the activations in pointwise.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
-#: Elements that one thread computes in the time in which another one takes part.
+#: Below this many elements, one thread finishes before another one would have started.
 _ALONE = 1 << 14
 
 
@@ -79,12 +79,12 @@ class CompiledPointwise(TorchPointwise):
             out.data_ptr(),
             tokens,
             width,
-            _num_threads(4 * out.numel()),  # an exponential takes as long as some sums
+            _num_threads(4 * out.numel()),  # an exponential takes as long as a few additions
         )
         return out
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """Rotate in place."""
+        """Rotate ``heads`` in place and return them."""
         cos, sin = angle
         tokens, number, head_dim = heads.shape
         assert heads.stride()[1:] == (head_dim, 1) and heads.dtype == self._dtype
@@ -108,9 +108,9 @@ class CompiledPointwise(TorchPointwise):
 
 
 def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
-    """Return the compiled functions, or torch's if they cannot be compiled."""
+    """Return the operations for ``device``: Triton on a GPU, C++ on a CPU, torch if these fail."""
     if device.type == "cuda" and kernels_work(device):
-        # Triton need not be there but for a GPU.
+        # Imported only for a GPU, because Triton may not be installed elsewhere.
         from worker.model.kernel_pointwise import KernelPointwise
 
         return KernelPointwise()

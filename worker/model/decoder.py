@@ -1,16 +1,16 @@
 """Decoder for every supported family, driven by a ModelSpec; flat tensors, no batch dimension.
 
-A step's tokens lie one after the other, whatever sequences they belong to: only attention knows
-whose they are, and it is handed in.
+The tokens of a step are concatenated, whatever sequences they belong to. Only attention needs to
+know their sequences, and it is passed in as a StepAttention.
 
     h = embed(tokens)
     each layer:  h += out(attend(rotate(qkv(norm(h)))))
                  h += down(act(gate(x)) * up(x)),  x = norm(h)
 
-What is added to h is added where the next norm reads it.
+The result of a branch is not added to h at once: the next norm adds it in the same pass over h.
 
-Around that, where the spec asks for it: a norm of each head before it is rotated, of what is added
-to h, and factors at every end.
+If the spec asks for them, there are also norms of each head before rotation, norms of each branch's
+result, and factors of the embedding, of each branch's result and of the logits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from worker.parallel.stand_in import Exchanged
 
 
 class HeadNorms:
-    """A norm over each query head and one over each key head."""
+    """RMS norms over each query head and each key head; each of both kinds has its own weight."""
 
     def __init__(self, name: str, spec: ModelSpec, place: Placement) -> None:
         self.query = _norm(f"{name}.q_norm", spec.head_dim, spec, place)
         self.key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
 
     def __call__(self, heads: Tensor, num_query: int) -> Tensor:
-        """Attend with ``heads`` [T, heads, head_dim]; the first ``num_query`` are queries."""
+        """Return ``heads`` [T, heads, head_dim] normed; the first ``num_query`` are queries."""
         query, key = heads.tensor_split([num_query], dim=1)
         return torch.cat((self.query(query), self.key(key)), dim=1)
 
@@ -129,9 +129,9 @@ class Mlp:
 
 
 class Residual:
-    """Residual branch of a layer: norm, compute, add.
+    """Residual branch of a layer: norm, computation, optional second norm, factor.
 
-    ``norms`` are those before the computation and, if there are two, after it.
+    ``norms`` names the norm before the computation and, if there are two, the norm after it.
     """
 
     def __init__(self, norms: tuple[str, ...], spec: ModelSpec, place: Placement) -> None:
@@ -142,7 +142,10 @@ class Residual:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, compute: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Add ``added``, which the one before has returned, to ``hidden`` in its place."""
+        """Add the previous branch's result to ``hidden`` in place, and return this branch's result.
+
+        ``added`` is the previous branch's result, or None for the first branch of the model.
+        """
         result = compute(self.before(hidden, added))
         if self.after is not None:
             result = self.after(result)
@@ -167,7 +170,10 @@ class Layer:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
     ) -> Tensor:
-        """See Residual."""
+        """Compute both branches, and return the MLP's result, which is not yet added to ``hidden``.
+
+        ``added`` is the previous layer's result; see Residual.
+        """
         attend = partial(self.attention, angle=angle, attention=attention)
         added = self.around_attention(hidden, added, attend)
         return self.around_mlp(hidden, added, self.mlp)
@@ -182,7 +188,7 @@ class Layer:
 
 
 class Stack(Protocol):
-    """Computation with a decoder's parameters."""
+    """Implementation of a decoder: tokens to hidden states, and hidden states to logits."""
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
@@ -191,15 +197,15 @@ class Stack(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """See Decoder.logits, before the spec's divisor and cap."""
+        """Return the logits before the spec's divisor and softcap. See Decoder.logits."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerByLayer:
-    """The Stack that says what is computed.
+    """Reference Stack, which runs the layers one by one from Python.
 
-    ``tables`` are of the rotary angles, and ``table_of_layer`` says which of them each layer has.
+    ``tables`` are the distinct rotary tables; ``table_of_layer`` has the table index of each layer.
     """
 
     embedding: VocabTable
@@ -229,17 +235,17 @@ class LayerByLayer:
 
 
 class Decoder:
-    """The rank's share of a model. Its parameters hold nothing until weights.load has filled them.
+    """Share of a model on this rank; its parameters are undefined until weights.load fills them.
 
-    ``max_model_len`` is the longest sequence that it is given.
+    ``max_model_len`` is the length in tokens of the longest sequence.
     """
 
     def __init__(self, spec: ModelSpec, max_model_len: int, place: Placement) -> None:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
-        #: tensors of the checkpoint whose names begin so are not for it
+        #: prefixes of the names of checkpoint tensors that the model ignores
         self.unread = names.unread
         tables = f"{names.model}.embed_tokens.weight", f"{names.head}.weight"
-        #: what a checkpoint calls the embedding and the head, where they are one table
+        #: checkpoint names of embedding and head if they share one table, else None
         self.tied = tables if spec.tied_embeddings else None
         embedding = VocabTable(tables[0], vocab, width, place)
         self._own_head = partial(VocabTable, tables[1], vocab, width, place)
@@ -257,7 +263,7 @@ class Decoder:
             embedding if spec.tied_embeddings else self._own_head(),
         )
         self.stack: Stack = self.layer_by_layer
-        num_sums = 1 + 2 * len(spec.layers)  # of the embedding, and each layer's two
+        num_sums = 1 + 2 * len(spec.layers)  # one for the embedding, two for each layer
         self.exchanged = Exchanged(num_sums, width, embedding.share_width, place.dtype)
         self._logits_divisor = spec.logits_divisor
         self._logits_softcap = spec.logits_softcap
@@ -269,16 +275,17 @@ class Decoder:
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites`` [n].
+        """Return the hidden states [T, hidden] of ``tokens`` [T] at ``positions`` [T].
 
-        ``sites`` ascend; the result is [n, hidden].
+        With ``sites`` [n], ascending indices of tokens, only the hidden states [n, hidden] of these
+        tokens are returned.
         """
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
 
-        They hold until the next call.
+        The result is valid until the next call, which may reuse its memory.
         """
         logits = self.stack.logits(hidden)
         if logits is None:
@@ -289,13 +296,16 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def untie(self) -> None:
-        """Give the head a table of its own, before anything is filled."""
+        """Give the head a table of its own. Must be called before parameters are filled."""
         self.tied = None
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
         self.stack = self.layer_by_layer
 
     def pack(self, packing: Packing) -> None:
-        """Pack the weights, once everything is filled and ``pieces`` has ended."""
+        """Convert the weights, which must be filled, to the layout of ``packing``.
+
+        ``pieces`` is unusable afterwards.
+        """
         parts = self.layer_by_layer
         for layer in parts.layers:
             layer.pack(packing)
@@ -305,7 +315,7 @@ class Decoder:
             parts.embedding.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of the checkpoint that this rank holds."""
+        """Yield the pieces of checkpoint tensors that this rank holds."""
         parts = self.layer_by_layer
         yield from parts.embedding.pieces()
         for layer in parts.layers:
@@ -325,13 +335,16 @@ def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
             ("input_layernorm", "post_attention_layernorm"),
             ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         )
-    return ("input_layernorm",), ("post_attention_layernorm",)  # the latter before the MLP
+    return ("input_layernorm",), ("post_attention_layernorm",)  # the second is before the MLP
 
 
 def _column_parts(
     name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
 ) -> tuple[Part, ...]:
-    """Return a linear of ``parts`` with sizes and shares, separate or fused as ``fused``."""
+    """Return the parts of a column layer: separate linears, or slices of the linear ``fused``.
+
+    ``parts`` has the whole size and this rank's share of each part, by name.
+    """
     if fused is None:
         return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
     total = sum(size for size, _ in parts.values())
@@ -348,5 +361,5 @@ def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionFor
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Round to ``dtype``, as models of half precision were trained."""
+    """Return ``value`` rounded to ``dtype``, as it was when a half-precision model was trained."""
     return torch.tensor(value, dtype=dtype).item()

@@ -1,8 +1,8 @@
 """Pseudo-random parameters, for trying a model's shape and speed without its weights.
 
-Element i of a tensor is element i mod PERIOD of a stream that the tensor's name seeds. So every
-rank of every split holds its share of one and the same model, and a slice costs no more than to
-copy it.
+A tensor's name seeds a stream of PERIOD values, and element i of the tensor is element i mod PERIOD
+of the stream. The model is therefore the same for any number of ranks, and filling a slice costs no
+more than copying it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from worker.model.filling import Filler
 from worker.model.layers import Piece
 from worker.model.sharing import Run
 
-#: A prime: the rows of a table begin at different places of the stream.
+#: A prime, so that the rows of a table begin at different positions of the stream.
 PERIOD = 262_147
-#: Spread of what is added to: a bias' 0, a norm's 1.
+#: Standard deviation of biases, whose mean is 0, and of norm weights, whose mean is 1.
 _SMALL = 0.02
 
 
 def fill(decoder: Decoder, progress: Progress = untold) -> int:
-    """Fill every parameter of ``decoder``, and return their bytes."""
+    """Fill all parameters of ``decoder`` with pseudo-random values; return their size in bytes."""
     pieces = list(decoder.pieces())
     filler = Filler(pieces, progress)
     for piece in pieces:
-        # In its own type already: to convert all of it would take longer than to copy it.
+        # Convert the short stream once: converting each element would take longer than copying it.
         stream = _stream(piece).to(piece.into.dtype)
         filler.fill(piece, stream.dtype, partial(_read, stream))
     return filler.total_bytes
 
 
 def _stream(piece: Piece) -> Tensor:
-    """Return PERIOD values of uniform distribution.
+    """Return the PERIOD uniformly distributed values of a tensor.
 
-    A product with a matrix keeps the size of its input: its variance is one over its inputs.
+    A matrix has the variance 1 / inputs, so that a product has about the magnitude of its input.
     """
     if len(piece.shape) > 1:
         return _uniform(piece.name, 0.0, piece.shape[-1] ** -0.5)

@@ -1,7 +1,7 @@
 """Adapters from a Hugging Face config to a ModelSpec, one per architecture.
 
-Defaults are those of the family's config class in transformers, for what published files leave out.
-Anything beyond the spec is refused by name.
+A key that a published file omits has the default of the family's config class in transformers. A
+feature that ModelSpec cannot express is refused, and the message names it.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ _GRANITE: Json = _LLAMA | {
 
 
 def read_spec(directory: str | Path) -> ModelSpec:
-    """Read ``config.json``.
+    """Return the spec of the model whose ``config.json`` is in ``directory``.
 
-    Raises UnsupportedModel, naming what is not supported and what is; UnsupportedArchitecture for
-    an unknown architecture.
+    Raises UnsupportedModel, which names the unsupported value and the supported ones, or its
+    subclass UnsupportedArchitecture if the architecture is unknown.
     """
     config = HfConfig.read(Path(directory) / "config.json")
     return _adapter(config)(config)
@@ -192,8 +192,8 @@ def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> 
 def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
     """Return the rope of each kind of layer, from ``rope_parameters`` or older keys.
 
-    Before, ``rope_scaling`` was of full-attention layers, and ``rope_local_base_freq`` the theta of
-    the others.
+    In older files ``rope_scaling`` applies to full-attention layers only, and
+    ``rope_local_base_freq`` is the theta of the sliding-window layers.
     """
     head_dim = _head_dim(config)
     written = config.section("rope_parameters")
@@ -214,7 +214,7 @@ def _phi3(config: HfConfig) -> ModelSpec:
 
 def _phi3_rope(config: HfConfig) -> Rope:
     parameters = rope_parameters(config)
-    if rope_type(parameters) in ("su", "yarn"):  # what its first files called longrope
+    if rope_type(parameters) in ("su", "yarn"):  # names of longrope in the first Phi-3 files
         parameters = parameters.replaced({"rope_type": "longrope"})
     theta = config.number("rope_theta", DEFAULT_THETA)
     return rope_of(parameters, config, _head_dim(config), theta)

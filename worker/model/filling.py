@@ -1,8 +1,8 @@
-"""Parameters from where they lie, of any type there, by way of a small buffer a thread.
+"""Filling of parameters from stored tensors of any type, with a small buffer for each thread.
 
-A parameter of the same type in ordinary memory is read in place, unless it is a part of short rows.
-Else a few rows at a time come into the buffer and are copied, which converts them: no tensor is
-ever held twice.
+A parameter of the stored type in CPU memory is read directly, unless short unwanted parts of rows
+are read with it. Otherwise a few rows at a time are read into the buffer and copied from there,
+which converts their type. Memory never holds a second copy of a whole tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from everlift.progress import Progress
 from worker.model.layers import Piece
 from worker.model.sharing import Run, bounds_of, runs
 
-#: Fills a flat tensor with runs of the stored one, which lie in it one after the other.
+#: Reads runs of a stored tensor into a flat tensor, in order and without gaps.
 Read = Callable[[Iterable[Run], Tensor], None]
 
 _BUFFER_BYTES = 4 << 20
-#: To read so many bytes more takes no longer than to read behind them once more.
+#: Reading up to this many unneeded bytes takes no longer than a second read behind them.
 _GAP_BYTES = 16 << 10
 
 
@@ -32,7 +32,7 @@ class _Buffer(threading.local):
 
 
 class Filler:
-    """Fill ``pieces``, in threads if wanted, and report the filled bytes to ``progress``."""
+    """Fills ``pieces``, possibly from several threads, and reports filled bytes to ``progress``."""
 
     def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
         self.total_bytes = sum(piece.into.nbytes for piece in pieces)
@@ -42,7 +42,7 @@ class Filler:
         self._buffer = _Buffer()
 
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
-        """Fill ``piece.into`` from a tensor whose elements ``read`` returns in ``dtype``."""
+        """Fill ``piece.into`` from a stored tensor; ``read`` reads its elements as ``dtype``."""
         bounds = bounds_of(piece.slices, piece.shape)
         inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)
         wanted = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]

@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under the names and in the layout of a Hugging Face checkpoint.
 
 Quantised tensors are dequantised by the library gguf while they are read, a few blocks at a time.
-Two things that llama.cpp's converter does are undone here: it interleaves the rows of Llama's query
-and key projections for its own rope, and it adds 1 to Gemma's norms.
+Two changes of llama.cpp's converter are undone: the rows of Llama's query and key projections are
+interleaved for llama.cpp's rope, and 1 is added to the weights of Gemma's norms.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ _FAMILY_LAYER_NAMES = {
     "gemma3": _GEMMA_LAYER_NAMES,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
-#: What the configuration has taken already (everlift.gguf_config).
+#: Tensors that everlift.gguf_config has already converted to entries of the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _INTERLEAVED = re.compile(r"\.attn_[qk]\.")
-#: Types whose elements are stored as they are, by safetensors' names.
+#: Types that are not quantised, with their names in safetensors.
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufStoredTensor(StoredTensor):
-    """Tensor of a GGUF file: ``shape`` and ``name`` are a Hugging Face checkpoint's.
+    """Tensor of a GGUF file, with the name and shape that it has in a Hugging Face checkpoint.
 
-    Elements are read as ``dtype``. Each ``unit`` elements, a multiple of the type's block, are
-    dequantised and rearranged together: of a permuted tensor, the rows of a head.
+    Elements are read as ``dtype``. Groups of ``unit`` elements, a multiple of the type's block
+    size, are dequantised and rearranged together. In an interleaved tensor a unit is the rows of
+    one head.
     """
 
     type: gguf.GGMLQuantizationType
     unit: int
-    #: whether the rows of a unit are the two halves of a head's features, interleaved
+    #: whether a unit has the rows of both halves of a head's features in alternation
     is_interleaved: bool
     #: subtracted from each element
     offset: float
 
 
 def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
-    """Return the tensors in the order of the file. Raises BadCheckpoint."""
+    """Return the tensors of a GGUF file in the order of their data. Raises BadCheckpoint."""
     try:
         header = read_gguf_header(path)
         config = config_of(header)
@@ -101,7 +102,10 @@ def read_gguf_tensors(path: Path) -> list[GgufStoredTensor]:
 
 
 def gguf_reading(descriptor: int, tensor: GgufStoredTensor) -> Read:
-    """Return a reader of runs of the tensor's elements. It raises BadCheckpoint."""
+    """Return a function that reads runs of ``tensor``'s elements from the open file ``descriptor``.
+
+    The function raises BadCheckpoint if the file has become shorter.
+    """
     block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
 
     def read(runs: Iterable[Run], into: Tensor) -> None:
@@ -166,7 +170,7 @@ def _stored(
 
 
 def _name_of(name: str, architecture: str) -> str:
-    """Return the tensor's name in a checkpoint, or its own name if it has none there."""
+    """Return the Hugging Face name of the GGUF tensor ``name``, or ``name`` if there is none."""
     stem, _, suffix = name.rpartition(".")
     layer = _LAYER.fullmatch(stem)
     if layer is None:

@@ -1,7 +1,7 @@
-"""A Hugging Face config, read key by key: what is not of the right kind is refused by its name.
+"""Typed access to a Hugging Face config; a value of the wrong type is refused, naming its key.
 
-In these files a key that is missing and a key that is null are two things: the family's default,
-and none.
+In these files a key that is missing and a key that is null differ: a missing key stands for the
+family's default, and null for no value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Json = dict[str, Any]
 
 
 class HfConfig:
-    """The JSON object ``values``; ``where`` says in messages what it is."""
+    """JSON object ``values`` of a config; ``where`` names it in error messages.
+
+    The typed getters raise UnsupportedModel if a value is not of the requested type.
+    """
 
     def __init__(self, values: Json, where: str) -> None:
         self._values = values
@@ -24,7 +27,7 @@ class HfConfig:
 
     @staticmethod
     def read(path: Path) -> HfConfig:
-        """Read a config. Raises UnsupportedModel for anything but a JSON object."""
+        """Return the config in ``path``. Raises UnsupportedModel if it is not a JSON object."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -38,15 +41,15 @@ class HfConfig:
         return HfConfig(content, path.name)
 
     def over(self, defaults: Json) -> HfConfig:
-        """Return the same, with ``defaults`` for keys that are missing."""
+        """Return a copy with ``defaults`` for the keys that are missing."""
         return HfConfig(defaults | self._values, self._where)
 
     def replaced(self, values: Json) -> HfConfig:
-        """Return the same, with ``values`` in place of what their keys had."""
+        """Return a copy in which ``values`` replace the values of their keys."""
         return HfConfig(self._values | values, self._where)
 
     def section(self, key: str) -> HfConfig:
-        """Return the object under ``key``, empty where there is none."""
+        """Return the object under ``key``, or an empty one if ``key`` is missing or null."""
         values = self.get(key, {})
         if not isinstance(values, dict):
             raise self._wrong(key, "an object")
@@ -59,33 +62,33 @@ class HfConfig:
         return key in self._values
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return the value under ``key``, or ``otherwise`` where it is missing or null."""
+        """Return the value under ``key``, or ``otherwise`` if it is missing or null."""
         value = self._values.get(key)
         return otherwise if value is None else value
 
     def flag(self, key: str) -> bool:
-        """Return a flag; False if it is missing or null."""
+        """Return the boolean under ``key``, or False if it is missing or null."""
         value = self.get(key, False)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")
         return value
 
     def positive(self, key: str, otherwise: int | None = None) -> int:
-        """Return a positive integer; ``otherwise`` where it is missing or null."""
+        """Return the positive integer under ``key``, or ``otherwise`` if it is missing or null."""
         value = self.get(key, otherwise)
         if type(value) is not int or value < 1:
             raise self._wrong(key, "a positive integer")
         return value
 
     def natural(self, key: str) -> int:
-        """Return an integer, be it 0."""
+        """Return the integer under ``key``, which must be present and at least 0."""
         value = self.get(key)
         if type(value) is not int or value < 0:
             raise self._wrong(key, "an integer, 0 or more")
         return value
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """Return a positive number; ``otherwise`` where it is missing or null."""
+        """Return the positive number under ``key``, or ``otherwise`` if it is missing or null."""
         value = self.get(key, otherwise)
         if not _is_number(value) or value <= 0:
             raise self._wrong(key, "a positive number")
@@ -98,14 +101,14 @@ class HfConfig:
         return None if self.get(key) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return a list of ``count`` numbers."""
+        """Return the list of ``count`` numbers under ``key``, which must be present."""
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count or not all(map(_is_number, values)):
             raise self._wrong(key, f"a list of {count} numbers")
         return tuple(map(float, values))
 
     def words(self, key: str) -> tuple[str, ...] | None:
-        """Return a list of strings; None where it is missing or null."""
+        """Return the list of strings under ``key``, or None if it is missing or null."""
         values = self.get(key)
         if values is None:
             return None
@@ -114,7 +117,7 @@ class HfConfig:
         return tuple(values)
 
     def refuse_unless(self, key: str, *supported: object) -> None:
-        """Check that ``key`` is null or ``supported``. Raises UnsupportedModel."""
+        """Raise UnsupportedModel unless ``key`` is missing, null or one of ``supported``."""
         value = self.get(key)
         if value is not None and value not in supported:
             names = ", ".join(map(repr, (*supported, None)))

@@ -1,7 +1,8 @@
-"""Rotary position embedding as a Hugging Face config writes it.
+"""Rotary position embedding, read from a Hugging Face config.
 
-transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` beside ``rope_scaling``. Defaults,
-and which of two places counts, are those of transformers' ``modeling_rope_utils``.
+transformers 5 writes ``rope_parameters``; transformers 4 wrote ``rope_theta`` and ``rope_scaling``.
+The defaults, and which key has precedence if a value is given twice, are those of transformers'
+``modeling_rope_utils``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Written:
 
     @property
     def original_context(self) -> int:
-        """Return the context length before the model was extended."""
+        """Return the context length in tokens that the model had before it was extended."""
         key = "original_max_position_embeddings"
         max_position = self.config.positive("max_position_embeddings")
         return self.config.positive(key, self.parameters.positive(key, max_position))
@@ -44,9 +45,9 @@ class _Written:
 
 
 def read_rope(config: HfConfig, head_dim: int) -> Rope:
-    """Return the one rope of ``config``.
+    """Return the rope of ``config``, which is the same for all layers.
 
-    Raises UnsupportedModel, also where it turns part of a head.
+    Raises UnsupportedModel, also if only a part of each head is rotated.
     """
     theta = config.number("rope_theta", DEFAULT_THETA)
     rope = rope_of(rope_parameters(config), config, head_dim, theta)
@@ -56,7 +57,7 @@ def read_rope(config: HfConfig, head_dim: int) -> Rope:
 
 
 def rope_parameters(config: HfConfig) -> HfConfig:
-    """Return the section of rope parameters that the config has."""
+    """Return the section ``rope_scaling`` of ``config``, or else its ``rope_parameters``."""
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
@@ -65,9 +66,9 @@ def rope_type(parameters: HfConfig) -> str:
 
 
 def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
-    """Return the rope of ``parameters``, also of a part of a head; ``theta`` is its default.
+    """Return the rope that the section ``parameters`` describes; it may rotate a part of each head.
 
-    Raises UnsupportedModel.
+    ``theta`` applies unless ``parameters`` has its own. Raises UnsupportedModel.
     """
     share = config.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * parameters.number("partial_rotary_factor", share))
@@ -106,7 +107,7 @@ def _yarn(rope: _Written) -> YarnScaling:
 
 
 def _yarn_attention(rope: _Written) -> float:
-    """Return the factor that sharpens scores over a longer context (arXiv 2309.00071, 3.4)."""
+    """Return the factor that sharpens scores in a longer context (arXiv 2309.00071, sec. 3.4)."""
     written = rope.parameters
     if written.get("mscale") and written.get("mscale_all_dim"):
         every = _mscale(rope.factor, written.number("mscale_all_dim"))

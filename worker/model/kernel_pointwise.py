@@ -1,4 +1,4 @@
-"""A layer's pointwise operations on a GPU, by kernels in Triton (worker.kernels.pointwise)."""
+"""Pointwise operations of a layer on a GPU, in Triton kernels (worker.kernels.pointwise)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.model.pointwise import TorchPointwise
 from worker.model.rope import Angle
 from worker.model.spec import Activation
 
-#: Columns of a gate that one program has.
+#: Columns of a gate that one Triton program computes.
 _GATE_BLOCK = 1024
 
 

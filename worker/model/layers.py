@@ -1,13 +1,13 @@
-"""The layers of a tensor-parallel decoder, each with this rank's share of its parameters.
+"""Layers of a tensor-parallel decoder, each with this rank's share of its parameters.
 
     column   output features are split     x [T, in]          -> [T, out / ranks]   no communication
     row      input features are split      x [T, in / ranks]  -> [T, out]           one all_reduce
     vocab    rows of the table are split   ids [T] -> [T, hidden], hidden [n, hidden] -> logits
 
-A layer says which slices of which checkpoint tensors it holds (``pieces``); weights.py reads them.
-What no checkpoint tensor fills, since a share is padded (sharing.py), is zero from the start.
-Parameters are plain tensors until ``pack`` brings a filled layer's weight into a faster form; then
-there are no pieces any more. Nothing here is trained.
+``pieces`` yields the slices of checkpoint tensors that a layer holds, and weights.py reads them.
+The padding of a share (sharing.py), which no checkpoint tensor fills, is zero from the start.
+Weights are plain tensors until ``pack`` converts them, once they are filled, to a faster layout;
+after that ``pieces`` is unusable. The layers are for inference only.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a rank's parameters: device, rank, and kernels."""
+    """Placement of a rank's parameters: its group, their types and device, pointwise operations."""
 
     group: Group
     dtype: torch.dtype
     device: torch.device
     pointwise: Pointwise = TORCH
-    #: of the weights that are multiplied with; ``dtype`` where None
+    #: type of the weights of matrix products; None: ``dtype``
     weights: torch.dtype | None = None
 
     def empty(self, *shape: int) -> Tensor:
@@ -46,9 +46,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Piece of a checkpoint tensor: ``into`` gets ``tensor[slices]``.
+    """Piece of a checkpoint tensor: ``tensor[slices]`` is read into ``into``.
 
-    ``shape`` is that of the whole tensor. Several pieces may be of one tensor.
+    ``name`` and ``shape`` are those of the whole tensor, which may have several pieces.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Linear of the checkpoint, or a part of one, and this rank's share.
+    """Linear of the checkpoint, or a slice of a fused one, and this rank's share of its features.
 
-    ``size`` counts the features that the layer splits, and ``share`` cuts them: output features in
-    a column layer, input features in a row layer.
+    ``size`` is the number of the checkpoint's features in the split dimension: output features in a
+    column layer, input features in a row layer.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Part:
 
     @property
     def held(self) -> slice:
-        """Return this rank's slice of the checkpoint's features."""
+        """Return the slice of the checkpoint's features that this rank holds."""
         return slice(self.share.start, self.share.stop)
 
 
 class ColumnLinear:
-    """Several linears of one input as one product; their outputs lie side by side, in order."""
+    """Linears of the same input as one product; the outputs of ``parts`` are concatenated."""
 
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
@@ -106,7 +106,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A linear whose input is what a column layer left split; the ranks' products are summed."""
+    """Linear whose input features are split over the ranks; the ranks' products are summed."""
 
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
@@ -120,7 +120,7 @@ class RowLinear:
 
     @property
     def own_bias(self) -> Tensor | None:
-        """Bias of this rank's product: that of the sum has one only."""
+        """Bias of this rank's product: None except on rank 0, so that the sum includes it once."""
         return self.bias if self.group.rank == 0 else None
 
     def pack(self, packing: Packing) -> None:
@@ -138,7 +138,7 @@ class RowLinear:
 class VocabTable:
     """Table with one row per token: embedding, head, or both (tied).
 
-    Logits of rows past the vocabulary's end are cut off.
+    The rows of the last ranks may include padding; the logits of padding are cut off.
     """
 
     def __init__(self, name: str, vocab_size: int, width: int, place: Placement) -> None:
@@ -146,16 +146,16 @@ class VocabTable:
         self.group = place.group
         self._name = name
         self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
-        #: rows that each rank has, those included that pad
+        #: rows of each rank, including padding
         self.share_width = self._share.width
         self.weight = Matrix(place.empty_weight(self.share_width, width))
         self._dtype = place.dtype
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids`` [T], [T, width].
+        """Return the rows [T, width] of the tokens ``ids`` [T].
 
-        A token of another rank's is zero until the sum.
+        A rank has zeros for the tokens of other ranks; the sum over the ranks has every row.
         """
         if self.group.size == 1:
             return self.weight.rows(ids).to(self._dtype)
@@ -165,15 +165,15 @@ class VocabTable:
         return self.group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits of ``hidden`` [n, width] as fp32 [n, vocab_size] on rank 0, None elsewhere."""
+        """Return fp32 logits [n, vocab_size] of ``hidden`` [n, width] on rank 0, None elsewhere."""
         if self.group.size == 1:
             return self.weight.multiply_to_fp32(hidden)
         return self.gathered(self.weight.multiply(hidden), self._dtype)
 
     def gathered(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Gather ``logits`` [n, share] of each rank as fp32 [n, vocab_size] on rank 0, else None.
+        """Return all ranks' ``logits`` as fp32 [n, vocab_size] on rank 0, None elsewhere.
 
-        Between ranks they are of ``dtype``.
+        ``logits`` [n, share_width] are this rank's. The ranks exchange them as ``dtype``.
         """
         if self.group.size == 1:
             return logits
@@ -182,7 +182,7 @@ class VocabTable:
 
     @property
     def held(self) -> range:
-        """Tokens of this rank."""
+        """Token ids whose rows this rank holds."""
         return range(self._share.start, self._share.stop)
 
     def pack(self, packing: Packing) -> None:
@@ -196,7 +196,7 @@ class VocabTable:
 
 
 class RmsNorm:
-    """Pointwise.norm with its weight."""
+    """RMS norm with its weight; see Pointwise.norm."""
 
     def __init__(self, name: str, width: int, eps: float, add_one: bool, place: Placement) -> None:
         self._name = name
@@ -206,7 +206,7 @@ class RmsNorm:
         self._pointwise = place.pointwise
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return the norm of ``x``, to which ``added`` is first added in place."""
+        """Return the norm of ``x``; ``added``, if given, is first added to ``x`` in place."""
         return self._pointwise.norm(x, self.weight, self.eps, self.add_one, added)
 
     def pieces(self) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""A linear's weight: filled as a plain tensor, multiplied with in whatever form is fastest."""
+"""Weight of a linear: filled as a plain tensor, then packed into the fastest layout."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ from torch.nn import functional
 
 
 class Form(Protocol):
-    """Memory layout of a weight [outputs, inputs]."""
+    """Weight [outputs, inputs] in one memory layout, and the operations on it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x`` [T, inputs] @ weight.T + ``bias`` [outputs], of shape [T, outputs]."""
         ...
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """Return the product without bias as fp32, not rounded to a smaller type before."""
+        """Return ``x`` [T, inputs] @ weight.T as fp32 [T, outputs].
+
+        Some layouts round the product to the type of ``x`` first.
+        """
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of the weight at ``ids`` [T]: [T, inputs], of any type."""
+        """Return the rows ``ids`` [T] of the weight, [T, inputs], of any float type.
+
+        Raises NotImplementedError unless the packing has ``keeps_rows``.
+        """
         ...
 
 
 class Packing(Protocol):
-    """A way to bring weights into another form."""
+    """Conversion of plain weights to another layout."""
 
-    #: Its form has ``rows``.
+    #: Its layout supports ``rows``.
     keeps_rows: bool
-    #: Embeddings are packed even where they are not multiplied with.
+    #: An embedding is packed even if it is only looked up and never multiplied with.
     packs_embeddings: bool
 
     def pack(self, weight: Tensor) -> Form | None:
-        """Return ``weight`` packed, possibly in its memory; None if it cannot be packed.
+        """Return ``weight`` in the packed layout, which may reuse its memory.
 
-        Then it is unchanged.
+        Return None, and leave ``weight`` unchanged, if it cannot be packed.
         """
         ...
 
 
 class Plain:
-    """Layout of a checkpoint."""
+    """Unpacked layout: row-major, as in a checkpoint."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -58,7 +64,7 @@ class Plain:
 
 
 class Matrix:
-    """A weight on its way from ``plain``, which is filled, to a form that is multiplied with."""
+    """Weight of a linear: ``plain`` while it is filled, then packed if possible."""
 
     def __init__(self, plain: Tensor) -> None:
         self.form: Form = Plain(plain)
@@ -72,7 +78,7 @@ class Matrix:
         return self.form.weight
 
     def pack(self, packing: Packing) -> None:
-        """Pack the weights, once they are filled."""
+        """Pack the weight, which must be filled; it stays plain if ``packing`` cannot pack it."""
         self.form = packing.pack(self.plain) or self.form
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,18 +86,19 @@ class Matrix:
         return self.form.multiply(x, bias)
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
-        """See Form."""
+        """See Form.multiply_to_fp32."""
         return self.form.multiply_to_fp32(x)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See Form."""
+        """See Form.rows."""
         return self.form.rows(ids)
 
 
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
     """Return whether two products differ only by the order of fp32 sums and the final rounding.
 
-    Never where one is not finite.
+    ``inputs`` is the number of terms of each sum. If ``expected`` is finite, a ``product`` that is
+    not finite does not agree.
     """
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()

@@ -1,9 +1,9 @@
 """Weights packed by oneDNN, through private operators of torch. Each shape is tried first.
 
-oneDNN compiles a product for each combination of number of rows, weight shape and bias in about
-1 ms, and keeps 0.55 MiB of code for each: 512 numbers of rows and four weight shapes would take
-more than 1 GiB. So inputs are padded to few numbers of rows, and the caches of compiled products
-are bounded.
+oneDNN compiles a product for each combination of number of rows, weight shape and bias. Each takes
+about 1 ms and 0.55 MiB of code, so 512 numbers of rows and four weight shapes would take more than
+1 GiB. Therefore inputs are padded to a few numbers of rows, and the caches of compiled products are
+bounded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from worker.model.matrix import agree
 
 log = logs.get_logger(__name__)
 
-#: Numbers of rows that a shape is tried with: oneDNN has other code for one and for many.
+#: Numbers of rows in a trial, because oneDNN has different code for one row and for many.
 _TRIED_ROWS = (1, 8, 64)
-#: Smallest padding step, in rows: about the rows that oneDNN computes at once with AVX2.
+#: Smallest padding step, in rows: about as many as oneDNN computes at once with AVX2.
 _LEAST_STEP = 4
-#: Products that each of the caches of `_CACHES` keeps. The 43 padded numbers of rows up to 512 and
-#: five weight shapes make 215 products, about 120 MiB.
+#: Capacity of each of the `_CACHES`, in compiled products. The 43 padded numbers of rows up to 512
+#: with five weight shapes make 215 products, about 120 MiB.
 _MAX_COMPILED = 256
 #: Environment variables of the capacities of torch's cache and oneDNN's. Both default to 1,024.
 _CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
@@ -40,19 +40,20 @@ def bound_caches() -> None:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the padded number of rows of a product: at most an eighth more above 32 rows.
+    """Return the number of rows to which a product of ``num_rows`` rows is padded.
 
-    Up to 4 rows, as in small decodes, it is unchanged.
+    Above 32 rows the padding adds at most an eighth. Up to 4 rows, as in small decode batches,
+    there is no padding.
     """
     step = max(_LEAST_STEP, 1 << max(0, (num_rows - 1).bit_length() - 4))
     return num_rows if num_rows <= _LEAST_STEP else -(-num_rows // step) * step
 
 
 class OneDnn:
-    """A weight in a layout that only oneDNN knows."""
+    """Weight in an internal layout of oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
-        # Without a number of rows: packed for one, fp32 is half as fast with several.
+        # No number of rows is given: fp32 weights packed for one row are half as fast with several.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,7 +71,10 @@ class OneDnn:
 
 
 class OneDnnPacking:
-    """Packs weights of those shapes with which a product was what torch's own linear makes."""
+    """Packing of weights by oneDNN.
+
+    A shape is packed only if its trial product agreed with the product of torch's own linear.
+    """
 
     keeps_rows = packs_embeddings = False
 
@@ -78,7 +82,10 @@ class OneDnnPacking:
         self._is_right: dict[torch.Size, bool] = {}
 
     def pack(self, weight: Tensor) -> OneDnn | None:
-        """Return the packed weight; None if the trial of this shape failed, as the log says."""
+        """Return the packed weight, or None if the trial of its shape failed.
+
+        The first failure of a shape is logged.
+        """
         if not self._is_right.get(weight.shape, True):
             return None
         try:

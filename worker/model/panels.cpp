@@ -1,4 +1,4 @@
-// Weights brought into panels, and products with them (panels.h).
+// Packing of weights into panels, and products with them (panels.h).
 
 #include "panels.h"
 
@@ -9,11 +9,11 @@ using namespace panels;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Outputs of a panel.
+// Outputs per panel.
 size width() { return WIDTH; }
 
-// Brings weight [outputs, inputs] into panels, in its own memory; outputs are a multiple of WIDTH,
-// inputs of PACK.
+// Packs weight [outputs, inputs] into panels, in its own memory. outputs must be a multiple of WIDTH, and
+// inputs a multiple of PACK.
 void pack(Weight* weight, size outputs, size inputs, int threads) {
   using Pack = std::uint32_t;
 #pragma omp parallel num_threads(threads)
@@ -38,14 +38,14 @@ void multiply(const Stored* x, const Weight* panels, const float* scales, const 
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
-// The same without a bias, as fp32.
+// y = x @ weight.T as fp32.
 void multiply_to_fp32(const Stored* x, const Weight* panels, const float* scales, float* y,
                       size rows, size outputs, size inputs, int threads) {
   const Product<float> product{x, panels, scales, nullptr, y, rows, outputs, inputs};
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
-// Rows [number, inputs] of the weight at `ids`.
+// Writes the rows `ids` [number] of the weight to out [number, inputs].
 void look_up(const Weight* panels, const float* scales, const size* ids, Stored* out, size number,
              size inputs, int threads) {
   team::gather(threads, [&](team::Member& me) {

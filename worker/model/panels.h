@@ -1,23 +1,25 @@
-// Products on a CPU, summed in fp32: y = x @ weight.T + bias.
+// Matrix products on a CPU, summed in fp32: y = x @ weight.T + bias.
 //
-// A weight [outputs, inputs] lies in panels of WIDTH outputs, one after the other, each so that a
-// walk over the inputs reads it from its first byte to its last:
+// A weight [outputs, inputs] is stored in consecutive panels of WIDTH outputs. A loop over the inputs
+// reads a panel sequentially:
 //
 //     [outputs / WIDTH][inputs / PACK][WIDTH][PACK]
 //
-// PACK elements fill 32 bits: two of bfloat16, as the CPU may multiply them, one of fp32, or four of int8,
-// which stand for themselves times the scale of their output. The last panel is filled up with outputs
-// of zero, and the last PACK with inputs of zero. One panel goes to one
-// thread, which takes it from memory once for CHUNK rows and from its cache for every further tile of
-// them; meanwhile its next panel comes. Threads take panels as they get on: one whose core is busy
-// with something else delays the others by no more than its panel.
+// PACK elements fill 32 bits: two of bfloat16, which some CPUs multiply in pairs, one of fp32, or four
+// of int8, whose values must be multiplied by the scale of their output. The last panel is padded with
+// zero outputs, and the last pack with zero inputs.
 //
-// Each sum is made in the order of the inputs, however many rows there are: a row's result is the
-// same in any batch.
+// One thread computes one panel. It reads the panel from memory once for CHUNK rows, and from its cache
+// for every tile of rows after the first; meanwhile it prefetches its next panel. Threads take panels one
+// at a time, so that a thread whose core is busy with other work delays the others by at most one panel.
 //
-// The members of a team call multiply together, and share the panels.
+// Each sum is added up in the order of the inputs, whatever the number of rows, so the result of a row
+// has the same bits in any batch.
 //
-// Compiled for a type of weights (WEIGHTS_BFLOAT16, WEIGHTS_INT8, else fp32) and of inputs and outputs (element.h).
+// All members of a team call multiply together, and divide the panels among themselves.
+//
+// Compiled for one type of weights (WEIGHTS_BFLOAT16, WEIGHTS_INT8, else fp32) and one type of inputs and
+// outputs (element.h).
 
 #pragma once
 
@@ -29,7 +31,7 @@
 #include "../native/team.h"
 #include "../native/vector.h"
 
-// Hidden: libraries for another type or head dimension have functions of the same names.
+// Hidden visibility, because libraries for other types or head dimensions define the same names.
 namespace [[gnu::visibility("hidden")]] panels {
 
 using element::Stored;
@@ -48,23 +50,23 @@ using Weight = float;
 
 constexpr size PACK = 4 / sizeof(Weight);
 constexpr int VECTORS = vector::REGISTERS / 8;
-// Outputs of a panel.
+// Outputs per panel.
 constexpr size WIDTH = VECTORS * LANES;
-// Most rows of a tile: its sums, the vectors of weights and one of inputs fill the registers.
+// Largest number of rows of a tile: its sums, the vectors of weights and one of inputs fill the registers.
 constexpr int TILE = 6;
 constexpr size CHUNK = 16 * TILE;
-// Packs of inputs that one turn of the innermost loop multiplies.
+// Packs of inputs per iteration of the innermost loop.
 constexpr int UNROLLED = 4;
 constexpr size LINE = 64;
-// Of a panel, for each pack of inputs.
+// Bytes of a panel for each pack of inputs, and the cache lines that they fill.
 constexpr size PACK_BYTES = WIDTH * PACK * sizeof(Weight);
 constexpr size LINES = (PACK_BYTES + LINE - 1) / LINE;
-// Two panels of so many bytes are 1 MiB, what the smallest second level of cache of these CPUs has.
+// Largest panel that is prefetched. Two such panels are 1 MiB, the smallest L2 cache of these CPUs.
 constexpr size MOST_BYTES_FETCHED = 512 << 10;
 
 static_assert(TILE * VECTORS + VECTORS + 1 <= vector::REGISTERS);
 
-// Out is Stored or float.
+// One product; Out is Stored or float.
 template <class Out>
 struct Product {
   const Stored* x;       // [rows, inputs]
@@ -77,7 +79,7 @@ struct Product {
   size packs() const { return (inputs + PACK - 1) / PACK; }
 };
 
-// What is to be in the cache soon: `lines` for each UNROLLED packs of inputs that are multiplied.
+// Memory to prefetch: `lines` cache lines for each UNROLLED packs of inputs that are multiplied.
 struct Ahead {
   const char* next;
   size lines;
@@ -87,7 +89,7 @@ struct Ahead {
   }
 };
 
-// sums += x times the pack of weights at `weights`; `inputs` of it are multiplied.
+// sums += x times the pack of weights at `weights`, of which the first INPUTS inputs are multiplied.
 #if defined(WEIGHTS_BFLOAT16) && defined(BFLOAT16) && defined(PAIRS)
 
 inline std::uint32_t inputs_of(const Stored* x, int inputs) {
@@ -139,7 +141,7 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
 
 #endif
 
-// At `to`, which has `number` elements from there on, may be fewer than LANES.
+// Stores values at `to`, which has room for `number` elements; these may be fewer than LANES.
 inline void put(float* to, Floats values, size number) {
   if (number >= LANES) return vector::store(to, values);
   for (size i = 0; i < number; ++i) to[i] = values[i];
@@ -160,7 +162,7 @@ inline void put(element::Half* to, Floats values, size number) {
 }
 #endif
 
-// The first `number` at `from`, then zeros.
+// The first `number` elements at `from`, but at most LANES, followed by zeros.
 template <class Element>
 inline Floats some(const Element* from, size number) {
   Floats values{};
@@ -168,7 +170,7 @@ inline Floats some(const Element* from, size number) {
   return values;
 }
 
-// ROWS rows from `row` on, times the panel whose first output is `output`.
+// Multiplies ROWS rows, from `row` on, by the panel whose first output is `output`.
 template <int ROWS, class Out>
 void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
   Floats sums[ROWS][VECTORS] = {};
@@ -208,9 +210,9 @@ using Tile = void (*)(const Product<Out>&, size, size, Ahead&);
 template <class Out>
 constexpr Tile<Out> TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
-// Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. Each
-// fetches a part of the panel `next`, if that is another one and both fit into the second level of
-// cache: the CPU alone would look ahead by a few lines only.
+// Multiplies rows [row, end) by one panel, in tiles of about equal size: seven rows are four and three,
+// not six and one. Each tile prefetches a part of the panel `next`, if that is a different one and both
+// fit into the L2 cache, because the CPU alone prefetches only a few lines ahead.
 template <class Out>
 void chunk(const Product<Out>& p, size row, size end, size output, const Weight* next) {
   size tiles = (end - row + TILE - 1) / TILE;
@@ -233,14 +235,14 @@ void multiply(team::Member& me, const Product<Out>& p) {
   const size tasks = (p.outputs + WIDTH - 1) / WIDTH * chunks;
   me.share(tasks, 1, [&](size task) {
     const size row = task % chunks * CHUNK, output = task / chunks * WIDTH;
-    // Which one will be this thread's next: so it is where all get on alike.
+    // Prediction of this thread's next panel, which is right if all threads advance at the same speed.
     const size next = std::min(task + me.threads, tasks - 1);
     chunk(p, row, std::min(p.rows, row + CHUNK), output,
           p.panels + next / chunks * WIDTH * p.packs() * PACK);
   });
 }
 
-// Of the weight in panels, [inputs].
+// Writes row `output` of the weight in panels to out [inputs].
 inline void row(const Weight* panels, const float* scales, size output, size inputs, Stored* out) {
   const float scale = scales ? scales[output] : 1.0f;
   const size packs = (inputs + PACK - 1) / PACK;

@@ -1,6 +1,6 @@
-"""Weights in panels (panels.cpp), the form that products on a CPU are fastest with.
+"""Weights in panels (panels.cpp), the layout with the fastest products on a CPU.
 
-Packing takes a weight's own memory. A row's product is the same in any batch.
+A weight is packed in its own memory. The product of a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from worker.native import native
 log = logs.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("panels.cpp")
-#: Multiplications that one thread does in the time that the others take to wake up.
+#: Below this many multiplications, one thread finishes before the others have woken up.
 _ALONE = 1 << 18
-#: Types of weights, in the words of the preprocessor.
+#: Preprocessor macros of the weight types.
 _WEIGHTS = {
     torch.float32: "WEIGHTS_FLOAT32",
     torch.bfloat16: "WEIGHTS_BFLOAT16",
     torch.int8: "WEIGHTS_INT8",
 }
-#: Outputs that are quantised at a time, by way of fp32.
+#: Outputs that are quantised at a time, which bounds the memory of their fp32 copy.
 _QUANTISED_TOGETHER = 1024
-#: Types of inputs and outputs.
+#: Supported types of inputs and outputs.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels:
-    """A weight [outputs, inputs]: ``panels`` has its memory, with both sizes rounded up.
+    """Weight [outputs, inputs] in panels.
 
-    One of int8 has ``scales`` [outputs].
+    ``panels`` has its elements, with both sizes rounded up. An int8 weight has ``scales``
+    [outputs].
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Panels:
         inputs: int,
         scales: Tensor | None = None,
     ) -> None:
-        """Create the panels; ``dtype`` is that of inputs and outputs."""
+        """Create the weight; ``dtype`` is the type of its inputs and outputs."""
         self._library = library
         self._panels = panels
         self._dtype = dtype
@@ -119,16 +120,16 @@ class PanelPacking:
         self._library = library
         self._dtype = dtype
         self._weights = weights
-        #: embeddings are packed even where they are not multiplied with
+        #: embeddings are packed even if they are only looked up and never multiplied with
         self.packs_embeddings = weights == torch.int8
         #: outputs in a panel
         self.width = int(library.width())
 
     def pack(self, weight: Tensor) -> Panels:
-        """Pack a weight.
+        """Return ``weight`` in panels, in its own memory if no padding is needed.
 
-        More memory is needed only if outputs fill no whole number of panels, or inputs no 32 bits.
-        int8 is made of a weight of any type.
+        Padding is needed if the outputs do not fill whole panels, or the inputs whole 32-bit words.
+        For int8, a weight of any float type is quantised into new memory first.
         """
         outputs, inputs = weight.shape
         scales = None
@@ -144,7 +145,7 @@ class PanelPacking:
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``weight`` [outputs, inputs] in int8 and its scales [outputs] in fp32.
 
-    A scale is the output's largest magnitude over 127.
+    The scale of an output is its largest magnitude divided by 127, or 1 if all its weights are 0.
     """
     numbers = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight))
@@ -159,13 +160,16 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
-    """Return the compiler's flags for the types of weights and of inputs and outputs."""
+    """Return the compiler flags for inputs and outputs of ``dtype`` and weights of ``weights``."""
     return f"-D{native.DTYPES[dtype]}", f"-D{_WEIGHTS[weights]}"
 
 
 @cache
 def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
-    """Return the packing, or None if it does not pay or is unavailable, which the log says."""
+    """Return the packing into panels, or None if another layout must be used.
+
+    If panels would be the fastest layout but are unavailable or wrong, the log states the cause.
+    """
     if not pays(dtype, weights):
         return None
     library = native.compiled(_SOURCE, panel_flags(dtype, weights))
@@ -179,9 +183,9 @@ def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | No
 
 
 def pays(dtype: torch.dtype, weights: torch.dtype) -> bool:
-    """Return whether panels are the fastest form.
+    """Return whether panels are the fastest layout for these types on this CPU.
 
-    AMX, where it is, multiplies bfloat16 faster, and oneDNN uses it.
+    On a CPU with AMX, oneDNN multiplies bfloat16 faster.
     """
     if dtype not in _DTYPES or weights not in _WEIGHTS:
         return False

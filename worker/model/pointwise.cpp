@@ -1,4 +1,4 @@
-// The functions of pointwise.h, each by a team of its own.
+// The functions of pointwise.h with a C interface; each call gathers a team of threads.
 
 #include "pointwise.h"
 
@@ -25,7 +25,8 @@ void gate(int activation, const Stored* gate_up, Stored* out, size tokens, size 
 
 void rotate(Stored* heads, size stride, const float* cos, const float* sin, size tokens, size number,
             size head_dim, size dim, int threads) {
-  // The second half of a row of sin is the sine, the first its negative (worker/model/rope.py).
+  // The second half of a row of sin has the sines, and the first half their negatives
+  // (worker/model/rope.py).
   const pointwise::Angles angles{cos, sin + dim / 2, dim / 2, dim};
   gather(threads, [&](Member& me) {
     pointwise::rotate(me, heads, stride, angles, nullptr, tokens, number, head_dim);

@@ -1,9 +1,10 @@
-// What a decoder's layer does between its products, one token after the other, on a CPU.
+// Operations of a decoder layer between its matrix products, token by token, on a CPU.
 //
 // Compiled for one type of elements. Everything is computed in fp32 and rounded where torch's own
-// operations would: a token's result depends on that token alone, bit for bit, in any batch.
+// operations round. The result of a token depends on that token alone, so its bits are the same in any
+// batch.
 //
-// The members of a team call these functions together, and share the tokens.
+// All members of a team call these functions together, and divide the tokens among themselves.
 
 #pragma once
 
@@ -14,7 +15,7 @@
 #include "../native/element.h"
 #include "../native/team.h"
 
-// Hidden: libraries for another type or head dimension have functions of the same names.
+// Hidden visibility, because libraries for other types or head dimensions define the same names.
 namespace [[gnu::visibility("hidden")]] pointwise {
 
 using size = std::int64_t;
@@ -23,13 +24,13 @@ using element::Stored;
 using element::wide;
 using team::Member;
 
-// e^x; 0 or infinity past the exponents that fp32 has; NaN stays NaN.
+// e^x; 0 or infinity beyond the exponents of fp32; NaN for NaN.
 inline float exponential(float x) {
   x *= 1.44269504088896341f;
   const float bounded = x < -150.0f ? -150.0f : x > 129.0f ? 129.0f : x;
   const float whole = std::nearbyint(bounded), part = bounded - whole;
   const float y = element::exp2_of_part(part);
-  // In two factors: 2^whole itself may be none of fp32's.
+  // Two factors, because 2^whole itself may be out of fp32's range.
   const std::int32_t exponent = std::int32_t(whole == whole ? whole : 0.0f);
   const std::int32_t first = exponent >> 1, second = exponent - first;
   const std::int32_t first_bits = (first + 127) << 23, second_bits = (second + 127) << 23;
@@ -41,7 +42,7 @@ inline float exponential(float x) {
 
 constexpr size LANES = 16;
 
-// The sum's order is that of LANES partial sums, whatever the compiler makes of it.
+// The sum is made of LANES partial sums, so that its order does not depend on the compiler.
 inline float sum_of_squares(const Stored* x, size width) {
   float sums[LANES] = {};
   size i = 0;
@@ -56,12 +57,12 @@ inline float sum_of_squares(const Stored* x, size width) {
   return sum;
 }
 
-// Tokens that a thread takes at once.
+// Tokens that a thread takes at a time.
 constexpr size TOGETHER = 4;
 
 struct Norm {
   const Stored* weight;
-  float eps, one;  // the latter is added to the weight
+  float eps, one;  // `one` is added to the weight: 0 or 1
 
   // y = x / rms(x) * (weight + one), over `width` elements; y may be x.
   void operator()(const Stored* x, Stored* y, size width) const {
@@ -79,8 +80,8 @@ inline void sum(Member& me, Stored* hidden, const Stored* added, size tokens, si
   });
 }
 
-// Of each token hidden += added, unless that is null, and out = norm(hidden). All are [tokens, width];
-// out may be hidden.
+// For each token: hidden += added, unless added is null, then out = norm(hidden). All are
+// [tokens, width]; out may be hidden.
 inline void sum_and_norm(Member& me, Stored* hidden, const Stored* added, Norm norm, Stored* out,
                          size tokens, size width) {
   me.share(tokens, TOGETHER, [=](size token) {
@@ -109,7 +110,7 @@ inline void norm(Member& me, const Stored* x, Norm norm, Stored* out, size token
            [=](size token) { norm(x + token * width, out + token * width, width); });
 }
 
-// `norm` of `number` heads of each token, in place. Tokens are `stride` elements apart.
+// Norms `number` heads of each token in place. Tokens are `stride` elements apart.
 inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size tokens, size number,
                        size head_dim) {
   me.share(tokens, TOGETHER, [=](size token) {
@@ -120,9 +121,9 @@ inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size t
   });
 }
 
-// By the numbers of worker/model/compiled_pointwise.py: x * sigmoid(x), and with the hyperbolic tangent
-// for the error function x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415), and
-// with the error function itself.
+// Activations, with the numbers of worker/model/compiled_pointwise.py. SILU is x * sigmoid(x). GELU_TANH is
+// GELU with its error function approximated by tanh, which equals
+// x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415). GELU has the error function itself.
 enum Activation : int { SILU, GELU_TANH, GELU };
 
 template <Activation ACTIVATION>
@@ -144,7 +145,7 @@ inline void gate(Member& me, const Stored* gate_up, Stored* out, size tokens, si
   });
 }
 
-// out [tokens, width] = activation(gate) * up, of gate_up [tokens, 2 * width]: gate before up.
+// out [tokens, width] = activation(gate) * up. gate_up [tokens, 2 * width] has gate before up.
 inline void gate(Member& me, Activation activation, const Stored* gate_up, Stored* out, size tokens,
                  size width) {
   if (activation == SILU) gate<SILU>(me, gate_up, out, tokens, width);
@@ -152,15 +153,15 @@ inline void gate(Member& me, Activation activation, const Stored* gate_up, Store
   else gate<GELU>(me, gate_up, out, tokens, width);
 }
 
-// Cosines and sines of a head's first `pairs` pairs of features; a row of them takes `stride` elements.
+// Cosines and sines for the first `pairs` pairs of a head's features; rows are `stride` elements apart.
 struct Angles {
   const float* cos;
   const float* sin;
   size pairs, stride;
 };
 
-// Turns in place each pair (i, i + pairs) of every head by an angle of its token: that of the row that
-// `rows` has for it, or of its own. Tokens of `heads` are `stride` elements apart, heads `head_dim`.
+// Rotates each pair (i, i + pairs) of every head in place. The angles of token t are in row rows[t], or in
+// row t if `rows` is null. Tokens of `heads` are `stride` elements apart, heads `head_dim` elements.
 inline void rotate(Member& me, Stored* heads, size stride, const Angles& angles, const size* rows,
                    size tokens, size number, size head_dim) {
   me.share(tokens, TOGETHER, [=](size token) {

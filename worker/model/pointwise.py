@@ -1,4 +1,4 @@
-"""Pointwise operations of a layer, each token by itself."""
+"""Pointwise operations of a layer: the result of a token depends on that token alone."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Pointwise(Protocol):
-    """Computed in fp32, rounded to the type of what comes in."""
+    """Pointwise operations, computed in fp32 and rounded to the type of their inputs."""
 
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
     ) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension, or with ``add_one`` * (1 + weight).
+        """Return x / rms(x) * weight over the last dimension, or * (1 + weight) with ``add_one``.
 
-        The latter keeps more digits in half precision. ``added``, of the same shape, is first added
-        to ``x`` in place.
+        The sum 1 + weight is computed in fp32, because weights near 0 would lose digits in half
+        precision. ``added``, of the shape of ``x``, is first added to ``x`` in place.
         """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up [T, n], of ``gate_up`` [T, 2 * n]."""
+        """Return activation(gate) * up [T, n] of ``gate_up`` [T, 2 * n], gate before up."""
         ...
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
-        """Rotate as rope.rotate, possibly in the memory of ``heads``."""
+        """Return ``heads`` rotated as by rope.rotate, possibly in their own memory."""
         ...
 
     def rotate_and_write(
@@ -50,9 +50,10 @@ class Pointwise(Protocol):
         layer: int,
         attention: StepAttention,
     ) -> Tensor:
-        """Rotate ``turned`` [T, heads, head_dim] and write keys and ``value`` to the cache.
+        """Rotate queries and keys, write keys and ``value`` to the cache, and return the queries.
 
-        The first ``num_query`` heads are queries, which are returned; the others are keys.
+        ``turned`` [T, heads, head_dim] has ``num_query`` query heads followed by the key heads;
+        ``value`` is [T, kv_heads, head_dim].
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Native code of a decoder: which kind is fastest here, compiled at once."""
+"""Native code of a decoder: choice of the fastest for this machine, and parallel compilation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from worker.native.argmax import choose_argmax
 
 
 def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
-    """Choose the layout on the CPU of ``weights`` that are multiplied with inputs of ``dtype``."""
+    """Return the fastest CPU packing for weights of type ``weights`` and inputs of ``dtype``."""
     return panel_packing(dtype, weights) or OneDnnPacking()
 
 
 def describe_kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:
-    """Return which products a CPU computes, and why these: `bf16 panels, AVX2, 2 threads (...)`."""
+    """Return the product kernels and their reason as text: `bf16 panels, AVX2, 2 threads (...)`."""
     threads = f"{num_threads} threads"
     if panel_packing(dtype, weights) is None:
         cause = native.why_no_code() or ("AMX" if native.has_amx() else f"dtype is {_short(dtype)}")
@@ -46,7 +46,10 @@ def _short(dtype: torch.dtype) -> str:
 def precompile(
     head_dim: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
 ) -> None:
-    """Compile the libraries that a decoder needs, as many at a time as there are cores."""
+    """Compile the native libraries that a decoder on a CPU needs, in parallel.
+
+    On other devices there is nothing to compile.
+    """
     if device.type != "cpu":
         return
     libraries: list[Callable[[], object]] = [

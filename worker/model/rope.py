@@ -15,18 +15,18 @@ from worker.model.spec import (
     YarnScaling,
 )
 
-#: The cosine of each feature's angle and, to multiply with its partner, the sine: negative for the
-#: first of a pair. Each [tokens, 1, dim], fp32.
+#: Cosine of each feature's angle, and the sine by which the other feature of its pair is
+#: multiplied, negative for the first feature of a pair. Each is fp32 [tokens, 1, dim].
 Angle = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
-    """Cosines and sines of every position below ``length``, fp32, computed once.
+    """Cosines and sines of every position below ``length``, in fp32, computed once.
 
-    ``length`` is that of the longest sequence that is served, and for LongRopeScaling it settles
-    which factors hold, for all sequences and for good: a key in the cache cannot be turned again
-    when its sequence grows past the original context. (transformers goes by each call's longest
-    sequence, and computes the keys anew where it changes.)
+    ``length`` is the length of the longest sequence that is served. With LongRopeScaling it also
+    decides, once for all sequences, whether the long or the short factors apply, because a key in
+    the cache cannot be rotated again when its sequence grows past the original context.
+    (transformers decides by the longest sequence of each call, and recomputes keys on a change.)
     """
 
     def __init__(self, rope: Rope, length: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class RotaryTable:
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
     """Return ``heads`` [tokens, heads, head_dim] with each pair (i, i + dim / 2) rotated.
 
-    Features from ``dim`` on stay.
+    ``dim`` is the width of ``angle``; features from ``dim`` on are unchanged.
     """
     cos, sin = angle
     dim = cos.shape[-1]
@@ -58,7 +58,10 @@ def rotate(heads: Tensor, angle: Angle) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, length: int) -> Tensor:
-    """Return radians per position for the ``dim / 2`` pairs, fp32; ``length`` as in RotaryTable."""
+    """Return the rotation of the ``dim / 2`` pairs in radians per position, as fp32.
+
+    ``length`` is the length of the longest sequence, as in RotaryTable.
+    """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents
     match rope.scaling:
@@ -76,7 +79,7 @@ def inverse_frequencies(rope: Rope, length: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Factor of rotated queries and keys."""
+    """Return the factor by which rotated queries and keys are multiplied."""
     match rope.scaling:
         case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor
@@ -97,7 +100,7 @@ def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
-    width = last - first or 0.001  # a step, where both are one pair
+    width = last - first or 0.001  # if both are the same pair, the blend becomes a step
     share = 1 - ((torch.arange(len(plain)) - first) / width).clamp(0, 1)
     return share * plain + (1 - share) * plain / scaling.factor
 

@@ -1,4 +1,4 @@
-"""Shards of a model: heads, features and slices of tensors on tensor-parallel ranks. Pure."""
+"""Shares of a model's heads, features and tensor slices for tensor-parallel ranks. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Run of ``length`` elements from element ``start`` of the tensor on."""
+    """Run of ``length`` consecutive elements of a row-major tensor, from element ``start`` on."""
 
     start: int
     length: int
 
 
 def bounds_of(slices: Sequence[slice], shape: Sequence[int]) -> tuple[range, ...]:
-    """Return the range of each dimension that ``slices`` (step 1, first dimensions) take."""
+    """Return the indices that ``slices`` select in each dimension of a tensor of ``shape``.
+
+    ``slices`` have step 1 and apply to the first dimensions; the others are selected whole.
+    """
     whole = (slice(None),) * (len(shape) - len(slices))
     return tuple(range(size)[part] for part, size in zip((*slices, *whole), shape, strict=True))
 
@@ -37,9 +40,10 @@ def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one rank: ``width`` places of things that are numbered over the whole model.
+    """Share of one rank in items that are numbered over the whole model, such as heads.
 
-    The first places hold ``start`` to ``stop``; the rest are padding.
+    The share has ``width`` slots. The first ones hold the items from ``start`` to before ``stop``;
+    the others are padding.
     """
 
     start: int
@@ -51,11 +55,11 @@ class Share:
         return self.stop - self.start
 
     def of(self, size: int) -> Share:
-        """Return the same share of things that are ``size`` of those each."""
+        """Return this share in units of which each item has ``size``, such as a head's features."""
         return Share(self.start * size, self.stop * size, self.width * size)
 
     def moved(self, by: int) -> Share:
-        """Return the same things, where ``by`` others are counted first."""
+        """Return this share in a numbering in which ``by`` other items come first."""
         return Share(self.start + by, self.stop + by, self.width)
 
 
@@ -63,7 +67,7 @@ class Share:
 class HeadShare:
     """Query heads and KV heads of one rank.
 
-    Each KV head is read by equally many places of ``query``, one KV head's after the other's.
+    ``query`` has equally many slots for each KV head, and they are in the order of the KV heads.
     """
 
     query: Share
@@ -71,16 +75,19 @@ class HeadShare:
 
 
 def tail_padded(size: int, parts: int, part: int) -> Share:
-    """Return part ``part`` of ``size`` things: as wide as the others, the last ones filled less."""
+    """Return share ``part`` of ``size`` items in ``parts`` shares of equal width.
+
+    The last shares hold fewer items, or none, and are padded.
+    """
     width = -(-size // parts)
     return Share(min(part * width, size), min((part + 1) * width, size), width)
 
 
 def share_heads(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> HeadShare:
-    """Return rank ``rank``'s heads.
+    """Return the heads of rank ``rank``.
 
-    With fewer KV heads than ranks, neighbours hold the same one and part its query heads between
-    them.
+    With fewer KV heads than ranks, neighbouring ranks hold the same KV head and divide its query
+    heads among themselves.
     """
     group = num_heads // num_kv_heads
     if num_kv_heads >= ranks:
@@ -95,5 +102,5 @@ def share_heads(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> Hea
 
 
 def local_kv_heads(num_kv_heads: int, ranks: int) -> int:
-    """Places for KV heads on each rank: what its KV cache is made for."""
+    """Return the number of KV heads in each rank's KV cache, including padding."""
     return tail_padded(num_kv_heads, ranks, 0).width

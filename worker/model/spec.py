@@ -1,7 +1,7 @@
 """Specification of a model for the decoder, without torch and without family names.
 
-Differences between families are fields; ``families.py`` fills them from ``config.json`` and refuses
-what the decoder does not do.
+Families differ only in the values of its fields; ``families.py`` sets them from ``config.json``,
+and refuses a model that the decoder does not support.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 class UnsupportedModel(ValueError):
-    """Checkpoint that this engine does not run."""
+    """Model that this engine does not support."""
 
 
 class UnsupportedArchitecture(UnsupportedModel):
-    """The decoder does not know the architecture that the checkpoint names."""
+    """Model with an architecture that the decoder does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions are divided by ``factor``."""
+    """Linear scaling of rope: positions are divided by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long waves are stretched by ``factor``, short ones kept, those between blended.
+    """Llama 3 scaling of rope: long wavelengths are stretched by ``factor``, short ones kept.
 
-    A wave is long above ``original_context / low_freq_factor`` positions, short below
-    ``original_context / high_freq_factor``.
+    A wavelength is long above ``original_context / low_freq_factor`` positions, and short below
+    ``original_context / high_freq_factor``. Between these the two frequencies are blended.
     """
 
     factor: float
@@ -45,9 +45,10 @@ class Llama3Scaling:
 class YarnScaling:
     """Yarn scaling of rope (arXiv 2309.00071).
 
-    As Llama3Scaling, but the blend goes by pairs, from the one that turns ``beta_fast`` times in
-    ``original_context`` positions to the one that turns ``beta_slow`` times. ``truncate`` rounds
-    both outwards to whole pairs. Results are multiplied by ``attention_factor``.
+    Wavelengths are stretched as in Llama3Scaling, but the blend is linear in the index of the pair:
+    from the pair that makes ``beta_fast`` turns in ``original_context`` positions to the pair that
+    makes ``beta_slow`` turns. ``truncate`` rounds both indices outwards to whole pairs. Rotated
+    queries and keys are multiplied by ``attention_factor``.
     """
 
     factor: float
@@ -60,11 +61,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Longrope: each pair's wave is stretched by its own factor (arXiv 2402.13753).
+    """Longrope: each pair's wavelength is stretched by its own factor (arXiv 2402.13753).
 
-    By ``long``, or ``short`` if no sequence is longer than ``original_context``.
-
-    What is turned is also multiplied by ``attention_factor``.
+    The factors are ``long``, or ``short`` if no sequence is longer than ``original_context``
+    tokens. Rotated queries and keys are also multiplied by ``attention_factor``.
     """
 
     short: tuple[float, ...]
@@ -78,9 +78,9 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding of a head's first ``dim`` features, which is even.
+    """Rotary position embedding of a head's first ``dim`` features; ``dim`` is even.
 
-    Before scaling, pair i of them turns by theta ** (-2i / dim) a position.
+    Before scaling, pair i rotates by theta ** (-2i / dim) radians per position.
     """
 
     theta: float
@@ -90,9 +90,9 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Differences between layers.
+    """Properties in which the layers of a model may differ.
 
-    A token sees ``window`` tokens, itself the last; without one, all.
+    A token attends to the last ``window`` tokens up to itself, or to all of them if it is None.
     """
 
     rope: Rope
@@ -103,8 +103,8 @@ class LayerSpec:
 class TensorNames:
     """Names of the checkpoint's tensors: ``{model}.layers.0...``, ``{head}.weight``.
 
-    With ``fused``, linears with the same input are one tensor. Names that begin with one of
-    ``unread`` are ignored.
+    With ``fused``, linears with the same input are stored as one tensor. Tensors whose names begin
+    with one of ``unread`` are ignored.
     """
 
     model: str = "model"
@@ -115,10 +115,10 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer; sizes are those of the whole model, before any sharding.
+    """Decoder-only transformer; sizes are those of the whole model, before sharding.
 
-    ``max_position`` is the most tokens of one sequence that the model was made for. A softcap c
-    makes x to c * tanh(x / c).
+    ``max_position`` is the length in tokens of the longest sequence that the model is made for. A
+    softcap c replaces x by c * tanh(x / c).
     """
 
     vocab_size: int
@@ -134,18 +134,18 @@ class ModelSpec:
     attention_scale: float
     attention_softcap: float | None = None
     qkv_bias: bool = False
-    #: of the projection from the heads back to the hidden state
+    #: bias of the projection from the heads back to the hidden state
     out_bias: bool = False
     mlp_bias: bool = False
-    #: a norm over each head of queries and keys, before they are turned
+    #: a norm over each head of queries and keys, before their rotation
     qk_norm: bool = False
     activation: Activation = "silu"
-    #: norms multiply by 1 + weight, and round once, after it
+    #: norms multiply by 1 + weight, and round only the final result
     norms_add_one: bool = False
-    #: what attention and MLP give is normed as well as what they take
+    #: the outputs of attention and MLP are normed, as well as their inputs
     post_norms: bool = False
     embedding_multiplier: float = 1.0
-    #: of what attention and MLP add to the hidden state
+    #: factor of what attention and MLP add to the hidden state
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_softcap: float | None = None

@@ -1,11 +1,11 @@
-// A decoder in two calls, from tokens to hidden states and from those to logits, each by one team,
-// which shares one operation after the other. It is what worker/model/decoder.py computes layer by
-// layer with the same functions, bit for bit.
+// A decoder in two calls: from tokens to hidden states, and from hidden states to logits. In each call one
+// team of threads computes the operations in order, and divides each operation among its members. The
+// results have the same bits as those of worker/model/decoder.py, which calls the same functions layer
+// by layer.
 //
-// The ranks of a tensor-parallel worker each compute their share; what is to be summed over them goes
-// through a function that is handed in.
+// Each rank of a tensor-parallel worker computes its share. Sums over the ranks are made by a callback.
 //
-// Compiled for one head dimension, one type of weights and one of everything else.
+// Compiled for one head dimension, one type of weights and one type of all other elements.
 
 #include "../attention/paged.h"
 #include "panels.h"
@@ -31,7 +31,8 @@ struct Linear {
   }
 };
 
-// The rows from `start` to `stop` of `vocab`, in panels or one after the other. Other tokens are zero.
+// Embedding rows of the tokens from `start` to before `stop` out of `vocab`, in panels or row-major. Other
+// tokens, which other ranks hold, have rows of zeros.
 struct Embedding {
   const panels::Weight* weight;
   const float* scales;
@@ -51,43 +52,44 @@ struct Embedding {
   }
 };
 
-// What Python hands over; worker/model/stack.py has the same structures. A norm without a weight is
-// none.
+// Structures that Python passes; worker/model/stack.py defines the same ones. A norm whose weight is null
+// is absent.
 
 struct Layer {
   Norm before_attention, query, key, after_attention;
   Linear qkv, out;
   paged::Form form;
-  size angles;  // which ones
+  size angles;  // index in Stack.angles
   Norm before_mlp, after_mlp;
   Linear gate_up, down;
 };
 
-// Replaces so many elements by their sums over the ranks.
+// Replaces `number` elements by their sums over the ranks.
 using SumOverRanks = void (*)(Stored* elements, size number);
 
 struct Stack {
   Embedding embedding;
-  const Angles* angles;  // a row each of `positions` positions
+  const Angles* angles;  // tables with one row for each of `positions` positions
   size positions;
   const Layer* layers;
   size num_layers, width, heads, kv_heads, intermediate, activation;
   float residual_multiplier;
   Norm norm;
   Linear head;
-  SumOverRanks sum_over_ranks;  // null where there is one rank
+  SumOverRanks sum_over_ranks;  // null if there is only one rank
 };
 
-// Tokens, where each stands in its sequence, and which of them the hidden states are wanted of.
+// Tokens of a step, their positions in their sequences, and the indices of those whose hidden states are
+// requested (sites, ascending).
 struct Tokens {
   const size* ids;
   const size* positions;
   size number;
-  const size* sites;  // not looked at where they are all of them, or none
+  const size* sites;  // not read if num_sites is number or 0
   size num_sites;
 };
 
-// Memory for [tokens] of what stands between the operations.
+// Buffers [tokens][..] for the intermediate results of a layer.
 struct Space {
   Stored *normed, *qkv, *attended, *added, *gate_up, *gated;
 };
@@ -98,7 +100,7 @@ struct Pass {
   const paged::Cache& cache;
   const paged::Step& step;
   const Tokens& tokens;
-  Stored* hidden;  // [tokens, width]; those of the sites are the first of it in the end
+  Stored* hidden;  // [tokens, width]; finally the first num_sites rows are those of the sites
   const Space& space;
 
   void operator()() const {
@@ -112,7 +114,7 @@ struct Pass {
       pointwise::sum_and_norm(me, hidden, i ? space.added : nullptr, layer.before_attention,
                               space.normed, number, stack.width);
       attend(layer, i);
-      // Ranks sum all tokens, whichever of them rank 0 wants.
+      // With several ranks every sum covers all tokens, whichever hidden states are requested.
       if (i + 1 == stack.num_layers && !stack.sum_over_ranks) number = leave_sites();
       layer.out(me, space.attended, space.added, number);
       finish_added(layer.after_attention, number);
@@ -146,7 +148,7 @@ struct Pass {
                   space.attended, stack.heads, layer.form);
   }
 
-  // From here on nobody looks at the other tokens.
+  // Moves the rows of the sites to the front; the other tokens are no longer needed. Returns their number.
   size leave_sites() const {
     if (tokens.num_sites == tokens.number) return tokens.number;
     const size attended = stack.heads * HEAD_DIM;
@@ -188,8 +190,8 @@ inline bool all_below(const size* values, size number, size end) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// hidden [tokens, width] are those of `tokens`, and in the end the first of them those of its sites.
-// Whether every token is one, at a position that there is: else nothing is computed.
+// Computes the hidden states of `tokens`. hidden is [tokens, width]; the results for the sites are its first
+// num_sites rows. Returns 1, or 0 without computing anything if a token or a position is out of range.
 int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const paged::Step* step,
                   const stack::Tokens* tokens, element::Stored* hidden, const stack::Space* space,
                   int threads) {
@@ -202,7 +204,8 @@ int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const pa
   return 1;
 }
 
-// logits [number, vocab] of hidden [number, width], by way of normed, of the same shape.
+// Computes logits [number, outputs of the head] of hidden [number, width]. normed is scratch memory of the
+// shape of hidden.
 void logits(const stack::Stack* stack, const element::Stored* hidden, element::Stored* normed,
             float* logits, std::int64_t number, int threads) {
   team::gather(threads, [&](team::Member& me) {

@@ -1,8 +1,9 @@
-"""A decoder on a CPU: from tokens to hidden states in one call, to logits in another (stack.cpp).
+"""Compiled decoder for CPUs: tokens to hidden states in one call, logits in another (stack.cpp).
 
-Layer by layer, every operation is a call from Python, between which the other threads wait for
-work: of a sequence that decodes alone that is a third of the time. And the last layer computes no
-more than attention for tokens whose hidden states nobody wants, as are most of a prompt's.
+If the layers run one by one, every operation is a call from Python, and the other threads idle
+between the calls. When a single sequence decodes, this takes a third of the time. On a single rank
+the compiled decoder also ends after the last layer's attention for tokens whose hidden states are
+not requested, such as most tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SOURCE = Path(__file__).with_name("stack.cpp")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
-#: Elements, and how many.
+#: Callback that sums elements over the ranks, in place. Arguments: their address and number.
 _SumOverRanks = ctypes.CFUNCTYPE(None, _POINTER, _SIZE)
 
 
@@ -106,10 +107,10 @@ class _Space(ctypes.Structure):
 
 
 class CompiledStack:
-    """A Stack (decoder.py) that computes what ``plain`` does, whose parameters it uses."""
+    """Stack (decoder.py) that computes the same as ``plain``, with the parameters of ``plain``."""
 
     def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
-        """Create the stack; ``kernel`` lays out a block as the library does."""
+        """Create the stack; ``kernel`` is the attention kernel with the library's block layout."""
         self._kernel = kernel
         self._hidden = library.hidden_states
         self._hidden.argtypes = (
@@ -123,7 +124,7 @@ class CompiledStack:
             *(_SIZE, ctypes.c_int),
         )
         self._logits.restype = None
-        #: its tensors are what the structures point to
+        #: keeps the tensors alive that the structures point to
         self._plain = plain
         layers = [
             _layer(layer, table)
@@ -131,7 +132,7 @@ class CompiledStack:
         ]
         self._dtype = plain.norm.weight.dtype
         self._group = plain.embedding.group
-        #: a reduction that failed in the step that runs: a callback cannot raise it
+        #: error of a reduction in the current step, kept because a callback cannot raise it
         self._failure: BaseException | None = None
         self._layers = (_Layer * len(layers))(*layers)
         self._angles = (_Angles * len(plain.tables))(*map(_angles, plain.tables))
@@ -139,7 +140,7 @@ class CompiledStack:
         if self._group.size > 1:
             self._stack.sum_over_ranks = _SumOverRanks(self._sum_over_ranks)
         first = layers[0]
-        #: elements of a token
+        #: elements per token of each field of _Space
         self._widths = (
             first.qkv.inputs,
             first.qkv.outputs,
@@ -150,15 +151,15 @@ class CompiledStack:
         )
         self._memory = torch.empty(0, dtype=self._dtype)
         self._logits_memory = torch.empty(0)
-        #: of the former, and for how many tokens
+        #: work space within ``_memory``, and the number of tokens that fit
         self._space, self._room = _Space(), 0
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
     ) -> Tensor:
-        """Return hidden states.
+        """Return hidden states as Decoder.forward does.
 
-        Raises IndexError for an invalid token or position, RuntimeError for a lost rank.
+        Raises IndexError for an invalid token or position, and RuntimeError if a rank is lost.
         """
         if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
             return self._plain.hidden(tokens, positions, attention, sites)
@@ -210,9 +211,10 @@ class CompiledStack:
         return self._plain.head.gathered(logits, self._dtype)
 
     def _memory_for_logits(self, number: int) -> Tensor:
-        """Return memory for logits, float32 [number, vocab].
+        """Return memory for this rank's logits, float32 [number, outputs of the head].
 
-        It is kept too: large memory that is new each time is a page fault for every 4 KiB of it.
+        The memory is reused by later calls, because newly allocated memory of this size costs a
+        page fault for every 4 KiB.
         """
         if number > len(self._logits_memory):
             self._logits_memory = torch.empty(0)
@@ -221,9 +223,9 @@ class CompiledStack:
         return self._logits_memory[:number]
 
     def _space_for(self, tokens: int) -> _Space:
-        """Return the work space, which is kept because the largest step returns."""
+        """Return work space for ``tokens`` tokens; it is kept, because steps of that size recur."""
         if tokens > self._room:
-            # The old memory goes before the new one comes.
+            # Free the old memory before the new memory is allocated.
             self._memory = torch.empty(0, dtype=self._dtype)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=self._dtype)
             self._room = tokens
@@ -233,7 +235,7 @@ class CompiledStack:
 
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
-    """Return the compiled stack, or ``plain`` if stack.cpp lacks a part or cannot be compiled."""
+    """Return the compiled stack; ``plain`` if stack.cpp lacks a feature or cannot be compiled."""
     if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype
@@ -246,12 +248,12 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
 
 @cache
 def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
-    """Return the compiled library, or None; the log says why."""
+    """Return the compiled library, or None if it cannot be compiled, with the cause in the log."""
     return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
 
 
 def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
-    """Return the compiler's flags for the library of a head dimension and types (panels.py)."""
+    """Return the library's compiler flags for a head dimension and types, as in panel_flags."""
     return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
 
 

@@ -1,10 +1,11 @@
 """Attention function that transformers' attention layers call by name.
 
-transformers lets a model take its attention from outside, by name: each attention layer hands its
-queries, keys and values to the function of that name. Two names, one function: who answers is said
-around the call.
+In transformers an attention function can be registered under a name. Each attention layer of a
+model that is set to this name passes its queries, keys and values to the function. Everlift
+registers one function under two names; the context manager ``answered_by`` sets the Attend that
+computes its calls.
 
-    SURVEY   masks say what they mean (transformers_survey.py); nothing is attended to
+    SURVEY   masks carry the size of their window (transformers_survey.py); nothing is attended to
     PAGED    no masks; keys and values go to the paged KV cache, and attention runs over it
 """
 
@@ -30,8 +31,8 @@ PAGED = "everlift"
 class Call:
     """Attention call of one layer over T tokens.
 
-    ``query`` [T, heads, d], ``key`` [T, kv_heads, d], ``value`` [T, kv_heads, e], and the layer's
-    other arguments.
+    ``query`` is [T, heads, d], ``key`` [T, kv_heads, d] and ``value`` [T, kv_heads, e];
+    ``arguments`` are the layer's further keyword arguments.
     """
 
     layer: nn.Module
@@ -44,17 +45,17 @@ class Call:
 
 class Attend(Protocol):
     def __call__(self, call: Call) -> Tensor:
-        """Return the layer's output [T, heads, e]."""
+        """Return the attention output [T, heads, e] of the layer."""
         ...
 
 
-#: Not an argument of the model: not every model hands its arguments on to its layers.
+#: Not an argument of the model, because not every model passes its arguments on to its layers.
 _attend: ContextVar[Attend] = ContextVar("attend")
 
 
 @contextmanager
 def answered_by(attend: Attend) -> Iterator[None]:
-    """Route the attention of models under SURVEY or PAGED to ``attend`` within the context."""
+    """Context manager: ``attend`` computes the attention of models set to SURVEY or PAGED."""
     token = _attend.set(attend)
     try:
         yield
@@ -64,7 +65,7 @@ def answered_by(attend: Attend) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """Layer over paged attention; ``index`` is its place in the KV cache."""
+    """Layer with paged attention; ``index`` is its layer number in the KV cache."""
 
     index: int
     form: AttentionForm
@@ -72,7 +73,7 @@ class PagedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayers:
-    """Attention modules of a model, with heads in the KV cache as wide as the widest."""
+    """Attention layers of a model by module; ``head_dim`` is the width of the widest head."""
 
     by_module: Mapping[nn.Module, PagedLayer]
     kv_heads: int
@@ -80,14 +81,15 @@ class PagedLayers:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """Shape of a token in the KV cache: num_layers, kv_heads, head_dim."""
+        """Shape of a token in the KV cache: (num_layers, kv_heads, head_dim)."""
         return len(self.by_module), self.kv_heads, self.head_dim
 
 
 class PagedAttend:
-    """An Attend over one step's paged attention. Zeros fill narrower heads up, and change no score.
+    """Attend over the paged attention of one step.
 
-    In a latent attention's cache that is much: its values are narrower than its keys.
+    Heads that are narrower than those of the KV cache are padded with zeros, which change no score.
+    With latent attention much of the cache is padding, because values are narrower than keys.
     """
 
     def __init__(self, layers: PagedLayers, step: StepAttention) -> None:
@@ -113,7 +115,11 @@ def hand_over(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt transformers' shapes: [1, heads, T, d] comes in, [1, T, heads, e] goes out."""
+    """Compute a layer's attention with the Attend that ``answered_by`` has set.
+
+    This is the function that transformers calls. ``query``, ``key`` and ``value`` are
+    [1, heads, T, d]; the output is [1, T, heads, e]. No attention weights are returned.
+    """
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     call = Call(layer, query, key, value, attention_mask, arguments)
     return _attend.get()(call).unsqueeze(0), None

@@ -1,7 +1,7 @@
 """Decoder-only models of transformers over the paged KV cache, on one rank.
 
-The model's own modules compute everything but attention. To them a step's tokens are one sequence,
-in a batch of one; whose they are only attention knows.
+The model's own modules compute everything but attention. They receive the tokens of a step as one
+sequence in a batch of one; only attention knows to which sequences the tokens belong.
 
     trunk   embedding, layers, last norm    tokens [1, T] -> hidden [1, T, hidden]
     head    the model without its trunk     hidden [1, n, hidden] -> logits [1, n, vocab]
@@ -22,16 +22,17 @@ from worker.model.transformers_survey import Survey
 
 
 class Output(NamedTuple):
-    """Output: ``hidden`` [T, hidden] and fp32 ``logits`` [T, vocab]."""
+    """Result for one sequence: ``hidden`` [T, hidden] and fp32 ``logits`` [T, vocab]."""
 
     hidden: Tensor
     logits: Tensor
 
 
 class TransformersDecoder:
-    """The interface of worker.model.decoder.Decoder on ``model``, whose attention it takes over.
+    """Decoder that runs the modules of ``model``, with its attention replaced by paged attention.
 
-    ``max_position`` is the most tokens of one sequence that the model was made for.
+    It has the interface of worker.model.decoder.Decoder. ``max_position`` is the length in tokens
+    of the longest sequence that the model is made for.
     """
 
     def __init__(self, model: PreTrainedModel, survey: Survey, max_position: int) -> None:
@@ -54,7 +55,7 @@ class TransformersDecoder:
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """See Decoder."""
+        """See worker.model.decoder.Decoder.forward."""
         with answered_by(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
@@ -67,7 +68,7 @@ class TransformersDecoder:
         return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
 
     def by_own_attention(self, tokens: Tensor) -> Output:
-        """Return the model's own result for one sequence: ``tokens`` [T], from its first."""
+        """Return the result of the model's own attention for one whole sequence, ``tokens`` [T]."""
         hidden: list[Tensor] = []
         listening = self._trunk.register_forward_hook(
             lambda module, args, out: hidden.append(_hidden(out))
@@ -91,7 +92,7 @@ class _Hidden(tuple[Tensor]):
 
 
 def _as_passage(trunk: nn.Module) -> nn.Module:
-    """Model whose trunk returns the given embeddings as hidden states."""
+    """Return a copy of ``trunk`` that returns the embeddings it is given as hidden states."""
     passage = copy(trunk)
     passage.forward = lambda *_, inputs_embeds, **__: _Hidden((inputs_embeds,))
     return passage

@@ -1,4 +1,4 @@
-"""Falcon with its attention taken from outside, which transformers' own Falcon does not do."""
+"""Falcon with replaceable attention, which transformers' own Falcon does not support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.model.transformers_attention import PAGED, SURVEY, hand_over
 
 
 class InterfacedFalcon(FalconForCausalLM):
-    """Falcon with the same parameters, and the same code under any other attention."""
+    """Falcon whose attention can be set to SURVEY or PAGED; all else is as in transformers."""
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class _InterfacedAttention(FalconAttention):
         query, key, value = (heads.transpose(1, 2) for heads in split)
         if given["alibi"] is None:
             query, key = apply_rotary_pos_emb(query, key, *given["position_embeddings"])
-        # A KV head comes once for each of the query heads that share it.
+        # Each KV head is repeated for the query heads that share it; only one copy is passed on.
         copies = key.shape[1] // self.num_kv_heads
         out, _ = hand_over(
             self,

@@ -1,6 +1,6 @@
-"""A decoder-only model of transformers: from a Hugging Face directory to a decoder that was tried.
+"""Loading and trial of a decoder-only transformers model from a Hugging Face directory.
 
-Code that comes with a model is not run, and of weights only safetensors are read.
+Code that comes with a model is not run, and weights are read only from safetensors files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALSO_SUPPORTED = (
     "and on one rank any causal language model of transformers that takes all of its attention "
     "through AttentionInterface"
 )
-#: What models raise that do not take the arguments of their kind, or make something else of them.
+#: Errors of a model that lacks the usual arguments of its kind, or gives them another meaning.
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _DUMMY_SEED = 0
 
@@ -45,10 +45,11 @@ def load_decoder(
     max_model_len: int | None,
     attention_over: Callable[[KVCache], AttentionBackend],
 ) -> TransformersDecoder:
-    """Return the model of ``directory``, or with ``dummy`` one of its kind with random weights.
+    """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
-    It has been tried beside sequences of ``max_model_len`` tokens, or of as many as it is made for.
-    Raises UnsupportedModel, BadCheckpoint.
+    A Probe has verified the decoder in a batch with a sequence of ``max_model_len`` tokens, or of
+    the model's own maximum if that is None or larger. ``attention_over`` returns the attention
+    backend of a KV cache. Raises UnsupportedModel or BadCheckpoint.
     """
     with _refusing(directory) as architecture:
         config = _known_config(directory, architecture, place.group.size)
@@ -57,7 +58,7 @@ def load_decoder(
 
 
 def check_config(directory: Path, num_ranks: int) -> None:
-    """Check a model's configuration before it is built. Raises UnsupportedModel."""
+    """Check a model's config without building the model. Raises UnsupportedModel."""
     with _refusing(directory) as architecture:
         _known_config(directory, architecture, num_ranks)
 
@@ -160,7 +161,7 @@ def _load(directory: Path, config: PreTrainedConfig, place: Placement) -> PreTra
 
 
 def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
-    """Return random weights, the same at every call."""
+    """Return the model with random weights, which are the same at every call."""
     with torch.random.fork_rng(), torch.device(place.device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = _class_for(config)._from_config(

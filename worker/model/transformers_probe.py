@@ -1,16 +1,15 @@
-"""Trial at start of whether paged attention computes what the model computes by itself.
+"""Trial at start that paged attention computes the same as the model's own attention.
 
-tried at start.
-
-A short random prompt goes through the model's own attention in one piece, and through the paged one
-in two chunks and single tokens, each beside tokens of another sequence in one flat batch:
+A short random prompt goes through the model's own attention in one piece. It also goes through
+paged attention, in two chunks followed by single tokens, each in one flat batch with tokens of
+another sequence:
 
     step 1   | other ... | prompt[0:20] ............ |
     step 2   | other | prompt[20:37] ............... |
     step 3   | other | prompt[37] |                      and so on
 
-The other sequence has positions at the end of the longest context, though it sees no more than what
-was computed here. No token of the prompt may change for that.
+The other sequence has positions at the end of the longest context, although its cache holds only
+the few tokens of the trial. This must not change any result of the prompt.
 """
 
 from __future__ import annotations
@@ -29,30 +28,35 @@ from worker.model.layers import Placement
 from worker.model.transformers_decoder import TransformersDecoder
 from worker.model.transformers_survey import Unservable
 
-#: Where the steps cut the prompt and the other sequence; the prompt's chunks end at _CHUNKS.
+#: Bounds of the steps in the prompt and in the other sequence; the prompt's chunks end at _CHUNKS.
 _CUTS = (0, 20, 37, 38, 39, 40)
 _OTHER_CUTS = (0, 5, 6, 7, 8, 9)
 _CHUNKS = (20, 37)
 _PROMPT_TABLE = (2, 0)
 _OTHER_TABLE = (1,)
 _NUM_BLOCKS = 3
-#: How far the middle one of a chunk's hidden states may be off, as a part of its norm: the middle
-#: one, since rounding can tip a router of experts and move a few. A mistake moves most, by tenths.
+#: Largest error of a result vector relative to its norm, as the median over the tokens of a chunk.
+#: The median is used because rounding can change the experts that a router chooses for a few
+#: tokens. A mistake changes most tokens, by tenths.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
-#: One that is tipped early can move all that follow: then another prompt decides.
+#: Seeds of the prompts. If one prompt fails, the next one is tried, because a different choice of
+#: experts early in a prompt can change all later tokens.
 _SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Step of the probe: the prompt is the last of ``rows``, at ``positions`` [T]."""
+    """Step of the probe.
+
+    The last of ``rows`` is the prompt's. ``positions`` [T] are those of all tokens of the step.
+    """
 
     rows: Rows
     positions: list[int]
 
 
 class Probe:
-    """Tries ``decoder`` over a few blocks of a KV cache of its own."""
+    """Trial of ``decoder`` with a KV cache of its own, of a few blocks."""
 
     def __init__(
         self,
@@ -66,9 +70,10 @@ class Probe:
         self._place = place
 
     def verify(self, max_model_len: int) -> None:
-        """Compare both ways.
+        """Compare paged attention with the model's own.
 
-        Raises Unservable if a sequence could differ in a batch of ``max_model_len``.
+        Raises Unservable if the results differ, or would differ in a batch with a sequence of
+        ``max_model_len`` tokens.
         """
         length = _CUTS[-1]
         if any(self._agrees(seed, max(length, max_model_len)) for seed in _SEEDS):

@@ -1,8 +1,8 @@
 """Survey of a transformers model's attention, in one pass over a few tokens.
 
-What a layer needs beyond the paged attention is refused. For windows the mask counts, as in
-transformers: it is a function of positions, which is asked about positions far beyond the few
-tokens.
+A model whose layers need more than paged attention provides is refused. A layer's window is taken
+from its mask, as in transformers. The mask is a function of positions, so it can be evaluated at
+positions far beyond the few tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.model.transformers_attention import (
     answered_by,
 )
 
-#: Arguments that shape the scores, and those that do not. Any other is refused.
+#: Arguments that affect the scores, and arguments that do not. Any other argument is refused.
 _FORM = frozenset({"scaling", "softcap", "s_aux"})
 _NO_MATTER = frozenset(
     {
@@ -43,7 +43,7 @@ _NO_MATTER = frozenset(
     }
 )
 _NUM_TOKENS = 3
-#: Positions that a mask is asked about: each of _QUERIES, and every key below _HORIZON.
+#: Positions at which a mask is evaluated: each of _QUERIES, with every key below _HORIZON.
 _HORIZON = 1 << 18
 _QUERIES = (0, 1, 100, 5000, 40_000, _HORIZON - 2, _HORIZON - 1)
 
@@ -52,12 +52,12 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Unservable(ValueError):
-    """Cause why a model of transformers cannot be served, to follow its name."""
+    """A transformers model cannot be served; the message is the cause, without the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Result of the survey: ``trunk`` names the submodule that ends with the hidden states."""
+    """Result of a survey; ``trunk`` is the name of the submodule that returns hidden states."""
 
     layers: PagedLayers
     trunk: str
@@ -66,7 +66,7 @@ class Survey:
 
 @torch.inference_mode()
 def survey(model: PreTrainedModel) -> Survey:
-    """Survey ``model``, which is left under SURVEY. Raises Unservable."""
+    """Return the survey of ``model``, whose attention stays set to SURVEY. Raises Unservable."""
     model.set_attn_implementation(SURVEY)
     tokens = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
     surveyor = _Surveyor()
@@ -93,7 +93,10 @@ class _Surveyor:
         return call.value.new_zeros(*call.query.shape[:2], call.value.shape[-1])
 
     def layers(self, expected: int) -> PagedLayers:
-        """Return the layers of a model that should have ``expected`` ones."""
+        """Return the layers that attended.
+
+        Raises Unservable unless their number is ``expected`` and all have equally many KV heads.
+        """
         if len(self._notes) != expected:
             raise Unservable(
                 f"{len(self._notes)} of its {expected} layers attend through transformers' "
@@ -129,9 +132,9 @@ def _window_said_by(mask: Tensor | None) -> int | None:
 
 
 def window_of(sees: MaskFunction) -> int | None:
-    """Return how many tokens a token sees, itself the last; None: all up to itself.
+    """Return the window of a causal mask: the number of tokens that a token sees, including itself.
 
-    Raises Unservable if ``sees`` is anything else.
+    None means no window. Raises Unservable if the mask ``sees`` has another form.
     """
     query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
     first = torch.tensor(0)
@@ -144,7 +147,10 @@ def window_of(sees: MaskFunction) -> int | None:
 
 @contextmanager
 def _called_within(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Return the names of the pretrained models inside ``model``, outer ones first."""
+    """Context manager: record the calls of pretrained models inside ``model``.
+
+    Yields the list of their names in ``model``; an outer one comes before the ones inside it.
+    """
     called: list[str] = []
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():

@@ -1,10 +1,10 @@
 """Loading of safetensors and GGUF files into a rank's parameters: each needed slice once.
 
-Of each tensor only the rank's slices are read, once, and of short rows what lies between them.
-Everything is checked by the files' headers before the first tensor is filled. Tensors are begun in
-the order in which they lie in the files, by several threads: one alone waits for storage most of
-the time, or for the copy to the device. No file is mapped: what is touched of a mapped file counts
-as the process's own memory until the file is closed.
+Only the rank's slices of a tensor are read, each once, together with small gaps between them. All
+files are checked by their headers before the first tensor is filled. Several threads fill tensors,
+in the order of the files, because a single one would mostly wait for storage or for the copy to the
+device. Files are not mapped into memory, because the pages of a mapped file that were read count as
+the process's own memory until the file is closed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from worker.model.sharing import Run, bounds_of
 log = logs.get_logger(__name__)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-#: The same in a config's words.
+#: The same types by their names in config.json.
 _CONFIG_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
-#: What a checkpoint may hold beside the parameters: derived tables.
+#: Tensors that a checkpoint may have beside the parameters: tables that the decoder computes
+#: itself.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
-#: Of a tensor that is compared with another, so many at a time.
+#: Elements of two tensors that are compared at a time.
 _COMPARED_ELEMENTS = 1 << 20
 
-#: By the name of their tensor.
+#: Pieces by the name of their tensor.
 _Wanted = dict[str, list[Piece]]
 
 
@@ -56,9 +57,9 @@ class _Part(NamedTuple):
 def load(
     decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
 ) -> int:
-    """Fill every parameter of ``decoder`` from ``num_readers`` threads, and return their bytes.
+    """Fill every parameter of ``decoder`` from a checkpoint, and return their size in bytes.
 
-    Raises BadCheckpoint.
+    ``num_readers`` threads read the files. Raises BadCheckpoint.
     """
     tensors = _tensors(Path(directory))
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
@@ -74,9 +75,10 @@ def load(
 
 
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
-    """Return the type of all matrices of a checkpoint, or that of its config; None if several.
+    """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
-    The config's applies to weights that are not read. Raises BadCheckpoint.
+    If the weights are not read, the type is that in config.json, or None. Raises BadCheckpoint, or
+    UnsupportedModel for a malformed config.json.
     """
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")
@@ -86,12 +88,12 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Untie a head that the config ties but whose values differ in the checkpoint; return its name.
+    """Untie the head if the checkpoint stores one that differs from the embedding.
 
-    A model that was trained further may be stored so; transformers ties only equal ones. The name
-    of an equal one is returned.
-
-    Each rank compares the whole tables, so that all come to the same without a word.
+    Return the name of a stored head that equals the embedding and is therefore not needed, else
+    None. The config of a model that was trained further may still tie both; transformers ties only
+    equal tables. Each rank compares the whole tables, so that all ranks decide alike without
+    communication.
     """
     if decoder.tied is None or not stored.keys() >= {*decoder.tied}:
         return None

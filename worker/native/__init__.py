@@ -1,1 +1,1 @@
-"""C++ that is compiled when it is first used, or shipped in an image."""
+"""C++ code that is compiled at first use or shipped in an image."""

@@ -1,4 +1,4 @@
-// The largest of each row's logits, on a CPU.
+// Argmax of each row of logits, on a CPU.
 
 #include <algorithm>
 #include <cmath>
@@ -11,15 +11,15 @@ namespace {
 
 using team::size;
 
-// By the numbers of worker/native/argmax.py.
+// Markers, with the values of worker/native/argmax.py.
 constexpr size NOT_FINITE = -1, NOTHING_LEFT = -2;
 
 constexpr size LANES = 64;
-// Elements in which the largest is looked for again, once it is known where.
+// Elements per block. The position of the largest element is searched only in the block that has it.
 constexpr size BLOCK = 16 * LANES;
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// Of up to BLOCK elements. NaN is larger than nothing, but `unordered` counts it.
+// Returns the largest of up to BLOCK elements. NaN is ignored, but sets `unordered`.
 float largest(const float* x, size number, bool& unordered) {
   float most[LANES];
   std::int32_t nans[LANES] = {};
@@ -60,8 +60,8 @@ struct Largest {
 
 extern "C" {
 
-// Of rows [rows, width], `stride` elements apart, the largest of each, and the first place where it
-// is, or a mark.
+// Writes the largest logit of each of `rows` rows, and the first position where it is, or a marker. Rows have
+// `width` elements and are `stride` elements apart.
 [[gnu::visibility("default")]] void largest_of_rows(const float* logits, size stride, float* values,
                                                     size* places, size rows, size width,
                                                     int threads) {

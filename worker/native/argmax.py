@@ -1,4 +1,4 @@
-"""The largest of each row's logits: in torch, or compiled for CPUs (argmax.cpp)."""
+"""Argmax of each row of logits: in torch, or compiled for CPUs (argmax.cpp)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch import Tensor
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("argmax.cpp")
-#: Marks a row with a logit that is NaN or +inf.
+#: Token of a row with a logit that is NaN or +inf.
 NOT_FINITE = -1
-#: Marks a row whose logits are all -inf.
+#: Token of a row whose logits are all -inf.
 NOTHING_LEFT = -2
-#: Logits that one thread reads in the time in which another one takes part.
+#: Below this many logits, one thread finishes before another one would have started.
 _ALONE = 1 << 17
 
 
 class Argmax(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest of each row of ``logits`` fp32 [n, vocab], and its first token.
+        """Return the largest logit of each row of ``logits`` fp32 [n, vocab], and its token.
 
-        Shapes: fp32 [n], int64 [n], or NOT_FINITE or NOTHING_LEFT.
+        The results are fp32 [n] and int64 [n]. Of equal logits the first token is returned. Instead
+        of a token there is NOT_FINITE or NOTHING_LEFT if the row has no finite largest logit.
         """
         ...
 
@@ -38,7 +39,7 @@ def argmax_by_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CompiledArgmax:
-    """Argmax on a CPU."""
+    """Argmax by compiled code on a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._find = library.largest_of_rows
@@ -64,7 +65,7 @@ class CompiledArgmax:
 
 
 def choose_argmax(device: torch.device) -> Argmax:
-    """Return the compiled argmax, or torch's if it cannot be compiled."""
+    """Return the compiled argmax on a CPU, or torch's on other devices and without a compiler."""
     return (_compiled() if device.type == "cpu" else None) or argmax_by_torch
 
 

@@ -1,4 +1,4 @@
-// What numbers are stored as, and the way to fp32 and back.
+// Element types in memory, and their conversion to fp32 (wide) and from fp32 (narrow).
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Hidden: libraries for another type have functions of the same names.
+// Hidden visibility, because libraries for other types define the same names.
 namespace [[gnu::visibility("hidden")]] element {
 
 struct Bfloat16 {
@@ -23,7 +23,7 @@ inline float wide(Bfloat16 from) {
 }
 
 inline void narrow(float from, float& to) { to = from; }
-// To the nearest, of two the even one, as torch rounds; NaN stays NaN.
+// Rounds to nearest, ties to even, as torch does; NaN for NaN.
 inline void narrow(float from, Bfloat16& to) {
   std::uint32_t bits;
   std::memcpy(&bits, &from, sizeof bits);
@@ -31,7 +31,7 @@ inline void narrow(float from, Bfloat16& to) {
   to.bits = std::uint16_t(from != from ? bits >> 16 | 0x40 : rounded);
 }
 
-// GCC has _Float16 in C++ on x86 from 12 on, and on aarch64 from 13 on.
+// GCC supports _Float16 in C++ from version 12 on x86, and from version 13 on aarch64.
 #if defined(__aarch64__)
 #define HAS_HALF
 using Half = __fp16;
@@ -45,7 +45,7 @@ inline float wide(Half from) { return from; }
 inline void narrow(float from, Half& to) { to = Half(from); }
 #endif
 
-// The type that a library is compiled for.
+// The element type that the library is compiled for.
 #if defined(BFLOAT16)
 using Stored = Bfloat16;
 #elif defined(FLOAT16)
@@ -60,7 +60,7 @@ inline Stored narrow(float from) {
   return to;
 }
 
-// 2^part, of a number or of many, for -1/2 <= part <= 1/2. The polynomial is that of Cephes' exp2f.
+// 2^part for -1/2 <= part <= 1/2, of a number or a vector. The polynomial is that of Cephes' exp2f.
 template <class Floats>
 inline Floats exp2_of_part(Floats part) {
   Floats y = part * 1.535336188319500e-4f + 1.339887440266574e-3f;

@@ -1,13 +1,13 @@
-"""C++ that is compiled on this machine for its own CPU, when it is first used, or was shipped.
+"""C++ libraries that are compiled for this machine's CPU at first use, or were shipped.
 
-A library has a plain C interface and knows nothing of Python or torch: it is loaded with ctypes,
-and its pointers are those of tensors. What is compiled lies in the user's cache directory, under a
-name made of all that it depends on, so that two machines with one home do not share what one of
-them cannot run. An image has libraries for several levels of CPUs beside this module
-(worker.native.ship): the highest that this CPU has is used, and no compiler is needed.
+A library has a plain C interface without Python or torch. It is loaded with ctypes, and pointers
+are the addresses of tensors. Compiled libraries are in the user's cache directory. Their names are
+digests of everything that they depend on, so that machines with a shared home directory do not load
+libraries that they cannot run. An image has libraries for several CPU levels beside this module
+(worker.native.ship). The highest level that this CPU supports is used, without a compiler.
 
-The environment variable EVERLIFT_CPU_LEVEL limits what is used to one of LEVELS: workers on CPUs of
-several kinds then compute the same bits, and the code for an older CPU can be tried on a newer one.
+The environment variable EVERLIFT_CPU_LEVEL limits the code to one of LEVELS. Workers on different
+CPUs then compute the same bits, and code for an older CPU can be tested on a newer one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _COMPILERS = ("g++", "c++", "clang++")
 _NATIVE = ("-march=native",)
 _FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
-    # What is added to a product is rounded once, whatever the C++ standard says: a function that
-    # several libraries have makes the same bits in all of them.
+    # Multiply-add is fused even where the C++ standard does not allow it, so that a function that
+    # is compiled into several libraries computes the same bits in all of them.
     "-ffp-contract=fast",
-    # Roots and comparisons that set no errno and no flag can be done by vectors.
+    # Square roots and comparisons can be vectorised if they set neither errno nor flags.
     *("-fno-math-errno", "-fno-trapping-math"),
 )
 _TIMEOUT_S = 120.0
@@ -49,9 +49,10 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """CPUs that libraries are shipped for: the compiler's flags, and what /proc/cpuinfo must list.
+    """Class of CPUs for which libraries are shipped.
 
-    ``title`` is for people.
+    ``flags`` are the compiler's. ``features`` are the CPU flags that /proc/cpuinfo must list.
+    ``title`` is the name in messages.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Level:
     features: frozenset[str]
 
 
-#: The highest first.
+#: Levels of x86 CPUs, the highest first.
 LEVELS = (
     Level(
         "avx512_bf16", "AVX-512 BF16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}
@@ -69,15 +70,15 @@ LEVELS = (
     Level("avx2", "AVX2", ("-march=x86-64-v3",), _V3),
 )
 LEVEL_VARIABLE = "EVERLIFT_CPU_LEVEL"
-#: What a library is compiled for, in its preprocessor's words.
+#: Preprocessor macro for each element type that a library can be compiled for.
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """Return the library made of ``source``: shipped, or compiled here.
+    """Return the library of ``source`` and compiler ``flags``, shipped or compiled on this machine.
 
-    None, with a line in the log, where none can be made: there is no compiler, or it fails, or what
-    it makes does not load.
+    Return None, and log the cause, if there is no compiler, compilation fails, or the library
+    cannot be loaded.
     """
     level = shipped_level()
     if level is not None and (shipped := shipped_path(source, flags, level)).exists():
@@ -100,13 +101,13 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def shipped_path(source: Path, flags: Sequence[str], level: Level) -> Path:
-    """Return where the library for this source and these flags is, if it is shipped."""
+    """Return the path of the library of ``source``, ``flags`` and ``level``, if it is shipped."""
     key = _digest(*_texts(source), *_FLAGS, *level.flags, *flags)
     return _SHIPPED / f"{source.stem}-{level.name}-{key}.so"
 
 
 def ship(source: Path, flags: Sequence[str], level: Level) -> None:
-    """Compile a library to be shipped. Raises OSError, SubprocessError."""
+    """Compile a library to its shipped path. Raises OSError or SubprocessError."""
     compiler = _compiler()
     if compiler is None:
         raise OSError(f"none of {', '.join(_COMPILERS)} is there")
@@ -117,14 +118,17 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """Return the highest level of LEVELS that this CPU has; None if none is shipped for it."""
+    """Return the level whose shipped libraries this CPU uses; None if there are none for it."""
     if not _SHIPPED.is_dir():
         return None
     return level_limit() or highest_level()
 
 
 def level_limit() -> Level | None:
-    """Level that LEVEL_VARIABLE names. Raises ValueError where this CPU does not have it."""
+    """Return the level that LEVEL_VARIABLE names, or None if the variable is not set.
+
+    Raises ValueError if the level is unknown or this CPU does not support it.
+    """
     name = os.environ.get(LEVEL_VARIABLE, "")
     if not name:
         return None
@@ -138,7 +142,7 @@ def level_limit() -> Level | None:
 
 
 def highest_level() -> Level | None:
-    """Return the highest of LEVELS that this CPU has; None for other CPUs."""
+    """Return the highest of LEVELS that this CPU supports; None if it supports none."""
     return next((level for level in LEVELS if level.features <= _features()), None)
 
 
@@ -148,7 +152,7 @@ def _features() -> set[str]:
 
 
 def instructions() -> str:
-    """Return the kind of vector instructions that compiled code uses."""
+    """Return a name for the vector instructions that compiled code uses."""
     if (limit := level_limit()) is not None:
         return f"{limit.title} (limited by {LEVEL_VARIABLE})"
     highest = highest_level()
@@ -156,14 +160,14 @@ def instructions() -> str:
 
 
 def why_no_code() -> str:
-    """Return why there is no compiled code; empty if there is."""
+    """Return why no compiled code can be used; empty if it can."""
     if shipped_level() is not None or _compiler() is not None:
         return ""
     return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"
 
 
 def has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16, within the limit."""
+    """Return whether the CPU has bfloat16 products and LEVEL_VARIABLE allows them."""
     if (limit := level_limit()) is not None:
         return limit is LEVELS[0]
     if platform.machine() == "aarch64":
@@ -173,7 +177,7 @@ def has_bfloat16() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether the CPU multiplies matrices of bfloat16, within the limit."""
+    """Return whether the CPU has bfloat16 matrix products (AMX) and LEVEL_VARIABLE is not set."""
     return level_limit() is None and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 

@@ -1,7 +1,7 @@
 """``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
 
-Of attention kernels there is one for each head dimension and dtype: those of HEAD_DIMS are shipped.
-A model with another head dimension needs a compiler where it runs, or uses slower code.
+There is an attention kernel for each head dimension of HEAD_DIMS and each dtype. A model with
+another head dimension needs a compiler on the machine where it runs, or uses slower code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
 from worker.native import native
 
-#: Those of the published models of the supported families, and of the demo model.
+#: Head dimensions of the published models of the supported families and of the demo model.
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 _WEIGHTS_OF = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
@@ -28,10 +28,10 @@ _WORKER = Path(__file__).parents[1]
 
 
 def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield source and flags of each library for a level."""
+    """Yield the source file and the compiler flags of each library that ``level`` needs."""
     yield _WORKER / "parallel" / "collectives.cpp", ()
     yield _WORKER / "native" / "argmax.cpp", ()
-    # Everlift computes in float32 where a CPU has no bfloat16, and never in float16 by itself.
+    # dtype auto chooses float32 if the CPU has no bfloat16 instructions, and never float16.
     has_bfloat16 = level.name == "avx512_bf16"
     for dtype in (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,):
         yield _WORKER / "model" / "pointwise.cpp", (f"-D{native.DTYPES[dtype]}",)

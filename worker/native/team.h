@@ -1,9 +1,10 @@
-// Threads that share one loop after the other.
+// Team of threads that divide a sequence of loops among themselves.
 //
-// A loop is over when all of it is done, whoever did it: nobody has to arrive. A thread whose core
-// somebody else has for a while, as the router has it beside an engine on CPUs, is waited for only
-// where it holds a part of the loop that is on; those that were over meanwhile it passes by. OpenMP's
-// loops end when every thread was there, some milliseconds later then.
+// A loop ends when all its iterations are done, no matter which threads did them. No thread has to arrive at
+// the end of the loop. A thread may lose its core for a while, for example to the router on a machine that
+// has both. The others wait for it only if it holds iterations of the current loop, and it skips loops
+// that ended in the meantime. OpenMP's loops instead end when every thread has arrived, which may be some
+// milliseconds later.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 #include <climits>
 #include <cstdint>
 
-// Hidden: libraries have functions of the same names.
+// Hidden visibility, because several libraries define these names.
 namespace [[gnu::visibility("hidden")]] team {
 
 using size = std::int64_t;
@@ -24,23 +25,23 @@ using size = std::int64_t;
 class Team {
   friend class Member;
 
-  // Before a thread sleeps: some microseconds, which two loops of a step are apart.
+  // Checks before a thread sleeps. They take some microseconds, the usual time between two loops of a step.
   static constexpr int LOOKS = 500;
   static constexpr int LINE = 64;
 
-  // Which loop is on, in the lower half, and how much of it was taken: that no thread takes from one
-  // that is over.
+  // The number of the current loop in the lower half, and its number of taken iterations in the upper half.
+  // Both are in one word so that no thread can take iterations of a loop that has ended.
   using State = std::uint64_t;
   using Loop = std::uint32_t;
   static constexpr int HALF = 32;
 
   alignas(LINE) std::atomic<State> state{0};
-  alignas(LINE) std::atomic<size> done{0};  // of the loop that is on
+  alignas(LINE) std::atomic<size> done{0};  // finished iterations of the current loop
   alignas(LINE) std::atomic<int> asleep{0};
 
   bool is_on(Loop loop) const { return Loop(state.load(std::memory_order_acquire)) == loop; }
 
-  // The first of up to `together`; `number` where there is none left.
+  // Takes up to `together` iterations and returns the first, or returns `number` if none is left.
   size take(Loop loop, size number, size together) {
     State seen = state.load(std::memory_order_acquire), more = State(together) << HALF;
     do {
@@ -67,7 +68,7 @@ class Team {
     --asleep;
   }
 
-  // On the lower half, which comes first on the machines that there are.
+  // The futex is the lower half of `state`, which comes first on little-endian machines.
   void sleepers(int operation, std::uint32_t value) {
     syscall(SYS_futex, &state, operation, value, nullptr, nullptr, 0);
   }
@@ -81,14 +82,15 @@ class Team {
   }
 };
 
-// A thread of a team. All share the same loops, in the same order.
+// Member of a team, one per thread. All members must call the same loops in the same order.
 class Member {
  public:
   const int threads;
 
   Member(Team& team, int threads) : threads(threads), team(team) {}
 
-  // Calls each(i) once for every i below `number`, which is less than 2^31; a thread takes `together`.
+  // Calls each(i) once for every i below `number`, which is less than 2^31. A thread takes up to `together`
+  // iterations at a time. Returns when all iterations are done.
   template <class Each>
   void share(size number, size together, const Each& each) {
     if (number <= 0) return;
@@ -100,7 +102,7 @@ class Member {
     team.wait(loop++);
   }
 
-  // Calls it in one of the threads.
+  // Calls `call` in one of the threads, while the others wait.
   template <class Call>
   void once(const Call& call) {
     share(1, 1, [&](size) { call(); });
@@ -111,7 +113,7 @@ class Member {
   Team::Loop loop = 0;
 };
 
-// Calls work(member) in each of so many threads.
+// Calls work(member) in each of `threads` threads.
 template <class Work>
 void gather(int threads, const Work& work) {
   Team team;

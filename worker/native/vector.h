@@ -1,7 +1,7 @@
 // Vectors of fp32 as wide as the CPU's registers, in the vector extensions of GCC and Clang.
 //
-// Intrinsics are used only where the extensions have no word for an operation, or where a compiler is
-// free to choose between roundings.
+// Intrinsics are used only if the extensions cannot express an operation, or if a compiler may choose between
+// different roundings.
 
 #pragma once
 
@@ -16,10 +16,10 @@
 
 #include "element.h"
 
-// Hidden: libraries for another type have functions of the same names.
+// Hidden visibility, because libraries for other types define the same names.
 namespace [[gnu::visibility("hidden")]] vector {
 
-// Floats of one vector register. GCC keeps vectors that are wider than the registers in memory.
+// Number of floats in a vector register, and number of registers. GCC keeps wider vectors in memory.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
@@ -49,8 +49,8 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-// Of a number in memory this is one load. Added to a vector of zeros it would be an addition first, which
-// the compiler may not leave out, since the sum of zeros has another sign.
+// A vector with `value` in all lanes. For a value in memory this is one load. The expression `zeros + value`
+// would need an addition, which the compiler may not omit, because -0 + 0 is +0.
 inline Floats spread(float value) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(value);
@@ -61,8 +61,8 @@ inline Floats spread(float value) {
 #endif
 }
 
-// a * b + c, rounded once. The fused operation is named, because GCC, tuned for AMD's Zen, fuses the
-// expression in some loops only. The bits of a result would then depend on the rows beside it.
+// a * b + c, rounded once. The fused operation is requested explicitly, because GCC, when it tunes for AMD Zen,
+// fuses the expression only in some loops. A result's bits would then depend on the other rows of its batch.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -75,8 +75,8 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 inline Floats multiply_add(float a, Floats b, Floats c) { return multiply_add(spread(a), b, c); }
 
-// Two elements of bfloat16 for each lane, and sum + one.first * other.first + one.second * other.second,
-// where the CPU has that: PAIRS.
+// Pairs has two bfloat16 elements per lane. In each lane, dot(one, other, sum) is
+// sum + one.first * other.first + one.second * other.second. PAIRS is defined if the CPU has this operation.
 #if defined(__AVX512BF16__)
 #define PAIRS
 using Pairs = __m512bh;
@@ -93,7 +93,7 @@ inline Floats dot(std::uint32_t one, Pairs other, Floats sum) {
 }
 #endif
 
-// LANES elements in fp32.
+// LANES elements, converted to fp32.
 inline Floats wide(const float* from) { return loaded<Floats>(from); }
 
 inline Floats wide(const element::Bfloat16* from) {

@@ -1,9 +1,9 @@
-"""Agreement on a step's rows: rank 0's tokens and errors as integers for the other ranks.
+"""Encoding of the rows' results as integers, which rank 0 sends to the other ranks. Pure.
 
-Pure.
+Without drafts and scored prompts, each sampling row is one number: its token, or a negative marker
+if it failed. With them, each row that samples or scores is a line of numbers:
 
-    as it is drawn    one token a row that samples, or a mark below 0
-    with drafts       one line a row, [tokens drawn ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
+    [sampled tokens ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ FAILED = -2
 
 
 def to_lines(results: Sequence[RowResult], width: int) -> list[list[int]]:
-    """Encode results; ``width``, at least 1, is the most tokens of a result."""
+    """Encode results as lines of ``width`` numbers.
+
+    ``width`` is the most tokens of a result, and at least 1.
+    """
     lines = [[FAILED] if result.error is not None else [*result.tokens] for result in results]
     return [line + [NO_TOKEN] * (width - len(line)) for line in lines]
 
@@ -29,7 +32,7 @@ def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
 
 
 def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
-    """Make it of rows that sample in the same way."""
+    """Return the results of rows that are one number each."""
     return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
 
 

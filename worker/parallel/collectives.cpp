@@ -1,19 +1,21 @@
-// Collectives of the ranks of one host, through memory that all of them have mapped.
+// Collectives of the ranks of one host, through memory that all ranks have mapped.
 //
 //     | seat of rank 0 | seat of rank 1 | ... | slots of rank 0 | slots of rank 1 | ...
 //
-// A rank writes to its own seat and its own two slots, and reads those of the others. A tensor goes
-// through in chunks of at most a slot, which take turns between the two. A seat counts the chunks
-// to which its rank has come: what it had to write of them can be read. All ranks make the same
-// calls, so each knows for what count of another one it has to wait.
+// A rank writes to its own seat and its own two slots, and reads those of the other ranks. A tensor
+// is transferred in chunks of at most one slot, which use the two slots alternately. The count in a
+// seat is the number of chunks that its rank has reached. All data that the rank writes for these
+// chunks can be read. All ranks make the same calls, so each rank knows for which count of another
+// rank it has to wait.
 //
-// A slot is written again two chunks later. Whoever has come to the chunk in between has read it: a
-// rank waits for that before it writes.
+// A slot is overwritten two chunks later. A rank that has reached the chunk in between has read the
+// slot, so the writer waits until all ranks have reached that chunk.
 //
-// A rank that waits looks for a while, and then sleeps on the other's count (futex). Each of them
-// holds a lock on one byte of the memory's file, which the kernel lets go of when its process ends,
-// however it ends and in whatever container it is: who has slept for a while looks at it. A count
-// that nobody sleeps on costs no system call.
+// A waiting rank polls for a while and then sleeps on the other rank's count (futex). Each rank
+// holds a lock on one byte of the memory's file. The kernel releases the lock when the rank's
+// process ends, for whatever reason and in whatever container. A rank that has slept for a while
+// tests this lock to find out whether the other rank still exists. An increment of a count on which
+// no rank sleeps needs no system call.
 
 #include <algorithm>
 #include <atomic>
@@ -35,18 +37,19 @@
 namespace {
 
 constexpr int kMaxRanks = 64;
-// Two cache lines, which some CPUs fetch together.
+// Two cache lines, because some CPUs fetch them in pairs.
 constexpr size_t kAlignment = 128;
-// Elements whose sums are kept in fp32 at once; they stay in the first cache.
+// Number of elements whose sums are accumulated at a time, in fp32 or int64. They fit in the L1
+// cache.
 constexpr size_t kBlock = 1024;
-// How long a rank looks before it sleeps. Meanwhile it offers its core to whoever else wants it,
-// which may be the very rank that is waited for. Being woken takes some 40 us, and beside a busy
-// process as long as that one's time slice still lasts.
+// How long a rank polls before it sleeps. Between polls it offers its core to other processes,
+// because one of them may be the rank for which it waits. A wake-up takes about 40 us; if a busy
+// process has the core, it takes the rest of that process's time slice.
 constexpr int64_t kPatienceNs = 1'000'000;
-// How long a rank sleeps before it looks whether the other one still lives.
+// How long a rank sleeps before it tests whether the other rank still exists.
 constexpr int64_t kLookNs = 50'000'000;
 
-constexpr int kDone = 0, kLate = -1;  // and 1 + r where rank r is gone
+constexpr int kDone = 0, kLate = -1;  // and 1 + r: rank r is gone
 
 struct alignas(kAlignment) Seat {
     std::atomic<uint32_t> count;
@@ -83,7 +86,7 @@ struct Kind {
     void (*sum)(const void* const* parts, int ranks, void* out, size_t elements);
 };
 
-// By the numbers of collectives.py.
+// The index is the number of the kind in collectives.py.
 constexpr Kind kKinds[] = {
     {sizeof(float), sum<float>},
     {sizeof(Bfloat16), sum<Bfloat16>},
@@ -113,14 +116,14 @@ public:
         return size * (sizeof(Seat) + 2 * slot_bytes);
     }
 
-    // The lock is let go of when neither the memory nor the file is held any more.
+    // The kernel releases the lock when the memory is unmapped and the file is closed.
     ~Collectives() {
         munmap(memory_, bytes(size_, slot_bytes_));
         close(file_);
     }
     Collectives(const Collectives&) = delete;
 
-    // Each rank sums all of it.
+    // Every rank computes the whole sum, in the order of the ranks.
     int all_reduce(std::byte* data, size_t elements, const Kind& kind) {
         const size_t most = slot_bytes_ / kind.size;
         for (size_t from = 0; from < elements; from += most) {
@@ -151,7 +154,8 @@ public:
         return kDone;
     }
 
-    // Rank 0's out is rows of width bytes of each rank, side by side.
+    // Copies the rows of all ranks side by side to rank 0's `out`. Each rank contributes `width`
+    // bytes to a row; `length` is the number of bytes of a rank's shard.
     int gather(const std::byte* shard, size_t length, size_t width, std::byte* out) {
         for (size_t from = 0; from < length; from += slot_bytes_) {
             const size_t count = std::min(slot_bytes_, length - from);
@@ -181,7 +185,7 @@ public:
         return fcntl(file_, F_OFD_SETLK, &lock) == 0;
     }
 
-    // Whether anybody holds the lock of its seat.
+    // Returns whether another process holds the lock of the seat of `rank`.
     bool is_there(int rank) const {
         struct flock lock = seat_lock(rank);
         return fcntl(file_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
@@ -201,7 +205,7 @@ private:
         return memory_ + size_ * sizeof(Seat) + (2 * rank + chunk % 2) * slot_bytes_;
     }
 
-    // The next chunk's, where the others can read it from now on.
+    // Writes the data of the next chunk, which the other ranks can read from then on.
     int write(const std::byte* from, size_t count) {
         for (int rank = 0; rank < size_; ++rank)
             if (const int status = wait_for(rank, chunk_)) return status;
@@ -210,7 +214,9 @@ private:
         return kDone;
     }
 
-    // To the next chunk. In this order, and the sleeper in the other: one of them sees the other.
+    // Advances this rank to the next chunk and wakes the ranks that sleep on its count. It stores
+    // the count before it reads `sleepers`. A sleeping rank increments `sleepers` before it reads
+    // the count. So at least one of the two sees the other's change, and no wake-up is lost.
     void come() {
         Seat& own = seat(rank_);
         own.count.store(++chunk_);
@@ -229,7 +235,7 @@ private:
             const int64_t now = now_ns();
             if (now - looked < kLookNs) continue;
             looked = now;
-            // It may have come, and gone then.
+            // The rank may have reached the chunk before it ended.
             if (!is_there(rank)) return has_come(rank, chunk) ? kDone : 1 + rank;
             if (now - began > timeout_ns_) return kLate;
         }
@@ -240,12 +246,13 @@ private:
         return reaches(seat(rank).count.load(), chunk);
     }
 
-    // Counts go round.
+    // Compares by the difference, because counts wrap around.
     static bool reaches(uint32_t count, uint32_t chunk) {
         return static_cast<int32_t>(count - chunk) >= 0;
     }
 
-    // Until somebody comes to that seat, or kLookNs. May end earlier.
+    // Sleeps until the rank of `seat` advances, for at most kLookNs. May return earlier. Returns at
+    // once if that rank has already reached `chunk`.
     static void sleep(Seat& seat, uint32_t chunk) {
         const timespec look{0, kLookNs};
         ++seat.sleepers;
@@ -254,7 +261,7 @@ private:
         --seat.sleepers;
     }
 
-    // Bytes [from, from + count) of a shard, to where they belong in rows of all ranks.
+    // Copies bytes [from, from + count) of a shard to their positions in the rows of all ranks.
     void place(const std::byte* bytes, size_t from, size_t count, size_t width, std::byte* out) {
         while (count) {
             const size_t row = from / width, column = from % width;
@@ -282,7 +289,9 @@ size_t collectives_bytes(int size, size_t slot_bytes) {
     return Collectives::bytes(size, slot_bytes);
 }
 
-// Takes the seat of `rank`; `file` is closed in the end. Null where that cannot be.
+// Maps `file` and locks the seat of `rank`. Takes ownership of `file`, which is closed by
+// collectives_close, or before the return if this call fails. Returns null if there are more than
+// kMaxRanks ranks, or if the memory cannot be mapped or the seat not be locked.
 void* collectives_open(int file, int rank, int size, size_t slot_bytes, int64_t timeout_ns) {
     const size_t bytes = Collectives::bytes(size, slot_bytes);
     void* mapped = MAP_FAILED;

@@ -1,9 +1,9 @@
-"""Collectives of the ranks of one host through memory that they share (collectives.cpp).
+"""Collectives of the ranks of one host, over memory that they share (collectives.cpp).
 
-That they share it is tried: rank 0 makes a file in shared memory, and every rank says what it reads
-there. The name is removed as soon as all have it open, so that nothing is left behind however they
-end. They tell each other over the store by which they meet. Nothing here knows torch: what is
-summed lies at an address.
+The ranks test at the start whether they share memory: rank 0 creates a file in shared memory, and
+every rank reports what it reads from the file. The reports are exchanged through the store of the
+rendezvous. The file's name is removed as soon as all ranks have opened it, so that nothing is left
+behind however they end. This module does not depend on torch: tensors are passed as addresses.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _DIRECTORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEY = "everlift/collectives"
 _PROOF_BYTES = 16
-#: What goes through at once.
+#: Bytes that are transferred at once; larger tensors are split.
 _SLOT_BYTES = 256 << 10
-#: What a call returns when a rank does not come in time; 1 + r when rank r is gone.
+#: Status of a call for which a rank did not arrive in time. The status 1 + r means that rank r is
+#: gone.
 _LATE = -1
 
 
 class Store(Protocol):
-    """The used part of torch's TCPStore. ``get`` waits for the key."""
+    """Part of torch's TCPStore that is used. ``get`` waits for the key."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -44,16 +45,19 @@ class Store(Protocol):
 
 
 class Collectives:
-    """The end of one rank.
+    """Endpoint of one rank in the shared memory.
 
-    All ranks make the same calls in the same order, with the same sizes. Each raises RuntimeError
-    when a rank is gone or does not come, and no other can follow then.
+    All ranks must make the same calls in the same order, with the same sizes. A call raises
+    RuntimeError if a rank is gone or does not arrive in time; no other call is possible after that.
     """
 
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Take over ``file``, which this object then owns. Raises OSError."""
+        """Map ``file``, which this object owns from now on; ``timeout`` is that of each call.
+
+        Raises OSError if the file cannot be mapped or locked.
+        """
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
         self._memory = library.collectives_open(file, rank, size, _SLOT_BYTES, timeout_ns)
@@ -61,22 +65,27 @@ class Collectives:
             raise OSError("the memory cannot be mapped, or its file not be locked")
 
     def all_reduce(self, address: int, count: int, kind: int) -> None:
-        """Replace ``count`` numbers by their sums over the ranks, the same bits on each of them.
+        """Replace ``count`` numbers at ``address`` by their sums over the ranks.
 
-        They are fp32, bf16, fp16 or int64 by ``kind``, 0 to 3; bf16 and fp16 are summed in fp32.
+        All ranks get the same bits. The numbers are fp32, bf16, fp16 or int64 if ``kind`` is 0, 1,
+        2 or 3; bf16 and fp16 are summed in fp32.
         """
         self._call(self._library.collectives_all_reduce, address, count, kind)
 
     def broadcast(self, address: int, num_bytes: int) -> None:
-        """Replace bytes by rank 0's."""
+        """Replace ``num_bytes`` bytes at ``address`` by those of rank 0."""
         self._call(self._library.collectives_broadcast, address, num_bytes)
 
     def gather(self, address: int, num_bytes: int, width: int, out: int) -> None:
-        """Put the ranks' rows, each of ``width`` bytes, side by side to rank 0's ``out``."""
+        """Copy the ranks' rows of ``width`` bytes side by side to ``out`` of rank 0.
+
+        Each rank has ``num_bytes`` bytes of rows at ``address``. ``out`` is an address, used on
+        rank 0 only.
+        """
         self._call(self._library.collectives_gather, address, num_bytes, width, out)
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
         self._call(self._library.collectives_barrier)
 
     def close(self) -> None:
@@ -96,9 +105,10 @@ class Collectives:
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
-    """Join as ``rank`` of ``size``; None on every rank if one has no compiler or shares no memory.
+    """Join the shared memory as ``rank`` of ``size`` ranks, or return None.
 
-    ``timeout`` is that of a collective. Raises what the store does.
+    The result is None on every rank if one of them has no compiler or shares no memory with the
+    others. ``timeout`` is that of each collective. Raises what the store raises.
     """
     library = _library()
     if not _unanimous(store, "host", rank, size, _host() if library is not None else ""):
@@ -130,7 +140,7 @@ def _unanimous(store: Store, subject: str, rank: int, size: int, word: str) -> b
 
 
 def _host() -> str:
-    """Return an id of this boot of this kernel; empty if unknown."""
+    """Return an id of this boot of the machine; empty if unknown."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -155,7 +165,8 @@ def _make(path: Path, num_bytes: int) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # Memory that is lacking only when it is written to would be the end of the process.
+            # Allocate the memory now: if it were lacking at a later write, that would kill the
+            # process.
             os.posix_fallocate(file, 0, num_bytes)
             os.pwrite(file, secrets.token_bytes(_PROOF_BYTES), num_bytes - _PROOF_BYTES)
         finally:

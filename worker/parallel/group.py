@@ -1,16 +1,16 @@
-"""The ranks of one tensor-parallel worker: how they meet, and the collectives that they use.
+"""Process group of the ranks of one tensor-parallel worker, and the collectives that they use.
 
-    on CUDA, a GPU each                            NCCL
-    on CPUs of one host, with a C++ compiler       memory that they share
-    on CPUs else                                   gloo
-    on one GPU together, which is for tests        one of the latter two, through the host
+    CUDA, with one GPU per rank                    NCCL
+    CPUs of one host, with a C++ compiler          shared memory
+    other CPUs                                     gloo
+    one GPU for several ranks, only for tests      shared memory or gloo, through the host
 
-What only the hosts have to tell each other goes by the latter two wherever the ranks are.
+Messages that concern only the hosts, such as ``agree``, use shared memory or gloo in all cases.
 
-Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
-Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
-Every listening socket is bound to one address: the one by which its rank reaches the store, unless
-it is given.
+Rank 0 creates a store and gives its address to the others; each rank then joins the group through
+the store. This module does not use torch.distributed's process-wide default group, so a process may
+hold several groups. Every listening socket is bound to one address: the given one, or else the one
+from which its rank reaches the store.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from worker.parallel.collectives import Collectives
 
 log = logs.get_logger(__name__)
 
-#: A rank that has not come to a collective after this long is taken for lost.
+#: Time after which a rank that has not joined a collective is considered lost.
 TIMEOUT = timedelta(minutes=5)
 
 _GPU_KEY = "everlift/gpu"
-#: Before gloo's keys in the store, which would else be those of NCCL.
+#: Prefix of gloo's keys in the store, which would otherwise equal those of NCCL.
 _GLOO_KEY = "everlift/gloo"
 
-#: What shared memory sums, by its number for collectives.cpp.
+#: Dtypes that shared memory can sum, with their numbers in collectives.cpp.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
 
 
 class Group:
-    """A rank's end of its group. This class is the group of one: each collective is the identity.
+    """Group of ranks, as one rank uses it.
 
-    Every rank calls the same collectives in the same order with tensors of the same shape and
-    dtype. A lost peer raises RuntimeError, and the group is of no more use.
+    This base class is the group of a single rank, in which each collective is the identity. Every
+    rank must call the same collectives in the same order, with tensors of the same shape and dtype.
+    If a rank is lost, collectives raise RuntimeError, and the group cannot be used any more.
     """
 
     rank = 0
     size = 1
-    #: its collectives are work of the device like any other: no host waits for them, and they can
-    #: be captured
+    #: whether collectives are operations of the device like any other: no host waits for them, and
+    #: CUDA graphs can capture them
     on_device = True
-    #: collectives that this rank has taken part in
+    #: number of collectives that this rank has taken part in
     num_made = 0
 
     @staticmethod
@@ -72,24 +73,25 @@ class Group:
         return shard
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` by rank 0's, and return it."""
+        """Replace ``tensor`` by that of rank 0, and return it."""
         return tensor
 
     def attend_gather(self, shard: Tensor, room: Tensor) -> None:
-        """Take part in a ``gather_to_first`` without using the result, in the memory of ``room``.
+        """Take part in a ``gather_to_first`` whose result is not used.
 
-        It must be contiguous and as large as all ranks' shards.
+        Rank 0 receives the shards in ``room``, which must be contiguous and as large as all of
+        them.
         """
 
     def agree(self, well: bool) -> bool:
-        """Return whether all ranks are ``well``. Waits for their hosts, not for devices."""
+        """Return whether ``well`` holds on all ranks. Waits for their hosts, not for devices."""
         return well
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
 
     def close(self) -> None:
-        """Release what the group holds. May be called again."""
+        """Release the resources of the group. May be called again."""
 
 
 class _SharedMemoryGroup(Group):
@@ -188,17 +190,17 @@ class _CollectiveGroup(Group):
     def close(self) -> None:
         if self._backend is not None:
             self._end(self._backend)
-            self._backend = None  # gloo listens until it is destroyed
+            self._backend = None  # gloo listens until the object is destroyed
 
     def _end(self, backend: Any) -> None:
         backend.shutdown()
 
 
 class _NcclGroup(_CollectiveGroup):
-    """Group over ProcessGroupNCCL, with ``host`` for messages between hosts.
+    """Group over ProcessGroupNCCL, with the group ``host`` for messages between hosts.
 
-    What was captured with its collectives must be gone before it is closed: NCCL waits for that,
-    and for good.
+    CUDA graphs that captured its collectives must be deleted before it is closed, because NCCL
+    would wait for them forever.
     """
 
     on_device = True
@@ -215,7 +217,7 @@ class _NcclGroup(_CollectiveGroup):
         self._host.close()
 
     def _end(self, backend: Any) -> None:
-        # To shut it down would wait for collectives to which another rank may never come.
+        # A shutdown would wait for collectives that another rank may never join.
         backend.abort()
 
 
@@ -257,7 +259,7 @@ class _ThroughHost(Group):
 
 
 def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
-    """Rank 0's meeting point, on a free port of ``host``, and its address for join_store."""
+    """Create rank 0's store on a free port of ``host``; return it and its address."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))  # TCPStore alone would listen on every interface
@@ -282,9 +284,9 @@ def join_store(address: str) -> TCPStore:
 def init_group(
     store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
 ) -> Group:
-    """Join as rank ``rank`` of ``size``, and return when all ranks have.
+    """Join as ``rank`` of ``size`` ranks, and return the group when all ranks have joined.
 
-    ``host`` is this rank's own address, found from its way to the store when None.
+    ``host`` is this rank's own address; None stands for the one from which it reaches the store.
     """
     if size == 1:
         return Group.single()
@@ -304,7 +306,10 @@ def init_group(
 
 
 def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
-    """Return the way and the group: shared memory if all ranks share it, gloo otherwise."""
+    """Return the name of the transport and the group that uses it.
+
+    The transport is shared memory if all ranks share it, and gloo otherwise.
+    """
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))
@@ -322,7 +327,7 @@ def _name_of(gpu: torch.device) -> str:
 
 def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # By default gloo binds to whatever the machine's own name resolves to.
+    # By default gloo binds to the address that the machine's own name resolves to.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = TIMEOUT
     return ProcessGroupGloo(PrefixStore(_GLOO_KEY, store), rank, size, options)

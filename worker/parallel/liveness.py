@@ -1,11 +1,11 @@
-"""Observation of a rank's own step and of the other ranks, in the event loop's thread.
+"""Monitor of a rank's own step and of the other ranks, in the event loop's thread.
 
-that its own step ends, and that the other ranks are there.
+The ranks check periodically:
 
-    each rank      asks the watchdog about its step
-    ranks above 0  beat, on the line of the step log, and look whether it ends: the thread that
-                   reads it may be in a step that waits for rank 0
-    rank 0         hears the beats: a process that is frozen or gone beats no more
+    each rank      asks the watchdog whether its own step is overdue
+    ranks above 0  send heartbeats on the step log's connection, and check whether it has ended,
+                   because the thread that reads it may be in a step that waits for rank 0
+    rank 0         receives the heartbeats, which stop if a process is frozen or gone
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from functools import partial
 from worker.parallel.step_log import StepLogReader, StepLogWriter
 from worker.parallel.watchdog import WakingTime, Watchdog
 
-#: Between two looks at the step and at the other ranks.
+#: Seconds between two checks of the step and of the other ranks.
 _LOOK_S = 0.2
-#: A rank that has beaten once and is silent for so long is frozen.
+#: Seconds without a heartbeat after which a rank that has sent one is considered frozen.
 _SILENCE_S = 1.0
-#: A rank above 0 that comes to rank 0's stop by itself does so within this of the line's end.
+#: Seconds after the end of the connection in which a rank above 0 may still read rank 0's stop
+#: entry. Without it rank 0 is then considered lost.
 _PARTING_S = 0.4
 
 
 class LivenessMonitor:
-    """Monitor of the ranks; ``end`` is called with the cause of a loss, perhaps twice."""
+    """Monitor of the ranks; calls ``end`` with the cause of a loss, perhaps repeatedly."""
 
     def __init__(
         self,
@@ -39,14 +40,17 @@ class LivenessMonitor:
         self._end = end
         self._time = WakingTime(2 * _LOOK_S)
         self._now = 0.0
-        #: by rank, when it last beat
+        #: by rank, the time of its last heartbeat
         self._beats: dict[int, float] = {}
         self._lines: list[int] = []
         self._cut_off_at: float | None = None
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to send beats, which the other ranks expect from now on."""
+        """Start to check and, on ranks above 0, to send heartbeats.
+
+        Rank 0 expects heartbeats of a rank from its first one on.
+        """
         loop = asyncio.get_running_loop()
         if isinstance(self._log, StepLogWriter):
             self._lines = self._log.descriptors()
@@ -56,7 +60,7 @@ class LivenessMonitor:
         self._looking = loop.create_task(self._look_on())
 
     def close(self) -> None:
-        """Close, before the connections are closed. May be called again."""
+        """Stop checking, before the connections are closed. May be called again."""
         loop = asyncio.get_running_loop()
         while self._lines:
             loop.remove_reader(self._lines.pop())

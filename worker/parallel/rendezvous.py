@@ -1,12 +1,11 @@
-"""Rendezvous of the ranks of one worker by one address, which rank 0 gives out.
+"""Rendezvous of the ranks of one worker, at one address that rank 0 gives out.
 
-by one address, which rank 0 gives out.
+    model     the address leads to                           the ranks then have
+    real      a TCPStore, which holds the step log's         a process group and the step log
+    fake      the step log                                   the step log
 
-    model         the address leads to                     and so they have
-    real          a TCPStore, which has the step log's     a process group and the step log
-    fake          the step log                             the step log
-
-The modules that import torch are imported where they are needed: the fake runs without.
+Modules that import torch are imported only where they are needed, because the fake model runs
+without torch.
 """
 
 from __future__ import annotations
@@ -25,24 +24,30 @@ _STEP_LOG_KEY = "everlift/step_log"
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """Links of a rank to the others: a group for tensors, and a step log, which rank 0 writes."""
+    """Links of a rank to the others: a group for tensors, and the step log of rank 0."""
 
     group: Group | None = None
     log: StepLogWriter | StepLogReader | None = None
 
     def interrupt(self) -> None:
-        """End the other ranks, and whatever waits for them in another thread."""
+        """Break the step log's connections, which ends the other ranks.
+
+        A thread of this rank that waits for the step log raises ChannelBroken.
+        """
         if self.log is not None:
             self.log.interrupt()
 
     def close(self) -> None:
-        """Close the log; the group is the runner's."""
+        """Close the step log; the group belongs to the runner."""
         if self.log is not None:
             self.log.close()
 
 
 class MeetingPoint:
-    """Rank 0's: open from birth on, at ``address``. ``fingerprint`` names the model's files."""
+    """Rank 0's side of the rendezvous, open at ``address`` as soon as it is created.
+
+    ``fingerprint`` identifies the model's files and must be the same on all ranks.
+    """
 
     def __init__(self, config: WorkerConfig, fingerprint: str) -> None:
         self._config = config
@@ -55,7 +60,7 @@ class MeetingPoint:
             self._store.set(_STEP_LOG_KEY, self._listener.address)
 
     def gather(self) -> RankLinks:
-        """Wait for all ranks. Raises ChannelBroken."""
+        """Wait for all ranks, and return the links to them. Raises ChannelBroken."""
         try:
             log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
         finally:
@@ -67,16 +72,19 @@ class MeetingPoint:
 
         place = choose_device(self._config.device)
         group = init_group(self._store, 0, self._config.tensor_parallel, place)
-        del self._store  # it listens as long as anybody holds it; gloo does from here on
+        del self._store  # it listens while it is referenced: from here on at most by the group
         return RankLinks(group, log)
 
     def close(self) -> None:
-        """Let no other rank join."""
+        """Stop admitting ranks."""
         self._listener.close()
 
 
 def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> RankLinks:
-    """Connect ``rank``, above 0, to the meeting point at ``address``. Raises ChannelBroken."""
+    """Connect ``rank``, above 0, to the meeting point at ``address``, and return its links.
+
+    Raises ChannelBroken.
+    """
     if config.is_fake:
         return RankLinks(log=StepLogReader.connect(address, rank, fingerprint))
     from worker.device import device

@@ -1,7 +1,7 @@
-"""Substitute for a rank's part of a step for which its memory was too short.
+"""Substitute for a rank's part of a step for which the rank has too little memory.
 
-It takes part in the remaining collectives, so that the other ranks are not blocked. Their results
-are discarded: nobody commits a step for which one rank had too little memory.
+It takes part in the remaining collectives, so that the other ranks are not blocked. The results are
+discarded, because no rank commits a step for which one of them has too little memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from worker.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Collectives of a model.
+    """Tensors that the ranks of a model exchange, all of ``dtype``.
 
-    A forward makes ``num_sums`` sums of hidden states [T, ``hidden_size``], and each rank
-    contributes ``vocab_share`` logits, all of ``dtype``.
+    A forward pass sums hidden states [T, ``hidden_size``] over the ranks ``num_sums`` times. For
+    logits [n, ...] each rank contributes a shard [n, ``vocab_share``].
     """
 
     num_sums: int
@@ -33,7 +33,7 @@ class Exchanged:
 
 class Collective(Protocol):
     def attend(self, group: Group, room: Tensor) -> None:
-        """Take part with ``room``, bytes of any content."""
+        """Take part in the collective, with tensors in ``room``, bytes of any content."""
         ...
 
 
@@ -59,7 +59,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Rank 0's word."""
+    """Broadcast of a tensor from rank 0."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +69,11 @@ class Tell:
 
 
 class StandIn:
-    """Memory of the substitute: tokens of a step, rows of logits, and integers of agreement."""
+    """Substitute of one rank, with memory that is large enough for each collective of a step.
+
+    ``most_tokens`` is the most tokens of a step, ``most_logits`` the most rows of logits, and
+    ``most_told`` the most integers by which the ranks agree on results.
+    """
 
     def __init__(
         self,
@@ -94,12 +98,12 @@ class StandIn:
             collective.attend(self._group, self._room)
 
     def forward(self, num_tokens: int) -> list[Collective]:
-        """Take part in the collectives of a forward of so many tokens."""
+        """Return the collectives of a forward pass of ``num_tokens`` tokens."""
         each = self._exchanged
         return [Sum((num_tokens, each.hidden_size), each.dtype)] * each.num_sums
 
     def logits(self, number: int) -> Collective:
-        """Take part in the collectives of the logits of so many hidden states."""
+        """Return the collective of the logits of ``number`` hidden states."""
         return Gather((number, self._exchanged.vocab_share), self._exchanged.dtype)
 
 

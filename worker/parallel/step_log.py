@@ -1,12 +1,12 @@
-"""Log of rank 0 for the other ranks, over its own TCP connection.
+"""Log of rank 0 for the other ranks, over a TCP connection to each.
 
-It is no collective, so an idle worker times nothing out.
+It is not a collective, so no timeout of collectives passes while the worker is idle.
 
-    rank r -> rank 0    StepLogHello, once; then beats, whatever its engine does
-    rank 0 -> rank r    StepLog, one a step
+    rank r -> rank 0    StepLogHello, once; then heartbeats, whether or not its engine is in a step
+    rank 0 -> rank r    StepLog, one per step
 
-Each message follows its length in four bytes, big-endian; a beat is a single byte. The end of the
-connection is the end of both ranks.
+Each message follows its length in four bytes, big-endian; a heartbeat is a single byte. If the
+connection ends, both ranks end.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from everlift.v1 import session_pb2
 log = logs.get_logger(__name__)
 
 _LENGTH = struct.Struct(">I")
-#: Bytes of who a rank says it is; more are not taken from whoever connects.
+#: Most bytes of a StepLogHello; more are not accepted from an unknown client.
 _MAX_HELLO = 1024
 _BEAT = b"b"
-#: Beats that are read at once, a byte each.
+#: Most heartbeats that are read at once, of one byte each.
 _MANY_BEATS = 4096
-#: Whoever connects has so long to say who it is.
+#: Seconds to connect, and seconds for a client to send its StepLogHello.
 _HELLO_S = 5.0
 
 
 class ChannelBroken(Exception):
-    """The line between two ranks is gone: neither can go on."""
+    """Raised when the connection between two ranks is lost: neither can continue."""
 
 
 class StepLogListener:
-    """Rank 0's end before the others have come. ``address`` is what they need to connect."""
+    """Listener of rank 0 for the other ranks; they need its ``address`` to connect."""
 
     def __init__(self, host: str, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -51,9 +51,9 @@ class StepLogListener:
         self.address = f"{host}:{self._server.getsockname()[1]}/{self._token}"
 
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
-        """Wait until ranks 1 to ``ranks`` - 1 have connected.
+        """Wait until ranks 1 to ``ranks`` - 1 have connected, and return the writer to them.
 
-        Raises ChannelBroken if they don't in time, or one has another model.
+        Raises ChannelBroken if they do not connect in time, or if one has another model.
         """
         deadline = time.monotonic() + timeout_s
         lines: dict[int, socket.socket] = {}
@@ -69,7 +69,7 @@ class StepLogListener:
         return StepLogWriter([lines[rank] for rank in sorted(lines)])
 
     def close(self) -> None:
-        """Close the listener; an accept in another thread fails."""
+        """Close the listener; ``accept`` in another thread raises ChannelBroken."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -88,7 +88,7 @@ class StepLogListener:
         line.settimeout(_HELLO_S)
         try:
             hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
-        except Exception as error:  # whatever a stranger may send
+        except Exception as error:  # an unknown client may send anything
             log.warning("connection refused: unknown rank", error=type(error).__name__)
             return None
         knows = hmac.compare_digest(hello.token.encode(), self._token.encode())
@@ -102,20 +102,23 @@ class StepLogListener:
 
 
 class StepLogWriter:
-    """Rank 0's end, to all other ranks."""
+    """Rank 0's end of the connections to all other ranks."""
 
     def __init__(self, lines: list[socket.socket]) -> None:
         self._lines = lines
 
     def descriptors(self) -> list[int]:
-        """Descriptors of the connections, by rank.
+        """Return the file descriptors of the connections, by rank.
 
-        A rank that beats or is gone makes its one readable.
+        A descriptor becomes readable when its rank sends a heartbeat or is gone.
         """
         return [line.fileno() for line in self._lines if line.fileno() >= 0]
 
     def read_beats(self, rank: int) -> bool:
-        """Take what beats there are; False where the rank is gone. Never waits."""
+        """Read the heartbeats that have arrived, and return whether the rank is still connected.
+
+        Never waits.
+        """
         try:
             return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -124,7 +127,7 @@ class StepLogWriter:
             return False
 
     def write(self, entry: session_pb2.StepLog) -> None:
-        """Write an entry for all ranks. Raises ChannelBroken."""
+        """Send an entry to all ranks. Raises ChannelBroken."""
         for rank, line in enumerate(self._lines, 1):
             try:
                 _send(line, entry.SerializeToString())
@@ -132,7 +135,10 @@ class StepLogWriter:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
     def interrupt(self) -> None:
-        """End the other ranks, and a write that waits in another thread: with ChannelBroken."""
+        """Break the connections, which ends the other ranks.
+
+        A ``write`` that waits in another thread raises ChannelBroken.
+        """
         for line in self._lines:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
@@ -143,7 +149,7 @@ class StepLogWriter:
 
 
 class StepLogReader:
-    """The end of ``rank``, above 0: an iterator over rank 0's entries."""
+    """Iterator over rank 0's entries, at ``rank`` above 0."""
 
     def __init__(self, line: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -152,7 +158,7 @@ class StepLogReader:
 
     @classmethod
     def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
-        """Connect to the listener's ``address``. Raises ChannelBroken."""
+        """Connect to the listener at ``address``. Raises ChannelBroken."""
         place, _, token = address.rpartition("/")
         host, _, port = place.rpartition(":")
         hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
@@ -161,7 +167,7 @@ class StepLogReader:
         except OSError as error:
             raise ChannelBroken(f"rank 0 cannot be reached: {error}") from error
         _prepare(line)
-        # A line that breaks meanwhile is noticed where it is read.
+        # A connection that breaks here is noticed by the next read.
         with suppress(OSError):
             _send(line, hello.SerializeToString())
         return cls(line, rank)
@@ -178,18 +184,19 @@ class StepLogReader:
             yield entry
 
     def beat(self) -> None:
-        """Tell rank 0 that this process runs.
+        """Send a heartbeat to rank 0.
 
-        Called in another thread than the rest; never waits, and a line that is broken is noticed
-        where it is read.
+        Called in another thread than the other methods. Never waits; a broken connection is noticed
+        by the thread that reads it.
         """
         with suppress(OSError):
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Return whether rank 0 is gone without a stop; some of its steps may be unread.
+        """Return whether the connection to rank 0 ended without a stop entry.
 
-        Called in another thread than the rest; never waits.
+        Entries that arrived before may be unread. Called in another thread than the other methods;
+        never waits.
         """
         if self._has_stopped:
             return False
@@ -198,7 +205,7 @@ class StepLogReader:
         return bool(ends.poll(0))
 
     def interrupt(self) -> None:
-        """End an iteration that waits in another thread, with ChannelBroken."""
+        """Break the connection; an iteration in another thread raises ChannelBroken."""
         with suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 

@@ -1,12 +1,12 @@
-"""Detection of a step that takes so long that it will not end. Pure.
+"""Detection of a step that takes so long that it will probably not end. Pure.
 
     limit = max(timeout, 10 * predicted)    seconds, for a step of n tokens
 
-    predicted = the slowest of the last steps, or n times what a token took in the step with the
-                most tokens so far, whichever is more
+    predicted = max(time of the slowest of the last 64 steps,
+                    n * time per token of the step with the most tokens so far)
 
-A process's first steps are slow for reasons of their own, and nothing is known yet: they have ten
-timeouts, and a timeout more for each fifty tokens.
+The first 8 steps of a process are slow for other reasons, and nothing is known for a prediction.
+For them the timeout is ten times as long, plus one timeout for each 50 tokens.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-#: So many times what was predicted is no slow step any more.
+#: Multiple of the predicted time above which a step counts as stuck, not slow.
 _FACTOR = 10
 _FIRST_STEPS = 8
 _TOKENS_PER_TIMEOUT = 50
-#: The slowest of so many counts.
+#: Number of last steps of which the slowest counts.
 _REMEMBERED = 64
 
 
 class WakingTime:
-    """Time that an observer may count: intervals in which it did not run itself do not count.
+    """Clock that counts only the time in which its observer was running.
 
-    A machine under load, or a process that was stopped and goes on, makes no false alarms so.
+    It prevents false alarms when the machine is overloaded, or when the process was stopped and
+    continues.
     """
 
     def __init__(self, most_s: float) -> None:
-        """Count at most ``most_s`` between two looks."""
+        """Count at most ``most_s`` seconds between two updates."""
         self._most_s = most_s
         self._looked: float | None = None
         self._now = 0.0
 
     def update(self, now: float) -> float:
-        """Return the seconds that count so far."""
+        """Return the seconds that count until ``now``."""
         if self._looked is not None:
             self._now += min(now - self._looked, self._most_s)
         self._looked = now
@@ -43,7 +44,7 @@ class WakingTime:
 
 
 class StepTimes:
-    """Expected times of steps, from earlier steps."""
+    """Predicted times of steps, from the times of earlier steps."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -53,7 +54,7 @@ class StepTimes:
         self._token_s = 0.0
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step of ``num_tokens``, at least one."""
+        """Record that a step of ``num_tokens`` tokens, at least one, took ``seconds``."""
         self._num_steps += 1
         self._last.append(seconds)
         if num_tokens >= self._most_tokens:
@@ -78,10 +79,10 @@ class _Running:
 
 
 class Watchdog:
-    """Watchdog over one engine's steps.
+    """Watchdog over the steps of one engine.
 
-    ``begin`` and ``end`` are called in the thread that steps, with a clock's time; ``overdue`` in
-    another one, now and then, with waking time.
+    ``begin_step`` and ``end_step`` are called in the engine's thread, with seconds of one clock.
+    ``overdue`` is called periodically in another thread, with waking time.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -99,7 +100,7 @@ class Watchdog:
         self._times.took(running.num_tokens, now - running.began)
 
     def overdue(self, now: float) -> str | None:
-        """Return the problem of the running step; None if there is none."""
+        """Return a message if the running step has exceeded its limit; None otherwise."""
         running = self._running
         if running is not self._seen:
             self._seen, self._seen_at = running, now

@@ -1,4 +1,4 @@
-"""A rank's model over a KV cache: what a runner is made of."""
+"""Parts of a rank's runner: the loaded model, its KV cache and attention."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import SCORED_AT_ONCE
 from worker.runner.runner import Model, TorchRunner
 
-#: What a KV cache holds of a token: num_layers, kv_heads, head_dim.
+#: Shape of the keys, and of the values, of one token: num_layers, kv_heads, head_dim.
 KvShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A rank's model, and the shape of its KV cache."""
+    """Loaded model of a rank, and the shape of its KV cache."""
 
     model: Model
     vocab_size: int
@@ -41,9 +41,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Model over a KV cache.
+    """Loaded model with a KV cache and the other parts of a runner.
 
-    ``last_tokens`` exist on a device that computes by itself, a ``stand_in`` with several ranks.
+    ``last_tokens`` is None on a CPU, where steps are not launched ahead. ``stand_in`` is None for a
+    single rank.
     """
 
     config: WorkerConfig
@@ -56,7 +57,7 @@ class Assembly:
 
     @classmethod
     def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
-        """Assemble the model with a new KV cache."""
+        """Assemble the model with a new KV cache of ``num_blocks`` blocks."""
         device = place.device
         cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
         last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
@@ -84,10 +85,10 @@ class Assembly:
         )
 
     def capture(self) -> DecodeGraphs | None:
-        """Return the decode steps to capture, if they can be captured.
+        """Capture the decode steps; return None if they cannot be captured on every rank.
 
-        Other modules, torch's attention and collectives that wait on the host cannot. All ranks
-        capture, or none: to replay is to make collectives.
+        Transformers' modules, torch's attention and collectives that wait on the host cannot be
+        captured. All ranks capture or none, because replaying a step includes its collectives.
         """
         if self.last_tokens is None:
             return None

@@ -41,10 +41,10 @@ log = logs.get_logger(__name__)
 
 
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
-    """Load the rank's share of ``config.model`` and allocates its KV cache.
+    """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
-    Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that is not
-    there or has too little memory. Sets torch's number of threads for the process.
+    Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that does
+    not exist or has too little memory. Sets torch's number of threads for the process.
     """
     use_threads(config.num_threads)
     bound_caches()
@@ -105,14 +105,14 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 
 
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
-    """Return the spec for our own decoder; None if transformers' modules are tried.
+    """Return the model's spec for our own decoder; None if transformers' modules must run it.
 
-    Raises UnsupportedModel if neither can run the model, as far as its files tell.
+    Raises UnsupportedModel if neither can run the model, as far as its files show.
     """
     try:
         spec = read_spec(directory)
     except UnsupportedArchitecture:
-        # Seconds to import, and most models do without.
+        # Imported late, because the import takes seconds and most models do not need it.
         from worker.model.transformers_loading import check_config
 
         check_config(directory, config.tensor_parallel)
@@ -122,9 +122,9 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 
 
 def try_modules(config: WorkerConfig, directory: Path) -> None:
-    """Build a model for transformers' modules on the CPU with random weights.
+    """Build the model from transformers' modules on the CPU, with random weights, as a trial.
 
-    Raises UnsupportedModel where a start would.
+    Raises UnsupportedModel if the start of a worker would raise it.
     """
     place = Placement(Group.single(), torch.float32, torch.device("cpu"))
     _load_with_transformers(replace(config, load_format="dummy"), directory, place)
@@ -154,10 +154,11 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
 def weights_dtype(
     config: WorkerConfig, directory: Path, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Return the type in which weights are held.
+    """Return the dtype in which the weights are held in memory.
 
-    On a CPU weights of bfloat16 stay what they are: that is half the bytes of fp32, and the same
-    products. Raises BadCheckpoint.
+    On a CPU, weights that are stored in bfloat16 stay so if the kernels can use them: this takes
+    half the bytes of fp32 and gives the same products. Otherwise it is ``dtype``. Raises
+    BadCheckpoint.
     """
     if device.type != "cpu":
         return dtype
@@ -169,9 +170,9 @@ def weights_dtype(
 def quantised_dtype(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype | None:
-    """Return the type to which weights are quantised, if they are.
+    """Return the dtype to which weights are quantised; None if they are not quantised.
 
-    Raises ValueError where the configuration asks for what this machine cannot do.
+    Raises ValueError if this machine does not support the configured quantization.
     """
     if config.quantization == "none":
         return None
@@ -186,9 +187,9 @@ def quantised_dtype(
 def make_fast(
     decoder: Decoder, spec: ModelSpec, dtype: torch.dtype, packed: torch.dtype | None = None
 ) -> None:
-    """Optimise a filled decoder for a CPU, with weights of type ``packed``, or as they are.
+    """Optimise a decoder with loaded weights for a CPU; they cannot be loaded again afterwards.
 
-    It cannot be filled again.
+    The weights are packed as dtype ``packed``, or in their own dtype if that is None.
     """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
     decoder.pack(choose_packing(dtype, packed))

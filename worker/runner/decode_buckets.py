@@ -1,13 +1,13 @@
-"""Steps that only decode, padded to a few sizes, each of which is captured once. Pure.
+"""Buckets: steps that only decode are padded to a few sizes, each of which is captured once. Pure.
 
-Of a step with n rows and the smallest bucket that has room for them, all that changes lies in one
-array of int32, so that one copy brings it to the device:
+A step with n rows uses the smallest bucket that has at least n rows. All its inputs are in one
+int32 array, so that one copy transfers them to the device:
 
-    width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width] | a parcel
+    width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width] | parcel
 
-each part from a multiple of 16 bytes on. The parcel (worker.device.upload) tells how tokens are
-drawn. Rows that only pad have no tokens (``counts`` 0) and the position -1: nothing of theirs is
-written to the cache, and nothing read.
+Each part begins at a multiple of 16 bytes. The parcel (worker.device.upload) contains the sampling
+parameters. Padding rows have no tokens (``counts`` 0) and the position -1, so that nothing is
+written to the cache or read from it for them.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from numpy.typing import NDArray
 from worker.engine.limits import blocks_for
 from worker.engine.plan import Rows
 
-#: Integers that 16 bytes hold.
+#: Number of int32 integers in 16 bytes, to which parts are aligned.
 _ALIGNED = 4
-#: Integers that are told of a token that is to be drawn: its slot, filters, keys and position,
-#: eight numbers of 8 bytes, in four arrays.
+#: Number of int32 integers in the parcel per sampled token, and number of arrays: slot, filters,
+#: keys and position are eight numbers of 8 bytes in four arrays.
 _TOLD_OF_DRAW, _PARTS_OF_DRAW = 16, 4
-#: Up to here powers of two, then multiples: decoding a few more rows takes no longer.
+#: Buckets up to this one are powers of two, larger ones are multiples of it, because a few padding
+#: rows take no extra time.
 _STEP = 16
-#: Larger steps compute for so long that launching them shows no more.
+#: Largest bucket. Larger steps compute for longer than their kernels take to launch.
 _LARGEST = 256
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
+    """Return the buckets: 1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
     most = min(max_num_seqs, _LARGEST)
     sizes = [1, 2, 4, 8, *range(_STEP, most, _STEP)]
     return (*(size for size in sizes if size < most), most)
 
 
 def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket for ``rows``; None if they do not only decode, or are too many."""
+    """Return the smallest bucket for ``rows``; None if one does not decode, or no bucket fits."""
     decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
     index = bisect_left(buckets, len(rows))
     return buckets[index] if decode and 0 < len(rows) and index < len(buckets) else None
 
 
 class Parts(NamedTuple):
-    """Offsets of the parts in the array; ``tables`` up to its end."""
+    """Slices of the parts in the array; ``tables`` extends to its end."""
 
     width: slice
     tokens: slice
@@ -66,17 +67,17 @@ class Parts(NamedTuple):
 
 
 def room_for(bucket: int, width: int) -> int:
-    """Integers of the array, where the tables are at most ``width`` blocks wide."""
+    """Return the length of the array without a parcel, for tables of ``width`` blocks per row."""
     return int(Parts.of(bucket).tables.start) + _aligned(bucket * width)
 
 
 def room_for_parcel(bucket: int) -> int:
-    """Integers of what is told of tokens that are to be drawn."""
+    """Return the largest length of the parcel, in int32 integers."""
     return bucket * _TOLD_OF_DRAW + _ALIGNED * _PARTS_OF_DRAW
 
 
 def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
-    """Return the array of ``rows``, which decode."""
+    """Return the array, without a parcel, of ``rows`` that decode in a step of ``bucket`` rows."""
     count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
     parts = Parts.of(bucket)
     num_blocks = count * width

@@ -1,4 +1,4 @@
-"""Captured decode steps, one graph per bucket: one launch instead of hundreds."""
+"""Decode steps as captured graphs, one per bucket: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """The Capture of a GPU; all graphs share one pool of memory."""
+    """Capture as CUDA graphs, which share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream = _capture_stream()
 
     def __call__(self, work: Work) -> Work:
-        # The first time kernels are compiled, which cannot be captured.
+        # The first run compiles kernels, which cannot be captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of CUDA meanwhile, NCCL's among them, is none of the capture's.
+        # "thread_local": CUDA calls of other threads, such as NCCL's, do not break the capture.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -55,13 +55,13 @@ class CudaGraphs:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the only stream for captures: products keep memory for each stream that they used."""
+    """Return the one stream of all captures, because matrix products keep memory per stream."""
     return torch.cuda.Stream()
 
 
 class Trunk(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """See worker.runner.runner.Model."""
+        """Return hidden states as ``worker.runner.runner.Model.forward`` does."""
         ...
 
 
@@ -70,18 +70,20 @@ class DecodingBackend(Protocol):
     def decoding(
         self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor
     ) -> StepAttention:
-        """Return the attention of a step whose rows have at most one token (``counts`` int32 [n]).
+        """Return the attention of a step with n rows of at most one token each.
 
-        At ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
-        launches depends on n alone: the tensors are read as they are when it runs.
+        ``counts`` int32 [n] are the rows' numbers of tokens, ``positions`` int32 [n] their
+        positions, and ``tables`` int32 [n * ``width[0]``] their block tables. The launched kernels
+        depend on n alone; they read the tensors when they run.
         """
         ...
 
 
 class DecodeGraphs:
-    """Graphs of decode steps, captured largest bucket first, whose memory the others share.
+    """Graphs of decode steps, one for each of ``buckets``.
 
-    All ranks do so in the same order. ``max_blocks`` is the most that a sequence has.
+    The largest bucket is captured first, so that the others share its memory. All ranks capture in
+    the same order. ``max_blocks`` is the largest number of blocks of a sequence.
     """
 
     @torch.inference_mode()
@@ -101,19 +103,19 @@ class DecodeGraphs:
         self._buckets = sorted(buckets)
         room = room_for(self._buckets[-1], max_blocks) + room_for_parcel(self._buckets[-1])
         self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
-        #: a replay reads what only they hold
+        #: kept alive, because a replay reads tensors that only these functions reference
         self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
     def bucket(self, rows: Rows) -> int | None:
-        """Return the number of tokens of the captured step for ``rows``; None if there is none."""
+        """Return the bucket of the captured step for ``rows``; None if there is none."""
         return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:
-        """Return hidden states [n, hidden] of ``rows``, which have a bucket.
+        """Replay the step of ``rows``, which have a bucket; return hidden states [n, hidden].
 
-        They hold until the next run, as does what ``parcel`` brings to the device: it goes with
-        what is told of the rows.
+        ``parcel`` is transferred to the device in the same copy as the rows. The hidden states and
+        the parcel's tensors are valid until the next run.
         """
         bucket = self.bucket(rows)
         assert bucket is not None, "the rows do not fit"
@@ -123,7 +125,7 @@ class DecodeGraphs:
         return self._replays[bucket]()[: len(rows)]
 
     def close(self) -> None:
-        """Release the graphs, which hold the group of their collectives."""
+        """Release the graphs, which keep the group of their collectives alive."""
         self._replays.clear()
 
     def _work(self, bucket: int) -> Work:

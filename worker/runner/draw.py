@@ -1,17 +1,17 @@
-"""Sampling from logits: each row by its own logits, parameters and counter, whatever the batch.
+"""Sampling from logits, where a row depends only on its own logits, parameters and counter.
 
-each row by its own logits, parameters and counter, whatever the batch.
+So a row's token is the same in every batch. The order of the filters is that of transformers, and
+of vLLM as far as it has them:
 
-The order is that of transformers (and, for what they share, of vLLM):
-
-    temperature   logits / temperature; below 1e-5 it is greedy, the first of the largest logits
+    temperature   logits / temperature; below 1e-5 greedy, i.e. the first of the largest logits
     top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
     top_p         of those, the fewest most probable ones that have at least top_p of their mass
     min_p         of those, the ones at least min_p times as probable as the most probable
 
-What is left is walked in the order of token ids, to the first token whose cumulative mass exceeds
-the row's one uniform number (``worker.runner.uniform``). All filters keep the tokens from some
-weight upwards, so ties at the edge are kept, and no sorting order shows in the result.
+The mass of the kept tokens is accumulated in the order of token ids. The sampled token is the first
+one at which this mass, relative to its total, exceeds the row's one uniform number
+(``worker.runner.uniform``). Every filter keeps all tokens from some weight upwards. So ties at the
+edge are kept, and the result does not depend on a sorting order.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from worker.kernels.trial import kernels_work
 from worker.native.argmax import Argmax, choose_argmax
 from worker.runner.draws import DrawFrom, Draws
 
-#: As in vLLM: below this a temperature would only magnify rounding.
+#: Temperature below which sampling is greedy, as in vLLM: a lower one would only magnify rounding.
 GREEDY_BELOW = 1e-5
-#: Enough of a row's largest weights for nearly every filter; the rest sort the whole row.
+#: Number of a row's largest weights that suffices for nearly every filter. For other filters the
+#: whole row is sorted.
 _CANDIDATES = 256
 
 
 class DrawTable:
-    """Sampling parameters of each slot."""
+    """Table of the sampling parameters by slot."""
 
     def __init__(self) -> None:
         self._filters = np.zeros((0, 4))
@@ -55,20 +56,20 @@ class DrawTable:
         self._keys[slot] = sampling.seed, choice
 
     def draws(self, slots: Ints, positions: Ints) -> Draws:
-        """Return the draws at ``positions`` [n] of the outputs in ``slots`` [n]."""
+        """Return the sampling parameters of output ``positions`` [n] of ``slots`` [n]."""
         return Draws(self._filters[slots], self._keys[slots], positions)
 
 
 class Draw(Protocol):
     def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
-        """Prepare the sampling function. Data of ``draws`` for the device goes with ``parcel``."""
+        """Return the sampling function for ``draws``; ``parcel`` may carry data to the device."""
         ...
 
 
 def choose_draw(device: torch.device) -> Draw:
-    """Choose the kernel on GPUs if it works there, else torch."""
+    """Return the Triton kernel on a GPU where it works, else sampling in torch."""
     if device.type == "cuda" and kernels_work(device):
-        # Triton need not be there but for a GPU.
+        # Imported late, because Triton is only needed on a GPU.
         from worker.runner.draw_by_kernel import draw_by_kernel
 
         return draw_by_kernel
@@ -77,7 +78,7 @@ def choose_draw(device: torch.device) -> Draw:
 
 
 def draw(logits: Tensor, draws: Draws, largest: Argmax) -> Tensor:
-    """Sample in torch, as DrawFrom."""
+    """Return tokens sampled in torch, as DrawFrom; ``largest`` finds the greedy tokens."""
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):
@@ -101,7 +102,7 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # A number of at most 1 - 2**-53 times the total rounds to less than the total.
+    # Uniform numbers are at most 1 - 2**-53, so the rounded product is less than the total.
     target = uniforms * cumulative[:, -1]
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
@@ -109,8 +110,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     """Return the smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
 
-    Where the smallest of the candidates is itself cut off, nothing below it matters; the other
-    rows are done again with all of their weights.
+    Only the largest weights of each row are examined first. If the smallest of them is cut off, so
+    are all smaller weights. The other rows are examined again with all their weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -125,7 +126,11 @@ def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
 
 
 def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Return the smallest kept weight of ``top`` [n, w], and whether it holds among all weights."""
+    """Return the smallest kept weight of ``top`` [n, w], and whether it is final for the whole row.
+
+    ``top`` has each row's largest weights in descending order, ``total`` [n, 1] the sum of all. The
+    results are [n, 1] and bool [n].
+    """
     width = top.shape[1]
     top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])
     kth = top.gather(1, top_k.clamp(max=width).long() - 1)
@@ -133,14 +138,14 @@ def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[T
     mass = torch.where(top_k.isinf(), total, (top * within_k).sum(-1, True, dtype=torch.float64))
     mass_before = top.cumsum(dim=-1, dtype=torch.float64) - top
     keep = within_k & (mass_before < top_p * mass) & (top >= min_p)
-    count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN keeps nothing
-    # Of the k most probable all are among these only if one that is less follows.
+    count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # with NaN, no weight is kept
+    # ``top`` surely has all tokens tied with the k-th one only if its last weight is smaller.
     known = top_k.isinf() | (top[:, -1:] < kth)
-    # Behind a weight of 0, as a grammar leaves them, there is nothing more to keep.
+    # Weights of 0, as of tokens that a grammar forbids, are followed only by zeros.
     is_final = ((count < width) & known) | (top[:, -1:] == 0)
     return top.gather(1, count - 1), is_final[:, 0]
 
 
 def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
-    """Return ``values`` [n] of the rows as float64 [n, 1]."""
+    """Return ``values`` [n] as float64 [n, 1] on the device of ``like``."""
     return upload(values, like.device, torch.float64).unsqueeze(1)

@@ -10,15 +10,15 @@ from worker.device.upload import Parcel
 from worker.kernels.drawing import draw_rows
 from worker.runner.draws import DrawFrom, Draws
 
-#: Tokens that a program looks at in one go, 16 of them a thread.
+#: Number of tokens that one program reads at once, 16 per thread.
 _BLOCK, _WARPS = 8192, 16
 
 
 def draw_by_kernel(draws: Draws, parcel: Parcel) -> DrawFrom:
-    """Sample as worker.runner.draw.Draw.
+    """Return the kernel's sampling function, as worker.runner.draw.Draw.
 
-    Sums are rounded differently than by torch, so a number at the edge between two tokens may give
-    the other one.
+    The kernel rounds sums differently from torch, so that a uniform number at the edge between two
+    tokens may select the other one.
     """
     columns = (draws.filters, draws.keys.view(np.int64), draws.positions)
     sent = [parcel.add(column) for column in columns]

@@ -1,4 +1,4 @@
-"""Sampled tokens of a step, from the device to the host."""
+"""Sampled tokens of a step on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class LastTokens:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def write(self, slots: Tensor, tokens: Tensor) -> None:
-        """Write the drawn ``tokens`` int64 [n] of ``slots`` int64 [n].
+        """Store the sampled ``tokens`` int64 [n] of ``slots`` int64 [n].
 
-        A mark, of a row from which none could be drawn, becomes some token: what follows it is
-        thrown away.
+        A negative marker, of a row that could not be sampled, becomes token 0, because everything
+        computed after it is discarded.
         """
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Replace UNKNOWN in ``tokens`` int64 [T] by the last draw of ``slots`` int64 [T]."""
+        """Return ``tokens`` int64 [T] with UNKNOWN replaced by the last token of ``slots`` [T]."""
         return torch.where(tokens < 0, self._tokens[slots], tokens)
 
 
@@ -37,16 +37,17 @@ Concluded = Iterable[tuple[SampledRow, RowResult]]
 
 class Drawn(Protocol):
     def results(self) -> list[RowResult]:
-        """Return one result for each ask. Waits for the device."""
+        """Wait for the device and return one result per sampling request."""
         ...
 
 
 class Drawing:
     """Sampling in progress on this rank.
 
-    ``tokens`` int64 [sites] are on the device, those of ask i from ``firsts`` [n] on. ``rows`` has
-    the asks that are not plain, ``logprobs`` what is reported by site. ``take_in`` gets the results
-    of ``rows``.
+    ``tokens`` int64 are on the device, one per row of logits; those of request i begin at
+    ``firsts[i]``. ``rows`` has the requests, by index, that need more than one sampled token.
+    ``logprobs`` are the log probabilities to report. ``take_in`` is called with the results of
+    ``rows``.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Drawing:
         self._arriving = Arriving(tokens)
 
     def results(self) -> list[RowResult]:
-        """Return one result for each ask. Waits for the device."""
+        """Wait for the device and return one result per sampling request."""
         drawn = self._arriving.wait()
         has_drafts = len(drawn) > len(self._firsts)
         first = [drawn[i] for i in self._firsts.tolist()] if has_drafts else drawn
@@ -78,7 +79,10 @@ class Drawing:
 
 
 class Hearing:
-    """Tokens sampled by rank 0. ``tokens`` int64 [asks], without drafts, are on the device."""
+    """Tokens that rank 0 sampled for rows without drafts.
+
+    ``tokens`` int64 [n] are on this rank's device, one per sampling request.
+    """
 
     def __init__(self, tokens: Tensor) -> None:
         self._arriving = Arriving(tokens)

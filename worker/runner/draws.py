@@ -1,4 +1,4 @@
-"""Sampling requests of a step, and the interface of what samples them."""
+"""Sampling parameters of the tokens of a step, and the interface of the sampling function."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from worker.runner.uniform import U64, uniform
 
 
 class Draws(NamedTuple):
-    """Tokens that are to be drawn, as columns [n]: how, and for whom.
+    """Sampling parameters of n tokens, as columns.
 
-    ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p, inf where top_k or top_p
-    keep all; ``keys`` uint64 [n, 2] are seed and choice, ``positions`` where in the output each
-    token comes.
+    ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p; top_k and top_p are inf if
+    they keep all tokens. ``keys`` uint64 [n, 2] are seed and choice. ``positions`` [n] are the
+    tokens' positions in the output.
     """
 
     filters: NDArray[np.float64]
@@ -28,12 +28,15 @@ class Draws(NamedTuple):
         return Draws(self.filters[index], self.keys[index], self.positions[index])
 
     def uniform(self) -> NDArray[np.float64]:
-        """Return a uniform number for each draw [n]."""
+        """Return one uniform number in [0, 1) per token, [n]."""
         seeds, choices = self.keys.T
         return uniform(seeds, choices, self.positions.astype(np.uint64))
 
 
 class DrawFrom(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE, NOTHING_LEFT."""
+        """Return token ids int64 [n] sampled from ``logits`` fp32 [n, vocab].
+
+        The id is NOT_FINITE if a logit is NaN or +inf, NOTHING_LEFT if all are -inf.
+        """
         ...

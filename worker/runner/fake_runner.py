@@ -1,13 +1,14 @@
-"""A runner without a model: its tokens show whether scheduler and block tables are right.
+"""Runner without a model, whose tokens show whether scheduler and block tables are correct.
 
-Each position of its simulated KV cache holds the token that was computed there and its position.
-The next token is a hash over all that a row's block table leads to, so a wrong block, a wrong
-start, a missing or stale computation, anything that would spoil attention, makes another token
-than ``expected_tokens`` says. Log probabilities are made of another hash over the same. Rows are
-computed one after the other: what a row reads, an earlier one has written.
+Each position of its simulated KV cache stores the token computed there and the position. The next
+token is a hash of everything that a row's block table refers to. So a wrong block, a wrong start, a
+missing or stale computation, or anything else that would spoil attention, yields another token than
+``expected_tokens``. Log probabilities are another hash of the same data. Rows are computed in their
+order, so that a row can read what an earlier row has written.
 
-Penalties, logit_bias and the filters twist the hash, each value to other tokens, and so does with
-them the boundary between prompt and output. A grammar is a ``FakeGrammar``.
+Penalties, logit_bias and filters change the hash, so that every value yields other tokens. If any
+of them is set, the boundary between prompt and output changes it too. A grammar is a
+``FakeGrammar``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NEVER_WRITTEN = 0xFFFFFFFF
 
 
 class FakeGrammar(Protocol):
-    """A grammar of the fake runner."""
+    """Grammar of the fake runner."""
 
     def allowed(self, output: Sequence[int]) -> Sequence[int]:
         """Return the tokens that may follow ``output``, at least one."""
@@ -41,10 +42,11 @@ class FakeGrammar(Protocol):
 
 
 class FakeRunner:
-    """Runner without a model, whose steps take ``step_time`` and ``token_time`` seconds.
+    """Runner without a model, whose steps take as long as the model's settings say.
 
-    It spends them in ``sleep``; for a launched step, when its results are waited for. By its number
-    a step may have a fault: that is raised when all is written, and all of it wrong.
+    A step spends its time in ``sleep``; a launched step does so when its results are awaited.
+    ``faults`` has exceptions by step number: such a step writes wrong data and then raises its
+    exception.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class FakeRunner:
         self._model = model
         self._sleep = sleep
         self._faults = faults
-        #: by slot, where steps are launched
+        #: last sampled token by slot, for launched steps
         self._last_tokens: dict[int, int] = {}
         self._kv = _blocks(num_blocks)
         self._host = _blocks(num_host_blocks)
@@ -165,9 +167,10 @@ class FakeRunner:
 
 
 class FakeStep:
-    """A Launched step, whose rows ``compute`` does when they are sampled.
+    """Launched step of the fake runner.
 
-    To ``wait`` is to let the step take its time.
+    ``compute`` computes the rows and is called by ``sample``. ``wait`` spends the step's time and
+    is called by ``results``.
     """
 
     def __init__(self, compute: Callable[[], list[RowResult]], wait: Callable[[], None]) -> None:
@@ -211,7 +214,7 @@ class _Slot:
         )
 
     def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
-        """Draw one token after another, as long as the drafts are right."""
+        """Sample tokens as long as they equal the row's drafts; return them with logprobs."""
         end = row.start + len(row.tokens)
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -226,7 +229,7 @@ class _Slot:
         return tokens, logprobs
 
     def scored(self, cache: bytes, row: Row) -> Iterator[TokenLogprobs]:
-        """Yield the prompt's tokens after each of the row's."""
+        """Yield the log probabilities of the prompt tokens that follow the row's tokens."""
         assert self.sampling.prompt_logprobs is not None, "scores that nobody asked for"
         end = row.start + len(row.tokens) - row.num_drafts
         for position in range(row.start + 1, min(end + 1, len(self.prompt))):
@@ -234,7 +237,7 @@ class _Slot:
             yield self.logprobs(before, self.prompt[position], self.sampling.prompt_logprobs)
 
     def next_token(self, cache: bytes, position: int) -> int:
-        """Return the output's token at ``position``."""
+        """Return the output token at ``position``, which follows the entries ``cache``."""
         token = self._wished_token(cache, position)
         if self.grammar is not None:
             follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
@@ -264,7 +267,7 @@ class _Slot:
     def logprobs(self, cache: bytes, token: int, most: int) -> TokenLogprobs:
         """Return the log probabilities of ``token`` after ``cache`` with ``most`` alternatives.
 
-        Steps between ranks are equal, and exact in float32.
+        Those of successive ranks differ by a constant, and all are exact in float32.
         """
         digest = blake2b(cache, digest_size=16, person=b"logprobs")
         distance, place = array("Q", digest.digest())
@@ -287,9 +290,9 @@ def expected_tokens(
     stop_token_ids: Iterable[int] = (),
     grammar: FakeGrammar | None = None,
 ) -> list[int]:
-    """Return the first ``count`` tokens that a correct worker makes after ``prompt``.
+    """Return the first ``count`` tokens that a correct worker generates after ``prompt``.
 
-    Fewer if a stop token comes. Greedy unless ``sampling`` says otherwise.
+    A stop token ends them earlier. Without ``sampling`` they are greedy.
     """
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)
@@ -309,9 +312,9 @@ def expected_tokens(
 def expected_logprobs(
     tokens: Sequence[int], first: int, most: int, model: FakeModel | None = None
 ) -> list[TokenLogprobs]:
-    """Return what a correct worker reports for ``tokens`` from position ``first`` on.
+    """Return the log probabilities of ``tokens`` from position ``first`` on of a correct worker.
 
-    With ``most`` alternatives, for prompt or output.
+    They have ``most`` alternatives, and are the same for prompt and output tokens.
     """
     slot = _Slot(model or FakeModel(), SamplingParams(), 0, frozenset(), ())
     cache = array("I", _entries(tokens, start=0)).tobytes()

@@ -1,17 +1,17 @@
 """Tokens that occurred in a sequence, and the penalties on their logits.
 
-    repetition   every token of prompt and output: logit / penalty, a negative logit * penalty
-    frequency    every token of the output: logit - penalty * how often it occurred there
+    repetition   every token of prompt and output: logit / penalty, or logit * penalty if negative
+    frequency    every token of the output: logit - penalty * number of its occurrences there
     presence     every token of the output: logit - penalty
 
-as transformers, vLLM and OpenAI's API define them, in this order. Each slot has a line in two
-tables on the device, and each token that occurred a place in it:
+Definitions and order are those of transformers, vLLM and OpenAI's API. Two tables on the device
+have one row per slot, with one entry per distinct token that occurred:
 
-    tokens  int64  [slots, places]   |-- known, in the order of occurrence --|-- drafted --|
-    counts  fp32   [slots, places]   |-- times in the output ----------------|-- zeros ----|
+    tokens  int64  [slots, entries]   |-- known, in the order of occurrence --|-- drafted --|
+    counts  fp32   [slots, entries]   |-- occurrences in the output ----------|-- zeros ----|
 
-A step uploads what it adds and touches what occurred, not the vocabulary, and the number of its
-torch calls does not depend on the number of rows.
+A step uploads only what it adds, and touches only tokens that occurred, not the whole vocabulary.
+The number of its torch calls does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from worker.engine.plan import Admission
 
 
 class PenalisedRow(NamedTuple):
-    """Row with penalties: logits of ``slot`` at row ``first``, and one row after each draft."""
+    """Row with penalties; its logits are row ``first``, and one more row after each draft."""
 
     slot: int
     first: int
@@ -47,7 +47,10 @@ class _Cell(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Row of logits after ``length`` places of the slot's line and the ``drafted`` tokens."""
+    """Row of logits to penalise for the first ``length`` entries of its slot.
+
+    ``drafted`` are the entries of the drafts before it, each of which counts as one occurrence.
+    """
 
     row: int
     slot: int
@@ -66,7 +69,7 @@ class Histories:
         self._counts = torch.zeros(0, 0, dtype=torch.float32, device=device)
 
     def admit(self, admission: Admission) -> None:
-        """Assign the slot to a sequence."""
+        """Assign the slot to a sequence, and record its known tokens."""
         slot = admission.slot
         self.release(slot)
         if not admission.sampling.has_penalties:
@@ -83,7 +86,7 @@ class Histories:
         self._places.pop(slot, None)
 
     def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Take in what penalised slots drew: pairs of a slot and its tokens."""
+        """Record the tokens sampled in penalised slots, as pairs of a slot and its tokens."""
         cells = [cell for slot, tokens in drawn for cell in self._append(slot, tokens)]
         if cells:
             slots, places = self._write(cells)
@@ -91,9 +94,9 @@ class Histories:
             self._counts.index_put_((slots, places), once, accumulate=True)
 
     def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-        """Apply penalties to ``logits`` fp32 [n, vocab] of ``rows``, whose slots have penalties."""
+        """Apply penalties to ``logits`` fp32 [n, vocab] in place; all ``rows`` have penalties."""
         cells = [self._draft_cells(row) for row in rows]
-        # What is drawn has its room from here on: when it is taken in, memory must not be short.
+        # Reserve the memory for the sampled tokens now: ``advance`` must not run out of memory.
         longest = (len(self._places[row.slot]) + len(row.drafts) for row in rows)
         self._reserve(0, 1 + max(longest))
         self._write([cell for of_row in cells for cell in of_row])
@@ -120,7 +123,7 @@ class Histories:
         flat[at] = _penalised(flat.index_select(0, at), times, *penalties)
 
     def _times(self, place: Tensor, again: list[int]) -> Tensor:
-        """Return the number of occurrences at ``place``, plus one for each draft in ``again``."""
+        """Return the occurrences of the entries ``place``, plus one per index in ``again``."""
         times = self._counts.flatten().index_select(0, place)
         return times.index_add_(0, self._upload(again), times.new_ones(len(again)))
 
@@ -167,7 +170,7 @@ class Histories:
             more_slots = max(_doubled(slots), have_slots) - have_slots
             more_places = max(_doubled(places), have_places) - have_places
             padding = (0, more_places, 0, more_slots)
-            # Both or none: there may be memory for one alone.
+            # Assigned together, because there may be memory for only one of them.
             tokens = functional.pad(self._tokens, padding)
             self._counts = functional.pad(self._counts, padding)
             self._tokens = tokens
@@ -178,14 +181,14 @@ class Histories:
 
 def _counts(admission: Admission) -> Counter[int]:
     counts = Counter[int]()
-    if admission.sampling.repetition_penalty != 1:  # to the others the prompt means nothing
+    if admission.sampling.repetition_penalty != 1:  # the other penalties ignore the prompt
         counts.update(dict.fromkeys(admission.tokens[: admission.num_prompt], 0))
     counts.update(admission.tokens[admission.num_prompt :])
     return counts
 
 
 def _doubled(size: int) -> int:
-    """Return the next power of two, so that growing one by one rarely moves the data."""
+    """Return the next power of two, so that growth in small steps rarely copies the data."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -198,6 +201,6 @@ def _flat(logits: Tensor) -> Tensor:
 def _penalised(
     logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Return ``logits`` [n] with penalties, for tokens that occurred ``times`` [n]."""
+    """Return ``logits`` [n] with penalties, given each token's occurrences in the output."""
     repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
     return repeated - frequency * times - presence * (times > 0)

@@ -1,9 +1,9 @@
-"""Room for KV blocks in the host's memory.
+"""Memory for KV blocks on the host.
 
-Torch takes page-locked memory in powers of two: 5,000 MiB in one piece would be 8,192. So it is
-taken in pieces that are hardly less than one.
-
-    1000 blocks of 5 MiB    204 in each of 4 GiB; then 102 (512 MiB), 51 (256), 25 (128), 3, 1, 1, 1
+Torch allocates page-locked memory in powers of two: one piece of 5,000 MiB would take 8,192 MiB. So
+the memory is allocated in pieces that are slightly smaller than a power of two. For example, 1000
+blocks of 5 MiB are in 4 pieces of 1 GiB with 204 blocks each, and in one piece each with 102 blocks
+(512 MiB), 51 (256), 25 (128), 3, 1, 1 and 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST_PIECE = 1 << 30
 
 
 class HostBlocks:
-    """Host memory for ``num_blocks`` blocks, page-locked for a GPU."""
+    """Host memory for ``num_blocks`` blocks like ``block``, page-locked if that is on a GPU."""
 
     def __init__(
         self, block: Tensor, num_blocks: int, allocate: Callable[..., Tensor] = torch.empty
@@ -29,7 +29,7 @@ class HostBlocks:
             allocate((size, *block.shape), dtype=block.dtype, pin_memory=block.is_cuda)
             for size in sizes
         ]
-        #: of each piece, and the end
+        #: index of each piece's first block, followed by the number of all blocks
         self._firsts = [0, *accumulate(sizes)]
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class HostBlocks:
 
 
 def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-    """Return the blocks of each piece: the most in a power of two of bytes, at least one."""
+    """Return the blocks of each piece: as many as fit into a power of two of bytes, at least 1."""
     sizes = []
     while num_blocks:
         room = _power_of_two_within(min(num_blocks * block_bytes, _LARGEST_PIECE))

@@ -1,8 +1,8 @@
-"""Copies of KV blocks in the host's memory: where the blocks of preempted sequences wait.
+"""Copies of KV blocks in host memory, for the blocks of preempted sequences.
 
-    [places, layers, 2 (key, value), kv_heads, BLOCK_SIZE, head_dim]    as in kv_cache.py
+    [host blocks, layers, 2 (key, value), kv_heads, BLOCK_SIZE, head_dim]    as in kv_cache.py
 
-Which place holds what is decided elsewhere (host_store.py); this only copies, bit for bit.
+host_store.py decides which host block has which content; this module only copies, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from worker.runner.host_blocks import HostBlocks
 
 
 class HostCache(Protocol):
-    """Places for blocks of a KVCache, with no meaning yet.
+    """Host blocks for copies of a KVCache's blocks; ``BlockCopy.place`` is a host block.
 
-    Both copies are ordered like all that the device computes: a block is as it was left before, and
-    who computes after finds what was copied. Neither waits for their end. The blocks, and the
-    places, of one call differ, and what is loaded from a place was saved there.
+    Copies are ordered with the device's computation: a copy has the content that earlier
+    computation left, and later computation finds what was copied. No method waits for the end of
+    its copies. In one call, all blocks differ and all host blocks differ. A host block is loaded
+    only after it was saved.
     """
 
     @property
     def num_blocks(self) -> int: ...
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks to their places."""
+        """Copy blocks of the cache to host blocks."""
         ...
 
     def load(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy places to their blocks."""
+        """Copy host blocks to blocks of the cache."""
         ...
 
 
 class PlainHostCache:
-    """The HostCache of a CPU, where a copy is done at once."""
+    """HostCache of a CPU, which copies synchronously."""
 
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self._device = cache.tensor
@@ -48,7 +49,7 @@ class PlainHostCache:
         return len(self._host)
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
-        # One run of memory each: indexing many at once would copy them twice.
+        # One by one, because indexing many blocks at once would copy them twice.
         for block, place in copies:
             self._host[place].copy_(self._device[block])
 
@@ -58,16 +59,16 @@ class PlainHostCache:
 
 
 class StreamedHostCache:
-    """The HostCache of a device with ``streams``, whose computation goes on beside the copies.
+    """HostCache of a device with ``streams``, whose computation overlaps with the copies.
 
         compute   block -> staged     ... the step, which may overwrite the block ...
-        out                 staged -> place
-        into      place -> block
+        out                 staged -> host block
+        into      host block -> block
         compute                    ... a step that reads the block ...
 
-    A copy within the device takes a few microseconds, and the way to the host begins from there, so
-    that a step does not wait for it. What it loads a step waits for. ``num_staged`` blocks are on
-    their way at the same time; more wait their turn.
+    A block is first copied within the device, which takes a few microseconds, and then from there
+    to the host, so that a step does not wait for the latter. A step waits for the blocks that it
+    loads. At most ``num_staged`` blocks are copied to the host at the same time; others wait.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class StreamedHostCache:
         self._host = HostBlocks(cache.tensor[0], num_blocks)
         self._staged = cache.tensor.new_empty(num_staged, *cache.tensor.shape[1:])
         self._streams = streams
-        #: when the staged blocks were on the host
+        #: event of the last copy of staged blocks to the host
         self._sent = streams.out.mark()
-        #: by place, when it was written last
+        #: by host block, the event of its last save
         self._saved: dict[int, Any] = {}
 
     @property
@@ -96,13 +97,13 @@ class StreamedHostCache:
         compute.wait(self._sent)
         for staged, (block, _) in zip(self._staged, copies, strict=False):
             compute.copy(staged, self._device[block])
-        # Whoever read one of these places before is done by then, for computation waited for it.
+        # Earlier loads from these host blocks have ended by then: computation waited for them.
         out.wait(compute.mark())
         try:
             for staged, (_, place) in zip(self._staged, copies, strict=False):
                 out.copy(self._host[place], staged)
         finally:
-            # Of a step that fails the next one still follows on what was begun.
+            # Even if a copy fails, the next save must wait for the copies that have begun.
             self._sent = out.mark()
         self._saved.update((place, self._sent) for _, place in copies)
 
@@ -110,7 +111,7 @@ class StreamedHostCache:
         if not copies:
             return
         compute, _, into = self._streams
-        # Who reads the blocks still, or staged them, is before them.
+        # Earlier computation may still read or stage these blocks.
         into.wait(compute.mark())
         for mark in {self._saved[place] for _, place in copies}:
             into.wait(mark)

@@ -1,4 +1,4 @@
-"""Number of KV blocks of a rank: as set, as a size holds, or as measured with its largest steps."""
+"""Number of KV blocks of a rank: configured, fit to a configured size, or from a memory profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, KvShape, Loaded
 from worker.runner.swap import num_staged
 
-#: What makes the sampler compute most.
+#: Sampling parameters with which the sampler computes most.
 _EVERYTHING = SamplingParams(
     temperature=1.0,
     top_p=0.9,
@@ -39,7 +39,7 @@ def largest_steps(
 ) -> tuple[Plan, Plan]:
     """Return the two largest steps: prompts of all sequences, and decodes with drafts.
 
-    All write to the same blocks, from 0 on.
+    All their rows write to the same blocks, from block 0 on.
     """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
     longest = max_model_len - 1 - num_drafts
@@ -56,7 +56,7 @@ def largest_steps(
 
 
 def num_blocks(plans: tuple[Plan, ...]) -> int:
-    """Return the blocks of a KV cache that is large enough for ``plans``."""
+    """Return the number of blocks of the smallest KV cache in which ``plans`` can run."""
     return max(int(plan.rows.tables.shape[1]) for plan in plans)
 
 
@@ -71,11 +71,11 @@ def profile_run(
     capture: Callable[[], object],
     scratch_bytes: int,
 ) -> MemoryUse:
-    """Return the memory of ``plans``, which run with a KV cache of ``scratch_bytes``.
+    """Run ``plans`` and return their memory use, without the KV cache of ``scratch_bytes``.
 
-    The weights are loaded; the cache is not counted. ``capture`` returns what holds its graphs. All
-    ranks do this at the same time. Raises ValueError where there is too little memory for the
-    steps.
+    The weights must be loaded. ``capture`` captures the decode steps and returns an object that
+    owns the graphs. All ranks must do this at the same time. Raises ValueError if there is too
+    little memory for the steps.
     """
     memory.release()
     _execute(runner, plans)
@@ -108,7 +108,7 @@ def _taken(memory: DeviceMemory, capture: Callable[[], object]) -> int:
 
 
 def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.device) -> MemoryUse:
-    """Return the number of the rank with the least memory, on all ranks. A collective."""
+    """Return, on all ranks, the memory use of the rank with the least memory left. A collective."""
     gathered = group.gather_to_first(torch.tensor(use, device=device))
     chosen = use
     if gathered is not None:
@@ -118,17 +118,17 @@ def scarcest(group: Group, use: MemoryUse, utilization: float, device: torch.dev
 
 
 _MIB = 1 << 20
-#: 8 million tokens. Of a very small model there is room for many more on a GPU, of which none would
-#: be used, and the books of all of them are kept.
+#: Maximum number of blocks, 8 million tokens. Far more blocks of a very small model fit on a GPU,
+#: but they would never be used and still need bookkeeping.
 _MOST_BLOCKS = 1 << 18
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of one GPU.
+    """Memory of one GPU, in bytes.
 
-    ``outside`` are other processes', and this one's beside its tensors: CUDA itself, code, the
-    buffers of collectives. ``step`` are the weights and what the largest step takes beside them,
-    ``graphs`` what captured decoding does.
+    ``outside`` is used by other processes, and by this one apart from its tensors: CUDA itself,
+    code, buffers of collectives. ``step`` is used by the weights and the largest step, ``graphs``
+    by captured decode steps.
     """
 
     total: int
@@ -137,14 +137,14 @@ class MemoryUse(NamedTuple):
     graphs: int
 
     def left(self, utilization: float) -> int:
-        """Return the bytes left for the KV cache; negative if there is too little."""
+        """Return the bytes left for the KV cache; negative if memory is too short."""
         return int(self.total * utilization) - self.outside - self.step - self.graphs
 
 
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_beside: int) -> int:
-    """Return the blocks of the KV cache, with ``num_beside`` of their size kept beside it.
+    """Return the number of blocks of the KV cache, leaving memory for ``num_beside`` more blocks.
 
-    Raises ValueError where there is no room for a block, or for a sequence of ``max_model_len``, if
+    Raises ValueError if not one block fits, or not one sequence of ``max_model_len`` tokens, if
     that is set.
     """
     needed = blocks_for(config.max_model_len or 1)
@@ -180,9 +180,9 @@ log = logs.get_logger(__name__)
 
 
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
-    """Return the number of blocks, equal on all ranks. A collective.
+    """Return the number of KV blocks, equal on all ranks. A collective.
 
-    Raises ValueError without room.
+    Raises ValueError if memory is too short.
     """
     told = told_blocks(config, loaded.kv_shape, place)
     if told is not None:
@@ -193,7 +193,10 @@ def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
 
 
 def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
-    """Return the configured blocks, or None if a trial on the GPU decides. Raises ValueError."""
+    """Return the configured number of blocks; None if a memory profile of the GPU decides.
+
+    Raises ValueError if the configured size is less than one block.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_mib is None and place.device.type == "cuda":

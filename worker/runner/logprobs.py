@@ -1,8 +1,6 @@
-"""Log probabilities of tokens: log softmax of the model's logits.
+"""Log probabilities of tokens: log softmax of the model's unchanged logits.
 
-log softmax of its logits as they are.
-
-Scores travel from the device as one table of float64, which holds every token id exactly:
+Scores are copied from the device as one float64 table, which represents every token id exactly:
 
     log probability, rank, ids of the most probable tokens, their log probabilities
 """
@@ -21,10 +19,11 @@ from worker.device.upload import upload
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Return float64 [n, 2 + 2 * num_top] for ``tokens`` int64 [n], ``logits`` fp32 [n, vocab].
+    """Return the scores float64 [n, 2 + 2 * num_top] of ``tokens`` int64 [n].
 
-    Fewer alternatives where the vocabulary is smaller. Where a row's logits are not finite numbers,
-    its log probability is NaN; that of a token which the model rules out is -inf.
+    ``logits`` are fp32 [n, vocab]. If the vocabulary is smaller than ``num_top``, there are fewer
+    alternatives. The log probability is NaN if a row's logits are not finite, and -inf for a token
+    whose logit is -inf.
     """
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), math.nan)
@@ -36,7 +35,7 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
-    """Return a row of ``score``, with the first ``num_top`` of its alternatives."""
+    """Parse one row of ``score``, and keep the first ``num_top`` of its alternatives."""
     logprob, rank, *rest = columns
     width = len(rest) // 2
     ids, logprobs = rest[:width], rest[width:]
@@ -45,14 +44,17 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
 
 
 class ArrivingScores:
-    """Scores on their way to the host; ``num_top`` has the alternatives of each row."""
+    """Scores that are being copied to the host.
+
+    ``num_top`` has the number of alternatives by row of the logits, in the order of ``table``.
+    """
 
     def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
         self._num_top = num_top
         self._arriving = Arriving(table)
 
     def wait(self) -> dict[int, TokenLogprobs]:
-        """Return the log probabilities by row of the logits."""
+        """Wait for the copy; return the log probabilities by row of the logits."""
         return {
             row: read_score(columns, num_top)
             for (row, num_top), columns in zip(
@@ -62,16 +64,16 @@ class ArrivingScores:
 
 
 class KeptLogits:
-    """Rows of a step's logits, kept unchanged until their tokens are drawn."""
+    """Copies of rows of a step's logits, made because sampling changes the logits."""
 
     def __init__(self, logits: Tensor, num_top: Mapping[int, int]) -> None:
-        """Keep ``logits`` [n, vocab]; ``num_top`` is the number of alternatives by row."""
+        """Copy rows of ``logits`` [n, vocab]; ``num_top`` has the number of alternatives by row."""
         self._num_top = num_top
         self._index = upload(list(num_top), logits.device)
         self._logits = logits[self._index]
 
     def logprobs(self, tokens: Tensor) -> ArrivingScores:
-        """Return the scores of ``tokens`` [n], one per row; negative tokens are ignored."""
+        """Return the scores of ``tokens`` [n], one per row; those of markers are meaningless."""
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))
         return ArrivingScores(table, self._num_top)

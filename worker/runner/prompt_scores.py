@@ -1,4 +1,4 @@
-"""Log probabilities of prompts' tokens, for the rows that are to tell them."""
+"""Log probabilities of prompt tokens, for the rows that request them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from worker.engine.plan import Admission, RowResult, Rows
 from worker.runner.logprobs import read_score, score
 from worker.runner.sampled_row import NOT_FINITE_CAUSE
 
-#: Positions of prompts whose logits are in memory at once.
+#: Maximum number of prompt tokens whose logits are in memory at the same time.
 SCORED_AT_ONCE = 64
 
 
 class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """See worker.runner.runner.Model."""
+        """Return logits as ``worker.runner.runner.Model.logits`` does."""
         ...
 
 
 class _Scored(NamedTuple):
-    """Token of a prompt to score: its ``row``, and the place of the token before it."""
+    """Prompt token to score in ``row``; ``at`` is the step's index of the token before it."""
 
     row: int
     at: int
@@ -38,9 +38,9 @@ class _Scored(NamedTuple):
 
 
 class PromptScores:
-    """The log probabilities of prompts' tokens, until the host knows them.
+    """Log probabilities of prompt tokens that are being copied to the host.
 
-    On other ranks than 0 there are none.
+    Ranks other than 0 have none.
     """
 
     def __init__(self, wanted: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
@@ -48,24 +48,25 @@ class PromptScores:
         self._arriving = [Arriving(table) for table in tables]
 
     def wait(self) -> dict[int, list[TokenLogprobs]]:
-        """Return the scores by row."""
+        """Wait for the copy; return the scores by row, on rank 0 only."""
         lines = [line for table in self._arriving for line in table.wait()]
         scores: dict[int, list[TokenLogprobs]] = {}
-        for each, line in zip(self._wanted, lines, strict=False):  # no lines but on rank 0
+        for each, line in zip(self._wanted, lines, strict=False):  # only rank 0 has lines
             scores.setdefault(each.row, []).append(read_score(line, each.num_top))
         return scores
 
 
-#: Of a step that scores no prompt.
+#: Scores of a step that scores no prompt.
 NO_SCORES = PromptScores((), ())
 
 
 def score_prompts(
     rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
 ) -> PromptScores:
-    """Score the prompts of all rows, piece by piece, since logits may be larger than the model.
+    """Score the prompt tokens of all rows that request it.
 
-    ``hidden`` are those of all of the step's tokens.
+    They are scored in pieces, because all their logits may be larger than the model. ``hidden``
+    [T, hidden] are the hidden states of all tokens of the step.
     """
     pieces = pieces_scored(rows, slots)
     wanted = [*chain.from_iterable(pieces)]
@@ -75,7 +76,7 @@ def score_prompts(
 
 
 def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
-    """Yield the parts that are scored at once."""
+    """Return the prompt tokens to score, in pieces that are scored at once."""
     wanted = list(_wanted(rows, slots))
     return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
 

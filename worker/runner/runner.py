@@ -1,4 +1,4 @@
-"""A plan in, tokens out: the step as torch does it, with the same tokens on every rank."""
+"""Runner in torch, which executes plans and returns the same tokens on every rank."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ from worker.runner.prompt_scores import (
 )
 from worker.runner.sampler import Asks, Prepared, Sampler
 
-#: As torch says it of tensors on a CPU, of CUDA and of its driver; Triton, of a kernel that is
-#: loaded; and cuBLAS. NCCL's is not among them: the group is of no more use after it.
+#: Parts of the messages of out-of-memory errors: of torch for CPU tensors, of CUDA and its driver,
+#: of Triton for a kernel that is loaded, and of cuBLAS. NCCL's message is not among them, because
+#: the group is unusable after it.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
@@ -66,26 +67,26 @@ class Model(Protocol):
         attention: StepAttention,
         sites: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites`` [n].
+        """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites``.
 
-        ``sites`` ascend; the result is [n, hidden].
+        ``sites`` [n] are ascending indices of tokens; with them the result is [n, hidden], else
+        [T, hidden].
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
+        """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, else None.
 
-        The caller may change them; they hold until the next call. A collective.
+        The caller may change them; they are valid until the next call. A collective.
         """
         ...
 
 
 class Wanted(NamedTuple):
-    """Samples of a step, for ``num_asks`` sequences.
+    """Sampling that a step needs, for ``num_asks`` sequences.
 
-    ``slots`` is int64 [num_asks], on the device.
-
-    The sampling rank adds what it has prepared.
+    ``slots`` returns their slots, int64 [num_asks] on the device. ``prepared`` is None on ranks
+    that do not sample.
     """
 
     num_asks: int
@@ -94,20 +95,18 @@ class Wanted(NamedTuple):
 
 
 class TorchRunner:
-    """Runner of one rank (worker.engine.plan): the model's share, the KV cache and the group.
+    """Runner of one rank (worker.engine.plan) with its model's share, KV cache and group.
 
-    It owns the model's share, the KV cache and the group.
+    The ranks' collectives follow from the plan alone. Only rank 0 has logits, so it samples and
+    broadcasts the result; rounding thus cannot make the ranks differ. Tokens are broadcast from
+    device to device as soon as they are sampled. Steps with drafts or scored prompts are broadcast
+    only after rank 0's host has processed their results.
 
-    The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
-    others take its word, so that rounding does not part them. Most of it is the tokens, which go
-    from device to device as soon as they are drawn; what rank 0's host has to look at first, drafts
-    and the scores of prompts, is told when that is done.
+    If the memory of one of several ranks is too short for its part of a step, its ``stand_in``
+    takes part in the remaining collectives, and all ranks abandon the step.
 
-    Of several ranks, one whose memory is too short for its part of a step leaves what is left of
-    its collectives to the ``stand_in``, and all of them go without the step.
-
-    On a device that computes by itself there are ``last_tokens``, of all slots, and perhaps
-    ``graphs`` of steps that decode.
+    On a GPU, ``last_tokens`` has the last tokens of all slots, and ``graphs`` may have captured
+    decode steps.
     """
 
     def __init__(
@@ -200,13 +199,14 @@ class TorchRunner:
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
-        """Sample on the device; return None if drafts or scores arrive later.
+        """Sample on the device from ``hidden``, the hidden states of the sampled tokens.
 
-        ``hidden`` are of the rows' sites.
+        Returns None on ranks that receive the results only in ``conclude``, which is so with drafts
+        or scored prompts.
         """
         if wanted is None:
-            # It is waited for all the same: else the host would launch all parts of a long prompt
-            # while the device computes the first, and whoever comes would have to wait for them.
+            # This empty result is awaited too. Otherwise the host would launch all chunks of a long
+            # prompt while the device computes the first, and new sequences would wait for them all.
             return Hearing(hidden.new_empty(0, dtype=torch.int64))
         draw = partial(self._draw, rows, wanted, hidden)
         return self._together(draw, partial(self._left_of_draw, rows, wanted, len(hidden)))
@@ -223,7 +223,7 @@ class TorchRunner:
         return drawing or Hearing(tokens)
 
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
-        """Wait for what was drawn. A result for each row, as rank 0 drew it."""
+        """Wait for the sampled tokens; return one result per row, with rank 0's tokens."""
         hear = partial(self._heard, rows, drawn, scores)
         if not _is_told_late(rows):
             return self._tried(hear)
@@ -254,7 +254,7 @@ class TorchRunner:
         return hidden[sites_there()], scores
 
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
-        """Write keys and values to the cache; return hidden states at ``sites`` or of all."""
+        """Run the model, which fills the KV cache; return hidden states of ``sites`` or of all."""
         attention = self._attention.prepare(rows, parcel)
         tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
         are_all = sites is None or len(sites) == rows.num_tokens
@@ -290,9 +290,9 @@ class TorchRunner:
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
     def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
-        """Return int64 [count] in the memory of this rank's device.
+        """Broadcast rank 0's sampled tokens; return them, int64 [count], on this rank's device.
 
-        No host waits for it where the group is on the device.
+        No host waits for them if the group's collectives run on the device.
         """
         if drawing is not None:
             return self._group.broadcast(drawing.tokens)
@@ -311,9 +311,10 @@ class TorchRunner:
     # memory
 
     def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
-        """Return the result of ``part`` of a step, which makes ``collectives``.
+        """Run ``part`` of a step on all ranks and return its result.
 
-        Raises TooLittleMemory on all ranks if one has too little for it, and DeviceLost.
+        ``collectives`` returns all collectives of the part, in order, for the stand-in. Raises
+        TooLittleMemory on all ranks if one has too little memory for the part; DeviceLost.
         """
         made, cause = self._group.num_made, ""
         try:
@@ -336,7 +337,7 @@ class TorchRunner:
                     raise DeviceLost(str(error).partition("\n")[0]) from error
                 raise
             cause = str(error) or type(error).__name__
-        # Here the tensors are free that the error's frames held.
+        # Outside of the handler, because the error's frames hold tensors until then.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise MemoryError(cause)
@@ -364,7 +365,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """Launched step of ``rows``: ``hidden`` for sampling, ``scores`` of prompts."""
+    """Launched step of ``rows``, with ``hidden`` states to sample from and prompt ``scores``."""
 
     def __init__(
         self,
@@ -389,9 +390,9 @@ class TorchStep:
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether an error is out of memory.
+    """Return whether ``error`` means that memory is too short.
 
-    torch has an exception class only for tensors on a GPU.
+    Messages are compared, because torch has an exception class only for tensors on a GPU.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -409,7 +410,10 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _is_told_late(rows: Rows) -> bool:
-    """Return whether rank 0's host needs the results first: for drafts, or scores of prompts."""
+    """Return whether rank 0's host processes the results before the other ranks receive them.
+
+    This is so for drafts and for scores of prompts.
+    """
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 
 
@@ -420,9 +424,9 @@ def _told_late(rows: Rows) -> tuple[list[int], int]:
 
 
 def _sites(rows: Rows) -> Ints:
-    """Return the tokens of a step whose logits are sampled.
+    """Return the indices of the step's tokens whose logits are sampled.
 
-    For a sampling row, these are the last known token and its drafts.
+    For a sampling row, these are its last known token and its drafts.
     """
     if len(rows) == rows.num_tokens:
         return rows.samples.nonzero()[0]

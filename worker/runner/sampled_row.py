@@ -1,4 +1,4 @@
-"""A row that is to be drawn: whose it is, where its logits are, and what became of it."""
+"""Row to sample: its slot, the position of its logits, and its result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
 
 @dataclass(frozen=True, slots=True)
 class SampledSlot:
-    """Slot of one sequence.
+    """Slot of one sequence, with its sampling parameters.
 
-    ``bias`` has token ids and their additions; ``stop_ids`` are those that min_tokens holds back.
-    With an ``error`` nothing can be sampled.
+    ``bias`` has token ids and the values to add to their logits. ``stop_ids`` are the stop tokens
+    that min_tokens forbids at first. With an ``error`` nothing can be sampled.
     """
 
     number: int
@@ -35,7 +35,7 @@ class SampledSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the row only draws one token and reports nothing but that token."""
+        """Return whether no feature edits the logits, and only sampled tokens are reported."""
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         told = self.sampling.logprobs is not None or self.error is not None
         return not (edited or told or self.sampling.has_penalties)
@@ -43,7 +43,11 @@ class SampledSlot:
 
 @dataclass(slots=True)
 class SampledRow:
-    """Sampled row whose logits begin at ``first``; a grammar allows ``num_allowed`` drafts."""
+    """Row to sample, whose logits begin at row ``first`` of the step's logits.
+
+    ``position`` is the position of its next token in the output. A grammar allows the first
+    ``num_allowed`` of its ``drafts``.
+    """
 
     slot: SampledSlot
     position: int
@@ -54,27 +58,27 @@ class SampledRow:
 
     @property
     def sites(self) -> range:
-        """Rows of its logits."""
+        """Return the indices of its rows of logits: one, and one more after each draft."""
         return range(self.first, self.first + 1 + len(self.drafts))
 
     @property
     def banned_sites(self) -> range:
-        """Sites where no stop token may be drawn."""
+        """Return the indices of its rows of logits in which min_tokens forbids stop tokens."""
         if self.slot.stop_ids is None:
             return range(0)
         return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
 
     @property
     def is_shaped(self) -> bool:
-        """Return whether the logits are changed before the temperature."""
+        """Return whether its logits are changed before temperature and filters."""
         slot = self.slot
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
     def fill_mask(self, into: Tensor, began: float) -> None:
-        """Write the tokens that the grammar allows into ``into`` int32 [sites, words].
+        """Write the grammar's mask to ``into`` int32 [1 + len(drafts), words].
 
-        ``began`` as for a TokenMask.
+        ``began`` is that of ``TokenMask.mask``. An error of the grammar becomes the row's.
         """
         assert self.slot.mask is not None
         try:
@@ -83,9 +87,10 @@ class SampledRow:
             self.error = error
 
     def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
-        """Return the result; ``drawn`` has a token per site, ``logprobs`` those to report.
+        """Return the row's result, and advance its grammar by the tokens that it keeps.
 
-        The grammar goes on by the tokens that the row keeps.
+        ``drawn`` has the sampled token of every row of the step's logits, ``logprobs`` the log
+        probabilities to report, by row of logits.
         """
         if self.error is not None:
             return RowResult(error=self.error)
@@ -107,7 +112,7 @@ class SampledRow:
 
 
 def plain_results(drawn: Sequence[int]) -> list[RowResult]:
-    """Return the results of plain slots without drafts, each with a drawn token or a mark."""
+    """Return the results of plain rows without drafts from their tokens or negative markers."""
     results = [*map(RowResult, zip(drawn, strict=True))]
     if min(drawn) < 0:
         failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
@@ -116,10 +121,9 @@ def plain_results(drawn: Sequence[int]) -> list[RowResult]:
 
 
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """Return ``drawn`` up to the first token that is not its draft or is a stop.
+    """Return the tokens of ``drawn`` up to the first that differs from its draft or is a stop.
 
-    It also ends before the first site without a token: the next step meets that again, without
-    drafts.
+    They also end before a negative marker: the next step samples that position without drafts.
     """
     kept: list[int] = []
     for token, draft in zip_longest(drawn, drafts):

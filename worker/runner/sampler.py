@@ -1,20 +1,22 @@
-"""Sampler: from logits to the result of each row, by the features that its sequence requested.
+"""Sampler: turns logits into the result of each row, with the features that its sequence requests.
 
-    log probabilities   of the logits as the model made them    worker.runner.logprobs
+    log probabilities   of the model's unchanged logits         worker.runner.logprobs
     logit_bias          is added
     grammar             -inf for every token that it forbids    worker.runner.token_mask
-    min_tokens          -inf for stop tokens before their time
+    min_tokens          -inf for stop tokens while the output is shorter
     penalties           repetition, frequency, presence         worker.runner.history
     temperature, top_k, top_p, min_p, one uniform number        worker.runner.draw
 
-Where the order shows, it is that of transformers and vLLM: a penalty scales by the logit's sign, so
-the bias comes before it, and both come before the temperature. The masks could stand anywhere,
-since -inf stays -inf. A greedy row has all of it except filters and chance. vLLM takes log
-probabilities behind the grammar's mask; here they are what the model thinks, whatever is allowed.
+Where the order matters, it is that of transformers and vLLM. A penalty depends on the logit's sign,
+so the bias is added before it, and both precede the temperature. The masks could be anywhere in the
+order, because -inf stays -inf. For greedy rows, everything applies except filters and uniform
+numbers. vLLM takes log probabilities after the grammar's mask; this sampler takes those of the
+model, even for forbidden tokens.
 
-A row with drafts is drawn at 1 + len(drafts) sites in one go, each as if the drafts before it were
-output already, with the uniform number of its own position. What is drawn behind a draft that was
-not drawn itself is dropped, so what remains is what would have been drawn without any drafts.
+A row with drafts has 1 + len(drafts) rows of logits ("sites"), which are sampled at once. Each is
+sampled as if the drafts before it were part of the output, with the uniform number of its own
+position. Tokens after a draft that was not sampled itself are dropped, so that the result is the
+same as without drafts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from worker.runner.token_mask import CompiledGrammar, TokenMask, forbidden, mask
 
 
 class Ask(NamedTuple):
-    """Sample the token at ``position`` of the output, and those after accepted ``drafts``."""
+    """Request to sample the output token at ``position``, and one after each accepted draft."""
 
     slot: int
     position: int
@@ -53,7 +55,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """Parameters of all rows of a step, as columns [n]; ``drafts`` by row."""
+    """Sampling requests of a step, as columns [n]; ``drafts`` by request."""
 
     slots: Ints
     positions: Ints
@@ -67,7 +69,7 @@ class Asks:
 
     @property
     def num_sites(self) -> Ints:
-        """Return [n]: the number of sites of each row."""
+        """Return the number of rows of logits of each request, [n]."""
         counts = np.ones(len(self.slots), np.int64)
         for i, drafts in self.drafts.items():
             counts[i] += len(drafts)
@@ -75,7 +77,7 @@ class Asks:
 
 
 class Prepared(NamedTuple):
-    """Prepared ``asks``; the sites of ask i begin at ``firsts`` [n]."""
+    """Prepared sampling requests; the rows of logits of request i begin at ``firsts[i]``."""
 
     asks: Asks
     firsts: Ints
@@ -83,13 +85,13 @@ class Prepared(NamedTuple):
 
 
 class Sampler:
-    """Draws for all slots of a worker, on the rank that has the logits."""
+    """Sampler for all slots of a worker, on the rank that has the logits."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, SampledSlot] = {}
-        #: those of them for which nothing is done but to draw
+        #: slots that only need a sampled token (``is_plain``)
         self._plain: set[int] = set()
         self._table = DrawTable()
         self._draw = choose_draw(device)
@@ -117,7 +119,7 @@ class Sampler:
         self._histories.admit(admission)
 
     def release(self, slot: int) -> None:
-        """Free the slot, so that its grammar's memory can be freed."""
+        """Release the slot, and with it the memory of its grammar."""
         self._slots.pop(slot, None)
         self._plain.discard(slot)
         self._masks.pop(slot, None)
@@ -128,21 +130,24 @@ class Sampler:
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
-        """Return a result for each ask.
+        """Sample and return one result per request.
 
-        ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one ask's behind the other's;
-        they are changed.
+        ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows per request, in the order of the
+        requests. They are changed in place.
         """
         return self.launch(logits, self.prepare(asks, Parcel(self._device))).results()
 
     def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
-        """Prepare ``asks`` before there are logits; the data goes to the device with ``parcel``."""
+        """Prepare sampling before the logits exist; ``parcel`` carries its data to the device."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
         return Prepared(asks, firsts, self._draw(self._draws(asks, firsts, num_sites), parcel))
 
     def launch(self, logits: Tensor, prepared: Prepared) -> Drawing:
-        """Sample without waiting for the device. Get the results before the next call."""
+        """Begin to sample from ``logits``, as in ``sample``, without waiting for the device.
+
+        The results must be read before the next call.
+        """
         asks, firsts, draw = prepared
         rows = self._rows(asks, firsts)
         num_top = _num_top(rows.values())
@@ -151,7 +156,7 @@ class Sampler:
         tokens = draw(logits)
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
-        # The other ranks see tokens alone.
+        # Errors become markers, because the other ranks only receive tokens.
         if failed := [row.first for row in rows.values() if row.error is not None]:
             tokens = tokens.index_fill(0, self._upload(failed), FAILED)
         logprobs = kept.logprobs(tokens) if kept is not None else None
@@ -174,12 +179,13 @@ class Sampler:
         positions = (asks.positions - firsts).repeat(num_sites) + np.arange(num_sites.sum())
         return self._table.draws(asks.slots.repeat(num_sites), positions)
 
-    # what comes before the temperature
+    # changes of the logits before the temperature
 
     def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Change the logits of ``rows``, if there are any.
+        """Change the logits of ``rows`` in place.
 
-        bool [n]: those that were not finite numbers before.
+        Returns bool [n], True where logits of ``rows`` were not finite before; None without
+        ``rows``.
         """
         if not rows:
             return None
@@ -233,7 +239,7 @@ class Sampler:
             self._histories.penalise(logits, penalised)
 
     def _take_in(self, concluded: Concluded) -> None:
-        """Record results; some sequences may have left their slots since."""
+        """Record sampled tokens for penalties, except for sequences that have left their slots."""
         self._histories.advance(
             (row.slot.number, result.tokens)
             for row, result in concluded

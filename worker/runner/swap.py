@@ -1,4 +1,4 @@
-"""Measurement of swap: copying a block to the host and back, against computing it again."""
+"""Measurement of swapping: the time to copy a block to the host and back, or to recompute it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from worker.runner.host_cache import HostCache, PlainHostCache, StreamedHostCach
 
 log = logs.get_logger(__name__)
 
-#: Times that each piece of work is timed, beside a first one.
+#: Number of timed runs of each measurement, after one that is not timed.
 _ROUNDS = 5
-#: Copied in one go, as the few blocks of one preempted sequence are.
+#: Blocks that are copied at once in a measurement, like the few blocks of a preempted sequence.
 _BLOCKS = 8
-#: Blocks that are on their way from a GPU to the host at the same time.
+#: Maximum number of blocks that are copied from a GPU to the host at the same time.
 _STAGED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Seconds for a block: copied out and back, or recomputed as part of a chunk."""
+    """Seconds per block, to copy it to the host and back, or to recompute it in a chunk."""
 
     copy_s: float
     compute_s: float
@@ -44,10 +44,11 @@ class SwapCost:
 def build_host_cache(
     config: WorkerConfig, cache: KVCache, group: Group, runner: Runner
 ) -> HostCache | None:
-    """Build the host cache of ``config.swap_mib``, split evenly over the ranks.
+    """Build the host cache of ``config.swap_mib`` MiB, split evenly over the ranks.
 
-    None where it is not wanted, holds no block, or would not pay. Rank 0 finds that out for all,
-    with a ``runner`` over ``cache`` on every rank; what the cache holds is spoilt.
+    Returns None if swapping is disabled, if the size is less than one block, or if copying is not
+    faster than recomputing. All ranks measure this with a ``runner`` over ``cache``, whose content
+    is overwritten, and rank 0 decides.
     """
     if config.preemption == "recompute":
         return None
@@ -72,7 +73,7 @@ def build_host_cache(
 
 
 def num_staged(config: WorkerConfig) -> int:
-    """Blocks beside a GPU's KV cache that it takes to copy some of it out."""
+    """Return the number of blocks outside of a GPU's KV cache that swapping needs."""
     return _STAGED if config.preemption == "swap" else 0
 
 
@@ -90,7 +91,7 @@ def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:
 def measure(
     cache: KVCache, host: HostCache, forward: Callable[[], object], num_tokens: int
 ) -> SwapCost:
-    """Measure the copy and ``forward``, which computes ``num_tokens`` tokens."""
+    """Measure copies of blocks, and ``forward``, which computes ``num_tokens`` tokens."""
     count = min(_BLOCKS, cache.num_blocks, host.num_blocks)
     copies = [BlockCopy(block, block) for block in range(count)]
 

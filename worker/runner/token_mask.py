@@ -1,6 +1,6 @@
-"""Masks of a grammar for the sampler: the allowed next tokens, 32 per word.
+"""Masks of a grammar's allowed next tokens, 32 per word, for the sampler.
 
-Word i of a mask has the tokens 32 * i to 32 * i + 31, the first in its lowest bit.
+Word i has a bit for each of the tokens 32 * i to 32 * i + 31; the lowest bit is for the first.
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A word's bytes are read as they lie in memory.
+# ``forbidden`` reads a word's bytes in the order of memory.
 assert sys.byteorder == "little"
 
 
 class TokenMask(Protocol):
-    """State of one sequence in its grammar. ``mask`` raises EverliftError if it cannot continue."""
+    """State of one sequence in its grammar."""
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` without drafts answers at once, or soon enough to wait."""
+        """Return whether ``mask`` without drafts returns at once, or soon enough to wait for it."""
         ...
 
     def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
         """Fill ``into`` with the allowed tokens after the output and after each draft.
 
-        int32 [1 + len(drafts), mask_words(vocab)], on the CPU. How many of the drafts the grammar
-        allows; what stands behind the first that it does not allow means nothing. ``began`` is when
-        the step began to wait for masks, in monotonic time: from then on it waits for all of them
-        together no longer than for one.
+        ``into`` is int32 [1 + len(drafts), mask_words(vocab)], on the CPU. Returns the number of
+        drafts that the grammar allows; rows after the first forbidden draft are undefined.
+        ``began`` is the monotonic time at which the step began to wait for masks: from then on the
+        step waits for all masks together no longer than for one. Raises EverliftError if the
+        sequence cannot continue.
         """
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the drawn ``tokens``.
+        """Advance by the sampled ``tokens``.
 
-        Where it cannot, the next mask says so: of what was drawn the other ranks have heard.
+        If this fails, the next ``mask`` raises the error, because the other ranks have already
+        received these tokens.
         """
         ...
 
 
 class CompiledGrammar(Protocol):
-    """Form of ``Admission.grammar`` on the rank that samples."""
+    """Type of ``Admission.grammar`` on the rank that samples."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
-        """Return the matcher of a sequence with this ``output``.
+        """Return the grammar's state of a sequence with this ``output``.
 
         Raises EverliftError if the output does not match.
         """
@@ -57,9 +59,9 @@ def mask_words(vocab_size: int) -> int:
 
 
 def forbidden(mask: Tensor, vocab_size: int) -> Tensor:
-    """Return the forbidden tokens of ``mask`` int32 [n, mask_words(vocab_size)].
+    """Return which tokens ``mask`` int32 [n, mask_words(vocab_size)] forbids.
 
-    bool [n, vocab_size], on its device.
+    The result is bool [n, vocab_size], on the device of ``mask``.
     """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     allowed = mask.view(torch.uint8).unsqueeze(-1).bitwise_and(bits)

@@ -1,7 +1,7 @@
-"""Uniform number per sampled token, from a counter instead of a generator. Pure.
+"""Uniform random number per sampled token, from a counter instead of a generator. Pure.
 
-It depends only on (seed, choice, position), so it is the same on every rank, in any batch, and
-after a preemption or migration, without state.
+The number depends only on (seed, choice, position). So it needs no state, and is the same on every
+rank, in any batch, and after a preemption or migration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ U64 = NDArray[np.uint64]
 
 
 def uniform(seeds: U64, choices: U64, positions: U64) -> NDArray[np.float64]:
-    """Return uniform numbers [n] in [0, 1) for output ``positions`` of ``choices``, of 53 bits."""
+    """Return one uniform number of 53 bits in [0, 1) per output position, [n]."""
     mixed = _mix(_mix(_mix(seeds) ^ choices) ^ positions)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,9 +1,9 @@
-"""The steps that a GPU computes before anybody waits for one. Pure.
+"""Steps that a GPU computes at start, to compile all kernels before the first request. Pure.
 
-A kernel in Triton is compiled when it is launched for the first time in some form: seconds in which
-all sequences would stand still, and after which a watchdog would give the worker up. These steps
-launch all forms that attention has for rows of any number and length (attention/tiles.py), and all
-else that a step launches.
+A Triton kernel is compiled when it is first launched in some form. This takes seconds, in which all
+sequences would wait, and after which the watchdog would declare the worker stuck. These steps
+launch all forms of the attention kernels, for any number and length of rows (attention/tiles.py),
+and all other kernels of a step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from worker.engine.plan import Admission, Plan, Row, Rows
 def warm_up_plans(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Iterator[Plan]:
-    """Yield the plans, which write to block 0; the last one draws a token in slot 0."""
+    """Yield the plans, which write to block 0 only; the last one samples a token in slot 0."""
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)
     batches = {(1,) * size for size in _doubled(most_rows)}
     if budget > 1:
-        # Of two tokens at the least, in one tile each or in more and more of them.
+        # Rows of two or more tokens: numbers of rows and of tokens that double, and the most rows
+        # with every number of tokens.
         most_rows = min(most_rows, budget - 1)
         batches.update(
             _batch(size, count, budget)
@@ -43,7 +44,11 @@ def _doubled(most: int) -> list[int]:
 
 
 def _batch(num_rows: int, count: int, budget: int) -> tuple[int, ...]:
-    """Return as many rows of ``count`` tokens (at least 2) as fit, a rest, and single tokens."""
+    """Return the lengths of ``num_rows`` rows with at most ``budget`` tokens in total.
+
+    As many rows as possible have ``count`` tokens (at least 2), one row has the remainder, and the
+    others have one token.
+    """
     spare = budget - num_rows
     num_long = min(num_rows, spare // (count - 1))
     others = [1] * (num_rows - num_long)

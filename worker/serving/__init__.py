@@ -1,1 +1,1 @@
-"""A rank as a server: sessions with routers, the engine's loop, start and end."""
+"""Serving of a rank: sessions with routers, the engine's loop, start and stop."""

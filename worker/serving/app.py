@@ -1,7 +1,7 @@
 """The worker as a Ray Serve deployment: a replica that owns a placement group and hosts no rank.
 
-Every rank is an actor in one bundle of the replica's placement group. Serve places the replica,
-asks after its health and starts a new one when a rank is gone; no token passes through Serve.
+Every rank is an actor in one bundle of the replica's placement group. Serve schedules the replica,
+checks its health, and starts a new one when a rank has ended. No token passes through Serve.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from worker.serving.rank_actor import RankActor
 
 log = logs.get_logger(__name__)
 
-#: Between two looks whether some router knows the worker, and two words that it starts.
+#: Seconds between two checks whether a router knows the worker, and between reports of its start.
 _ANNOUNCE_S = 1.0
-#: A start that is not heard again for so long is none.
+#: Seconds after which a reported start expires unless it is reported again.
 _STARTS_S = 5.0
 
 
 class Refused(RuntimeError):
-    """The worker does not fit the existing ones."""
+    """The router refused the worker, because it does not fit the existing ones."""
 
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
     """Deployment of a worker; ``router`` is the handle of the router's deployment.
 
-    Settings that change without a restart are the deployment's user_config, which Serve hands to
+    Settings that change without a restart are the deployment's user_config, which Serve passes to
     ``reconfigure`` (cluster/ray/deployments.py).
     """
 
@@ -63,10 +63,10 @@ class WorkerDeployment:
         self._ranks: list[Any] = []
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take the settings that change at run time, and with the first ones start the ranks.
+        """Apply the settings that change at run time; the first call also starts the ranks.
 
-        Serve calls this right after ``__init__``, and again for each other user_config. Raises
-        ValueError for an unknown log level, Refused, and what ends a rank that starts.
+        Serve calls this right after ``__init__``, and again for each changed user_config. Raises
+        ValueError for an unknown log level, Refused, and any error that ends a starting rank.
         """
         level = user_config["log_level"]
         logs.set_level(level)
@@ -95,7 +95,7 @@ class WorkerDeployment:
     async def _end_with(self, number: int, rank: Any) -> None:
         """End the replica when a rank has ended.
 
-        Its process ends, which Serve notices sooner than three failed health checks.
+        The process exits, which Serve notices sooner than three failed health checks.
         """
         try:
             await rank.wait.remote()
@@ -130,8 +130,8 @@ class WorkerDeployment:
     async def _join(self) -> None:
         """Announce the worker until a router accepts it.
 
-        Loading may have taken minutes, so a ledger that is away for a moment is no reason to end.
-        Raises Refused.
+        Loading may have taken minutes, so the worker does not give up if the ledger is unavailable
+        for a moment. Raises Refused.
         """
         while not await self._is_announced():
             await asyncio.sleep(_ANNOUNCE_S)
@@ -166,16 +166,16 @@ class WorkerDeployment:
         await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
 
     def __del__(self) -> Coroutine[None, None, None] | None:
-        """Stop the worker; Serve awaits this once when it stops the replica."""
+        """Stop the worker; Serve calls and awaits this once when it stops the replica."""
         if "_announcing" not in self.__dict__ or self._announcing.cancelled():
             return None
         return self._stop()
 
 
 def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
-    """Return the actor class, bound to its bundle.
+    """Return the actor class of ``rank``, bound to its bundle of the placement group.
 
-    Its environment is in force before torch is imported.
+    The actor's environment variables ``env`` are set before torch is imported.
     """
     group = get_current_placement_group()
     assert group is not None, "the worker's deployment has placement_group_bundles"

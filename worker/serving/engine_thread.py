@@ -1,6 +1,7 @@
-"""Thread of a rank from building the runner to closing it, because CUDA and OpenMP are per thread.
+"""Engine thread of a rank, which builds, runs and closes the runner.
 
-The thread is a daemon: a step that never returns does not keep a process that wants to end.
+One thread does all of this, because CUDA and OpenMP have state per thread. It is a daemon, so that
+a step that never returns does not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ log = logs.get_logger(__name__)
 class EngineThread:
     """Thread of the engine; ``meet`` connects this rank with the others.
 
-    ``report`` and ``announce`` are called from the thread. ``startup`` is told how long the parts
-    of its start take.
+    ``report`` and ``announce`` are called in the thread. ``startup`` records the durations of the
+    parts of the start.
 
-    ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
-    both. Whoever hears of the end closes ``ties``.
+    The futures ``ready`` and ``ended`` are resolved in the thread. An error before the engine is
+    ready is set on both. The owner must close ``ties`` after the end.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class EngineThread:
         self._report = report
         self._announce = announce
         self._startup = startup
-        # From here on nobody can cancel them.
+        # From here on the futures cannot be cancelled.
         self.ready.set_running_or_notify_cancel()
         self.ended.set_running_or_notify_cancel()
         threading.Thread(target=self._live, name="engine", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop after the current step; ranks above 0 see the loss of rank 0."""
+        """Stop after the current step; a rank above 0 stops as if rank 0 were lost."""
         self._inbox.stop()
         if isinstance(self.ties.log, StepLogReader):
             self.ties.log.interrupt()
@@ -113,7 +114,7 @@ class EngineThread:
 
 
 def _close(runner: Runner) -> None:
-    """Close the runner, ignoring errors: the cause is what ended the loop."""
+    """Close the runner; errors are only logged, to keep the error that ended the loop."""
     try:
         runner.close()
     except Exception as error:

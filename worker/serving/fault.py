@@ -1,8 +1,8 @@
-"""Faults on purpose, as a worker makes them of itself where chaos is allowed.
+"""Faults that a worker injects into itself, if its configuration allows chaos.
 
-KILL, PAUSE    of rank 0 at once, by whom it is told; of another rank when it reads the step log
-SLOW           each step of rank 0, and with it of all, is followed by a sleep
-PARTITION      the streams to routers stand still; what is in them arrives afterwards
+KILL, PAUSE    rank 0 on receipt of the fault, another rank when it reads the step log
+SLOW           rank 0 sleeps after each step, which delays all ranks
+PARTITION      the streams to routers stall; their content arrives afterwards
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import subprocess
 
 from everlift.v1 import chaos_pb2
 
-#: Waits so long, then lets process $1 go on: a program of its own, since who is stopped cannot.
+#: Sleeps $0 seconds and then resumes process $1, which cannot resume itself while it is stopped.
 _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 
 def strike(fault: chaos_pb2.Fault) -> None:
-    """Kill or pause this process, and return when it continues."""
+    """Kill or pause this process; after a pause, return when it continues."""
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == chaos_pb2.FAULT_KIND_PAUSE:
@@ -34,7 +34,7 @@ def _pause(seconds: float) -> None:
 
 
 class Slowness:
-    """Added time of steps. Times are the engine's clock."""
+    """Slow-down of steps by a fault. Points in time are on the engine's clock, in seconds."""
 
     def __init__(self) -> None:
         self._factor = 1.0
@@ -44,26 +44,29 @@ class Slowness:
         self._factor, self._until = fault.factor, now + fault.seconds
 
     def extra_s(self, took_s: float, now: float) -> float:
-        """Return the seconds to sleep after a step."""
+        """Return the seconds to sleep after a step that took ``took_s`` seconds."""
         if now >= self._until:
             return 0.0
         return min(max(0.0, self._factor - 1) * took_s, self._until - now)
 
 
 class Wire:
-    """Simulated network faults between this worker and its routers. Lives in one event loop."""
+    """Simulated network partitions between this worker and its routers, in one event loop."""
 
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
 
     def cut(self, peer: str, seconds: float) -> None:
-        """Cut the connection to the router whose id begins with ``peer``; empty: to all."""
+        """Cut the connections to routers whose id begins with ``peer``, for ``seconds``.
+
+        An empty ``peer`` cuts all connections.
+        """
         cut = _Cut(peer)
         self._cuts.append(cut)
         asyncio.get_running_loop().call_later(seconds, self._mend, cut)
 
     def mend(self) -> None:
-        """End the partition."""
+        """End all partitions."""
         while self._cuts:
             self._mend(self._cuts[0])
 
@@ -73,7 +76,7 @@ class Wire:
             cut.mended.set()
 
     async def whole(self, router_id: str) -> None:
-        """Return when something can come through between this router and us."""
+        """Wait until no partition separates this worker from the router."""
         while (cut := self._cut_from(router_id)) is not None:
             await cut.mended.wait()
 

@@ -1,7 +1,7 @@
-"""Fingerprint of a model without reading its weights.
+"""Fingerprint of a model, computed without reading its weights.
 
-SHA-256 over all files by name: the content of configuration and tokenizer; size and header (names,
-types and shapes) of weights, in safetensors or GGUF.
+It is the SHA-256 over all files, sorted by name: the content of configuration and tokenizer files,
+and size and header (names, types and shapes) of weight files, in safetensors or GGUF.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WEIGHTS_SUFFIX = ".safetensors"
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Return the fingerprint.
+    """Return the fingerprint of the model in ``directory``, in hexadecimal.
 
-    Raises ValueError without a model, BadCheckpoint or BadGguf for invalid weights.
+    Raises ValueError if there is no model, BadCheckpoint or BadGguf for invalid weights.
     """
     if not (directory / "config.json").is_file():
         raise ValueError(f"no model at {str(directory)!r}: config.json is missing there")

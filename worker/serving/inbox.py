@@ -1,4 +1,4 @@
-"""Orders of the sessions to the engine, from the event loop's thread to the engine's."""
+"""Orders of the sessions to the engine, passed from the event loop's thread to the engine's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from worker.engine.sequence import Sequence
 class Orders:
     """Orders that arrived since the engine's last step.
 
-    Another ``policy`` is meant before starts, and these before aborts; ``drain`` gives back
-    everything that is here after them; ``stop`` is the end instead of a step.
+    The engine applies a changed ``policy`` first, then ``starts``, then ``aborts``. With ``drain``,
+    all remaining sequences are returned to their routers. With ``stop``, the engine ends instead of
+    running a step.
     """
 
     starts: list[Sequence] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Inbox:
             self._changed.notify()
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """Set the policy; the last call counts."""
+        """Set the policy; of several calls before a step, the last one counts."""
         with self._changed:
             self._orders.policy = policy
             self._changed.notify()
@@ -70,7 +71,10 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, timeout_s: float | None) -> Orders:
-        """Return the orders; wait for the first up to ``timeout_s``, or without limit."""
+        """Return the collected orders; wait up to ``timeout_s`` seconds for the first one.
+
+        The wait has no limit if ``timeout_s`` is None.
+        """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._orders), timeout_s)
             orders, self._orders = self._orders, Orders()

@@ -1,10 +1,10 @@
-"""The engine's loop, in a thread of its own: on rank 0 from orders, elsewhere from rank 0's log.
+"""Loop of the engine in its own thread: rank 0 executes orders, other ranks follow its log.
 
-Rank 0:       take orders, write the log entry, apply, step, report
-other ranks:  read the log entry, compare the digest of rank 0's plan before it, apply, step
+rank 0:       take orders, write the log entry, apply, step, report
+other ranks:  read the log entry, compare its digest of rank 0's previous plan, apply, step
 
-Where steps are launched ahead, all ranks launch and commit them in the same order: that follows
-from the log and the plans.
+If steps are launched ahead, all ranks launch and commit them in the same order, because that
+follows from the log and the plans.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.serving.fault import Slowness, strike
 from worker.serving.inbox import Inbox, Orders
 
-#: An engine without work checks its books after so long.
+#: Seconds without work after which the engine checks its integrity.
 _IDLE_S = 0.5
-#: Who has which slot is told so often.
+#: Minimum time in seconds between two reports of the sequences in the batch slots.
 _OCCUPANTS_S = 0.2
-#: Maximum time that a step waits until routers confirm that they know of its sequences' first step.
+#: Maximum seconds that a step waits for routers to confirm the first step of its sequences.
 CONFIRM_S = 0.2
-#: Minimum time between two reports of the prefill progress of the sequences in the batch.
+#: Minimum time in seconds between two reports of the prefill progress of the batch.
 _PREFILL_S = 0.1
 
 
 class RanksDisagree(Exception):
-    """Plan that differs from rank 0's: the caches diverge from here on."""
+    """Plan of this rank that differs from rank 0's, so that their caches would diverge."""
 
 
 class StepLog(Protocol):
@@ -50,10 +50,11 @@ class StepLog(Protocol):
 class Report:
     """Report of one turn of the loop.
 
-    ``started`` count in ``load`` from now on. ``occupants`` is None if it was reported recently.
-    ``busy_s`` was spent in steps since the engine started, ``step_times`` in their parts.
-    ``breakdowns`` are of some sequences, including all that ended, and ``decoding`` of one that
-    decoded all the time. ``prefilling`` is the progress of prefills, empty if reported recently.
+    ``load`` includes the sequences ``started`` from this report on. ``occupants`` is None if it was
+    reported recently. ``busy_s`` is the time in seconds spent in steps since the engine started,
+    ``step_times`` the time in their parts. ``breakdowns`` are of some sequences, including all that
+    ended; ``decoding`` is that of a sequence which decoded all the time. ``prefilling`` is the
+    progress of prefills, empty if reported recently.
     """
 
     started: tuple[SequenceKey, ...]
@@ -69,10 +70,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """Sequences whose first step here is the step that is about to run.
+    """Sequences whose first step at this worker is about to run.
 
-    ``outcomes`` carry the news of their admission and no tokens. ``to_confirm`` are the keys of
-    the sequences whose routers must confirm the news before the step runs.
+    ``outcomes`` contain the updates about their admission, and no tokens. ``to_confirm`` are the
+    keys of the sequences whose routers must confirm the update before the step runs.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -80,7 +81,7 @@ class FirstSteps:
 
 
 class LeadingLoop:
-    """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait.
+    """Loop of rank 0; ``report`` is called after each turn, in this thread, and must not block.
 
     ``announce`` is called in this thread before a step that admits sequences for the first time,
     and delays that step until it returns.
@@ -112,12 +113,12 @@ class LeadingLoop:
         self._prefills_told = 0.0
 
     def run(self) -> None:
-        """Run until the stop order. Raises EngineBroken, and errors of the step log."""
+        """Run turns until the stop order. Raises EngineBroken, and errors of the step log."""
         while self.turn(self._next_orders()):
             pass
 
     def turn(self, orders: Orders) -> bool:
-        """Run one turn; return False after the stop order. Raises as ``run`` does."""
+        """Run one turn with ``orders``; return False for the stop order. Raises as ``run`` does."""
         digest = self._engine.digest() if self._log is not None else b""
         settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
@@ -171,9 +172,10 @@ class LeadingLoop:
         return self._inbox.wait(timeout_s=None)
 
     def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
-        """Turn the drain into aborts, which is how the other ranks see it.
+        """Turn a drain into aborts, because the other ranks only receive aborts.
 
-        What the step in flight brought, and who leaves by the drain.
+        Returns the outcomes of the step in flight, which is committed first, and the sequences to
+        return to their routers.
         """
         settled = self._engine.commit_in_flight()
         leaving = [
@@ -232,7 +234,7 @@ def follow(
     rank: int = 1,
     strike: Callable[[chaos_pb2.Fault], None] = strike,
 ) -> None:
-    """Run the loop of ``rank``, above 0, until the log's stop.
+    """Run the loop of ``rank``, which is above 0, until the log's stop entry.
 
     Raises RanksDisagree, EngineBroken, and the errors of the log.
     """

@@ -1,7 +1,7 @@
-"""Outgoing state of one router. Pure.
+"""Outgoing messages to one router. Pure.
 
-Nothing is queued: a slow router finds the tokens of many steps merged into one Progress per
-sequence, and the newest state.
+Messages are merged instead of queued: a slow router receives the tokens of many steps as one
+Progress per sequence, and only the newest state.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from worker.engine.outcome import NO_NEWS, News, Outcome, SequenceKey
 from worker.engine.time_breakdown import TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown
 
-#: Acknowledgements kept for a router that does not read; leaders give up on them within seconds.
+#: Maximum number of acknowledgements kept for a router that does not read. This suffices, because
+#: leaders stop waiting for them within seconds.
 _MAX_ACCEPTED = 65_536
 
 
 class Outbox:
-    """Outbox of a router; ``notify`` is called when a message needs a frame of its own."""
+    """Outbox of a router; ``notify`` is called when a message requires a frame at once."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.notify = notify
         self._frame = session_pb2.WorkerFrame()
-        #: those of the frame
+        #: the frame's progress messages, by sequence
         self._progress: dict[SequenceKey, session_pb2.Progress] = {}
         self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
         self._occupants: tuple[Occupant, ...] = ()
@@ -35,19 +36,19 @@ class Outbox:
         return bool(self._progress or self._accepted)
 
     def push(self, outcome: Outcome) -> None:
-        """Add an outcome and ask for a frame.
+        """Add an outcome and request a frame.
 
-        Outcomes of one sequence come in the order of their offsets.
+        Outcomes of one sequence must be added in the order of their offsets.
         """
         self.add(outcome)
         self.notify()
 
     def add(self, outcome: Outcome) -> None:
-        """Add an outcome to the next frame, whenever that goes."""
+        """Add an outcome to the next frame, without requesting one."""
         epoch, choice = key = outcome.key
         progress = self._progress.get(key)
         if progress is None:
-            # All at once: this is most of what a step costs the event loop.
+            # All fields in one call, because this is most of the event loop's work for a step.
             self._progress[key] = progress = self._frame.progress.add(
                 epoch=epoch,
                 choice=choice,
@@ -78,17 +79,17 @@ class Outbox:
         self.notify()
 
     def show(self, occupants: tuple[Occupant, ...]) -> None:
-        """Add the occupants to the next frame."""
+        """Add the sequences in the batch slots to the next frame."""
         self._occupants = occupants
 
     def drop(self, key: SequenceKey) -> None:
-        """Drop an aborted sequence, about which nothing more is sent."""
+        """Discard the unsent messages about an aborted sequence."""
         self._breakdowns.pop(key, None)
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)
 
     def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
-        """Return one frame with ``state`` and everything unsent."""
+        """Return one frame with ``state`` and everything unsent, and empty the outbox."""
         state.running.extend(
             inference_pb2.RunningSequence(
                 request_id=o.request_id, slot=o.slot, prefilling=o.prefilling

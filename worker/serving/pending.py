@@ -1,4 +1,4 @@
-"""Sequences that the engine's load does not count yet. Pure."""
+"""Sequences that the engine's load does not include yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from worker.engine.outcome import SequenceKey
 
 
 class Pending:
-    """Pending sequences, with ``num_tokens`` known tokens in all.
+    """Pending sequences, and the sum ``num_tokens`` of their known tokens.
 
-    A sum that is kept: a frame tells it, and a burst of starts, or the room that one leaves in a
-    dict, would be walked through for each.
+    The sum is maintained, because every frame reports it. To compute it would take an iteration per
+    frame over a burst of starts, or over the dict that stays large after one.
     """
 
     def __init__(self) -> None:
@@ -25,5 +25,5 @@ class Pending:
         self.num_tokens += num_known
 
     def discard(self, key: SequenceKey) -> None:
-        """Remove the sequence if it is there."""
+        """Remove the sequence if it is pending."""
         self.num_tokens -= self._num_known.pop(key, 0)

@@ -1,4 +1,4 @@
-"""The kernel reads a model's weights from storage while Python still imports torch."""
+"""Prefetch of a model's weights: the kernel reads them while Python still imports torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _CHUNK_BYTES = 8 << 20
 
 
 def begin(model: str, revision: str, rank: int, ranks: int) -> None:
-    """Ask the kernel for this rank's part of every file, in a thread.
+    """Ask the kernel to read this rank's part of every weight file, in a thread.
 
-    The ranks of a node share the page cache. Unreadable files are left to the loader.
+    Each rank reads a part, because the ranks of a node share the page cache. Unreadable files are
+    ignored; the loader reports them.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -26,7 +27,7 @@ def begin(model: str, revision: str, rank: int, ranks: int) -> None:
 
 
 def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
-    # What is missing or broken is told by whoever loads it.
+    # The loader reports missing or broken files.
     with suppress(OSError, ValueError):
         files = model_files.weight_files(model_files.locate(model, revision, weights=True))
         if sum(path.stat().st_size for path in files) <= _room():

@@ -1,12 +1,12 @@
 """Rank of a worker: an engine in its thread and, on rank 0, the server in the event loop.
 
-an engine in its thread and, on rank 0, the server in the event loop's.
+The methods are called in this order:
 
     rank 0 of one                 start -> wait      drain -> stop
     rank 0 of several     open -> start -> wait      drain -> stop
     other ranks                   start -> wait               stop
 
-Whatever ends one rank ends them all.
+If one rank ends, all ranks of the worker end.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ log = logs.get_logger(__name__)
 
 
 class RankFailed(Exception):
-    """The rank has ended by itself; the cause says why. Its worker is lost."""
+    """The rank has ended by itself, for the reason in the cause, and its worker is lost."""
 
 
 class Server(Protocol):
-    """Server of rank 0 for routers. ``deliver`` is called after every step."""
+    """Server for routers, on rank 0; ``deliver`` is called after every step."""
 
     @property
     def address(self) -> str: ...
@@ -66,9 +66,9 @@ class Server(Protocol):
     def deliver(self, report: Report) -> None: ...
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Forward the news to the routers.
+        """Forward the updates about first steps to the routers.
 
-        Call ``confirmed`` when all routers that must confirm have done so, or are gone.
+        Calls ``confirmed`` when all routers that must confirm have done so or are disconnected.
         """
         ...
 
@@ -78,10 +78,10 @@ class Server(Protocol):
 
 
 class Rank:
-    """Rank ``rank`` of ``config.tensor_parallel``. All calls come from one event loop.
+    """Rank ``rank`` of ``config.tensor_parallel``; all calls must come from one event loop.
 
-    Of several ranks, 0 is opened first, which gives the ``rendezvous`` that the others need. All
-    are then started at the same time, since they wait for each other.
+    With several ranks, rank 0 is opened first, which returns the ``rendezvous`` for the others.
+    Then all ranks must be started at the same time, because they wait for each other.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Rank:
     ) -> None:
         """Create the rank.
 
-        ``serve`` makes rank 0's server; ``ray_cluster`` is the session name of its Ray cluster.
+        ``serve`` creates rank 0's server; ``ray_cluster`` is the session name of the Ray cluster.
         Raises ValueError for a configuration that cannot run.
         """
         if not config.model:
@@ -120,7 +120,7 @@ class Rank:
         self._vigil: LivenessMonitor | None = None
         self._reclaim: asyncio.Task[None] | None = None
         self._gpu_watch: asyncio.Task[None] | None = None
-        #: the server's end, referred to so that it is not collected before it is over
+        #: task that stops the server; the reference protects it from garbage collection
         self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._thread_is_over = asyncio.Event()
@@ -131,24 +131,24 @@ class Rank:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no router is connected; perhaps none knows this worker."""
+        """Return whether no router is connected; in that case perhaps none knows this worker."""
         return self._server is None or self._server.is_alone
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether the engine's thread is in a step that may never end, after ``stop``."""
+        """Return, after ``stop``, whether the engine's thread is in a step that may never end."""
         return self._thread is not None and not self._thread_is_over.is_set()
 
     async def open(self) -> str:
-        """Make rank 0 of several findable: the rendezvous that the others need."""
+        """Open the rendezvous on rank 0; return its address, which the other ranks need."""
         self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
         return self._meeting_point.address
 
     async def fetch(self) -> None:
-        """Download what this machine lacks of a hub's model. Raises ModelUnavailable.
+        """Download the missing files of a hub's model to this machine. Raises ModelUnavailable.
 
-        ``start`` does so too. But ranks on several machines wait for each other only so long: of
-        these all have fetched before any is started.
+        ``start`` does this too. But ranks wait for each other only for a limited time, so ranks on
+        several machines must all have fetched before any of them is started.
         """
         config = self._config
         with told("model downloading") as progress:
@@ -160,10 +160,10 @@ class Rank:
             )
 
     async def start(self) -> session_pb2.WorkerInfo:
-        """Return when ready to serve. On a rank above 0 the info lacks worker_id and address.
+        """Start the rank; return the worker's info when it is ready to serve.
 
-        Raises ModelUnavailable, whatever keeps the runner from being built, ChannelBroken when
-        ranks are missing, OSError when the port is taken.
+        On a rank above 0 the info lacks worker_id and address. Raises ModelUnavailable, any error
+        of building the runner, ChannelBroken if ranks are missing, OSError if the port is taken.
         """
         self._startup.seconds["process_s"] = process_age_s()
         with self._startup.part("fetch_s"):
@@ -210,17 +210,16 @@ class Rank:
         return thread
 
     async def wait(self) -> None:
-        """Return when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
+        """Wait until this rank or rank 0 was stopped. Raises RankFailed if it ended otherwise."""
         await self._ended.wait()
         if self._error is not None:
             raise RankFailed(str(self._error)) from self._error
 
     async def drain(self) -> None:
-        """Drain: start nothing more, and return when the routers have every token.
+        """Start no more sequences, and wait until the routers have received every token.
 
-        ``drain_timeout`` ends the wait.
-
-        Rank 0 does it for all: the others wait for its end, since theirs would come in between.
+        The wait is limited by ``drain_timeout``. Rank 0 drains for all ranks. The others wait for
+        its end, for up to twice that time, because their own end would interrupt it.
         """
         self._ready_file.remove()
         if self._rank:
@@ -231,7 +230,7 @@ class Rank:
     def reclaim(self) -> None:
         """Drain because the machine is about to be reclaimed; routers stay connected.
 
-        Rank 0 acts for all.
+        Only the call on rank 0 drains, for all ranks.
         """
         log.warning("instance reclaimed", worker_id=self.worker_id, rank=self._rank)
         self._is_reclaimed = True
@@ -240,7 +239,7 @@ class Rank:
             self._sessions.drain()
 
     async def stop(self) -> None:
-        """End the rank, and with it the worker. May be called at any time, and again."""
+        """End the rank, and with it the worker. May be called at any time, and repeatedly."""
         self._is_stopping = True
         self._ready_file.remove()
         self._stop_watching()
@@ -251,7 +250,7 @@ class Rank:
         if self._thread is not None:
             self._thread.stop()
             await _until(self._thread_is_over, self._config.drain_timeout)
-            # A thread that is not over yet ends by this; nobody will be there to close them then.
+            # This also ends a thread that still runs; nothing else may be left to close its links.
             self._thread.ties.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -303,10 +302,10 @@ class Rank:
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
-        """Announce the first step of sequences, in the engine's thread before that step.
+        """Announce the first step of sequences; called in the engine's thread before that step.
 
         Only sequences that lost a worker since their last new token must be confirmed. A router
-        that does not answer delays one step by ``CONFIRM_S``.
+        that does not answer delays one step by ``CONFIRM_S`` seconds.
         """
         assert self._server is not None, "a step before there was an order"
         confirmed = threading.Event()
@@ -326,7 +325,7 @@ class Rank:
             self._thread.ties.interrupt()
 
     def _end(self, error: BaseException | None) -> None:
-        """End the rank: the thread has ended or must end."""
+        """Record the end of the rank, whose thread has ended or must end."""
         if self._ended.is_set():
             return
         self._stop_watching()

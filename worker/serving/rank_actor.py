@@ -1,4 +1,7 @@
-"""A rank as a Ray actor. Ray Serve takes a second to import, and no rank needs it."""
+"""Rank as a Ray actor.
+
+This module does not import Ray Serve, because that takes a second and no rank needs it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class RankActor:
         await self._rank.wait()
 
     async def is_alone(self) -> bool:
-        """Return whether no router has a session open; perhaps none knows this worker."""
+        """Return whether no router has a session; in that case perhaps none knows this worker."""
         return self._rank.is_alone
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Reclaim notice at an address.
+"""Notice at a URL that this machine will be reclaimed.
 
-As after a signal (everlift.notice), the worker drains: routers get their sequences back and send
-nothing more, and the process stays until it is told to stop.
+The worker then drains, as after a signal (everlift.notice): routers get their sequences back and
+send no more, and the process runs until it is stopped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from everlift import logs
 
 log = logs.get_logger(__name__)
 
-#: Between two looks for the notice, and until one is given up.
+#: Seconds between two polls for the notice, and the timeout of one poll.
 _POLL_S, _ANSWER_S = 2.0, 1.0
 
 
 async def notice_at(url: str) -> None:
-    """Return when ``url`` answers 200; whatever else it does is no notice."""
+    """Wait until ``url`` answers with status 200; other answers and errors are ignored."""
     while not await asyncio.to_thread(_is_there, url):
         await asyncio.sleep(_POLL_S)
     log.warning("reclaim notice", url=url)
@@ -35,9 +35,9 @@ def _is_there(url: str) -> bool:
 
 
 def _direct() -> urllib.request.OpenerDirector:
-    """Ask the address itself, without proxies and redirects.
+    """Return an opener without proxies and redirects.
 
-    A proxy's or another host's 200 is no notice.
+    A status 200 from a proxy or another host would not be a notice.
     """
     opener = urllib.request.OpenerDirector()
     for handler in (

@@ -1,9 +1,9 @@
-"""The gRPC end of the sessions: one stream a router, read and written in the event loop's thread.
+"""gRPC server of the sessions: one stream per router, handled in the event loop's thread.
 
     engine's thread --report--> deliver --> outbox --cut, if stream is free--> frame
 
-A write that waits for a slow router holds up nothing but that router's own next frame. Frames go
-out at least every ``heartbeat``, whatever the engine does.
+A write to a slow router delays only the next frame to the same router. Frames are sent at least
+every ``heartbeat`` seconds, whatever the engine does.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ log = logs.get_logger(__name__)
 
 _Context: TypeAlias = grpc.aio.ServicerContext[session_pb2.RouterFrame, session_pb2.WorkerFrame]
 
-#: Starts that were under way when the routers heard of the drain are answered for so long.
+#: Seconds for which starts that routers sent before they knew of the drain are still answered.
 _LINGER_S = 0.2
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A router that is frozen, or behind a cut wire, loses its sequences in ten seconds.
+    # A router that is frozen or unreachable loses its sequences after ten seconds.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Routers ping as often as they like.
+    # Routers may ping at any rate.
     ("grpc.http2.max_ping_strikes", 0),
 )
 
@@ -76,12 +76,12 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         return not self._open
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
-        """Start serving; every router gets ``info`` first."""
+        """Start serving; the first frame to every router contains ``info``."""
         self._info = info
         await self._server.start()
 
     async def stop(self) -> None:
-        """Break every stream that is still there."""
+        """Stop serving and break all open streams."""
         self._wire.mend()
         await self._server.stop(grace=None)
 
@@ -93,7 +93,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
-        """Return all requests to the routers, or until the time is over."""
+        """Return all requests to the routers and end the sessions, within ``drain_timeout``."""
         self._sessions.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout):
@@ -107,7 +107,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             self._changed.clear()
             await self._changed.wait()
 
-    # The generated type wants an iterator; grpc.aio takes a coroutine that writes as well.
+    # The generated type requires an iterator, but grpc.aio also accepts a coroutine that writes.
     async def Connect(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[session_pb2.RouterFrame],
@@ -135,7 +135,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         frames: AsyncIterator[session_pb2.RouterFrame],
         context: _Context,
     ) -> session_pb2.RouterFrame:
-        """Return the first frame, once its hello is as it must be."""
+        """Return the first frame; abort the call unless its hello is valid."""
         try:
             first = await anext(frames, session_pb2.RouterFrame())
         except DecodeError:

@@ -1,6 +1,6 @@
-"""Sessions of routers: frames become orders, outcomes find their router.
+"""Sessions of routers: turn frames into orders, and forward outcomes to their routers.
 
-Without sockets and clock, in the event loop's thread.
+The code runs in the event loop's thread and uses neither sockets nor a clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logs.get_logger(__name__)
 
 
 class Engine(Protocol):
-    """The engine as seen from here: none of this waits."""
+    """Interface of the engine for the sessions; no method blocks."""
 
     def start(self, sequence: Sequence) -> None: ...
 
@@ -42,7 +42,7 @@ class Engine(Protocol):
 
 
 class Compiled(Protocol):
-    """A grammar as ``Admission.grammar`` wants it."""
+    """Compiled grammar, for ``Admission.grammar``."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -52,15 +52,16 @@ class Compiled(Protocol):
 
 class Grammars(Protocol):
     def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
-        """Compile a grammar; ``done`` is called once, now or later, in this thread."""
+        """Compile a grammar; call ``done`` once with the result, now or later, in this thread."""
         ...
 
 
 class Session:
-    """Stream of one router.
+    """Session with one router, over one stream.
 
-    ``is_over`` tells its writer to send the rest and end. ``confirms_late``: the router did not
-    confirm a first step in time, and no step waits for it until it confirms one.
+    If ``is_over``, the stream's writer sends the remaining messages and ends. ``confirms_late``
+    means that the router did not confirm a first step in time; until it confirms one, no step waits
+    for it.
     """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
@@ -75,7 +76,7 @@ class Session:
 
 
 class Claim:
-    """Epoch with the session that started it and its unfinished choices."""
+    """Session that started an epoch, and the unfinished choices of that epoch."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -91,18 +92,18 @@ class Sessions:
         self._busy_s = 0.0
         self._step_times = NO_TIME
         self._decoding = NO_BREAKDOWN
-        #: of rank 0's GPU, from 0 to 1; None where nobody can tell
+        #: utilisation of rank 0's GPU, from 0 to 1; None if unknown
         self.gpu_utilization: float | None = None
         self._engine = engine
-        #: of the engine; and as of which version of what operators set
+        #: the engine's policy, and the version of the operators' policy from which it was set
         self._policy, self._policy_version = limits.scheduling.policy, 0
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
         self._claims: dict[int, Claim] = {}
         self._pending = Pending()
-        #: of these, the ones whose grammar is being compiled: the engine does not know them
+        #: pending sequences whose grammar is being compiled, which the engine does not have yet
         self._compiling: dict[SequenceKey, Sequence] = {}
-        #: the router that must confirm the first step, by epoch, and what to call when all have
+        #: sessions that must confirm a first step, by epoch; and the callback when all have
         self._unconfirmed: dict[int, Session] = {}
         self._on_confirmed: Callable[[], None] = _do_nothing
         self._frames = 0
@@ -110,15 +111,16 @@ class Sessions:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request of any router is here."""
+        """Return whether this worker has no request of any router."""
         return not self._claims
 
-    # routers come and go
+    # connections of routers
 
     def join(self, router_id: str, notify: Callable[[], None]) -> Session:
-        """Add a router's stream, and end an older one of the same router.
+        """Open a session for a router's stream, and end an older one of the same router.
 
-        What others have started is acknowledged to the new one too, for it may lead.
+        Epochs that other routers have started are acknowledged to this router too, because it may
+        be the leader.
         """
         if (older := self._sessions.get(router_id)) is not None:
             self.end_session(older)
@@ -129,7 +131,10 @@ class Sessions:
         return session
 
     def end_session(self, session: Session) -> None:
-        """End a session and abort its sequences; their blocks stay hashed. Idempotent."""
+        """End a session and abort its sequences, whose blocks stay in the prefix cache.
+
+        Does nothing for a session that has ended.
+        """
         if self._sessions.get(session.router_id) is not session:
             return
         del self._sessions[session.router_id]
@@ -140,14 +145,14 @@ class Sessions:
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
     def end_all(self) -> None:
-        """End every session when it has sent its remaining messages."""
+        """End every session after its remaining messages are sent."""
         for session in self._sessions.values():
             session.close()
 
-    # frames in
+    # incoming frames
 
     def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
-        """Handle a frame; ``now`` is the engine's clock."""
+        """Handle a frame; ``now`` is the time on the engine's clock, in seconds."""
         if frame.HasField("engine_policy"):
             self._set_policy(frame.engine_policy)
         for start in frame.starts:
@@ -175,7 +180,7 @@ class Sessions:
             self._engine.set_policy(policy)
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
-        """Inject a fault into the engine or another rank."""
+        """Inject a fault into the engine of this rank, or into another rank."""
         self._engine.inject(fault)
 
     def drain(self) -> None:
@@ -229,12 +234,12 @@ class Sessions:
             return  # aborted or returned meanwhile
         if isinstance(result, EverliftError):
             log.warning("grammar not compiled", request_id=sequence.request_id, error=result.slug)
-            # What is not the request's fault may go better at another worker.
+            # A failure that the request did not cause may not occur on another worker.
             refused = isinstance(result, InvalidRequest)
             self._end_unstarted(sequence, Stop.REFUSED if refused else Stop.FAILED, result)
             return
         sequence.grammar = result
-        # Without a stop token nothing could be drawn once the grammar is complete.
+        # Without a stop token, no token could be sampled once the grammar is complete.
         sequence.stop_token_ids = sequence.stop_token_ids or frozenset(result.eos_token_ids)
         if (stop := sequence.stop(self._limits)) is not None:
             self._end_unstarted(sequence, stop)
@@ -268,15 +273,15 @@ class Sessions:
             self._confirm(abort.epoch)
         self._engine.abort(abort)
 
-    # results out
+    # outgoing results
 
     def deliver(self, report: Report) -> None:
-        """Put a turn's outcomes where their routers will find them."""
+        """Put the results of a turn of the loop into the outboxes of their routers."""
         self._load, self._busy_s = report.load, report.busy_s
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
             self._pending.discard(key)
-        # While who ends now is known still.
+        # Outboxes are looked up first, because forwarding outcomes removes sequences that end.
         breakdowns = [(self._outbox_of(told.key), told) for told in report.breakdowns]
         ended = [self._forward(outcome) for outcome in report.outcomes]
         for outbox, told in breakdowns:
@@ -288,16 +293,16 @@ class Sessions:
         for session in self._sessions.values():
             if report.occupants is not None:
                 session.outbox.show(report.occupants)
-            # Whoever leads wants to know of the room, whosever sequence it was.
+            # The leader must learn of freed capacity, and any of the routers may be the leader.
             if any(ended):
                 session.outbox.notify()
 
     def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
-        """Put the news of first steps into the outboxes of their routers.
+        """Put the updates about first steps into the outboxes of their routers.
 
-        The news travels with the next frame, whenever that goes. Only news that must be confirmed
-        is worth a frame of its own. ``confirmed`` is called when the routers have confirmed it;
-        sequences that end meanwhile are not waited for.
+        They are sent with the next frame; only updates that must be confirmed request a frame.
+        ``confirmed`` is called when the routers have confirmed these. Sequences that end meanwhile
+        are not waited for.
         """
         for session in self._unconfirmed.values():
             session.confirms_late = True

@@ -1,4 +1,4 @@
-"""Start of a rank: its duration by part, and the file that says that it serves."""
+"""Start of a rank: the durations of its parts, and the file that shows that it is ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Startup:
-    """Seconds by part, in the order in which they began."""
+    """Durations of the parts of a start, in seconds by name, in the order in which they ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,10 +34,10 @@ def process_age_s() -> float:
 
 
 class ReadyFile:
-    """The file is named after the process id.
+    """File that shows that this rank serves, named after its process id.
 
-    A probe can thus tell a rank that was killed from one that serves: ``kill -0`` fails for the
-    former. Without a directory there is no file.
+    A probe can thus distinguish a rank that was killed from one that serves: ``kill -0`` fails for
+    the former. If ``directory`` is empty, there is no file.
     """
 
     def __init__(self, directory: str) -> None:

@@ -45,10 +45,11 @@ def events(
     start_s: float,
     is_scaled: bool = False,
 ) -> tuple[Event, ...]:
-    """Return the events of a simulation.
+    """Return the events of a simulation, sorted by time.
 
-    ``workers`` exist at the beginning; added ones are like the first one at its usual speed. With
-    ``is_scaled`` others may come. Raises ForecastFailed.
+    ``workers`` exist at the beginning. Added workers are like the first one, at its normal speed,
+    and take ``start_s`` to start. If ``is_scaled``, an autoscaler may add further workers, so it is
+    not checked whether a lost or drained worker exists. Raises ForecastFailed.
     """
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
     if not is_scaled:
@@ -70,7 +71,7 @@ def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
-    """Return the workers with their slowness factors. Raises ForecastFailed."""
+    """Return the workers with the slowness factors in ``slow``. Raises ForecastFailed."""
     specs = list(workers)
     for worker, factor in _pairs("slow", slow, 0, separator="="):
         if worker >= len(specs) or not factor > 0:

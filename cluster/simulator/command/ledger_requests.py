@@ -1,4 +1,4 @@
-"""Requests that a cluster has served, as its ledger still knows them, for a forecast."""
+"""Finished requests in the ledger of a cluster, as the workload of a forecast."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Limit = Annotated[
 
 
 class LedgerRequests:
-    """Finished requests of the configured ledger, at most ``limit``, newest first.
+    """The ``limit`` newest finished requests of the configured ledger, in order of arrival.
 
-    It is read on first use. Raises ForecastFailed without any, SettingsError if the tenants' limits
-    cannot be read, and the errors of connecting.
+    The ledger is read on first use. This raises ForecastFailed if there are no such requests,
+    SettingsError if the tenants' limits cannot be read, and the errors of connecting.
     """
 
     def __init__(self, config: Config, limit: int) -> None:
@@ -53,7 +53,7 @@ class LedgerRequests:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weights of their tenants, 1 where none is set."""
+        """Fair-share weights of the requests' tenants; a tenant that is missing has weight 1."""
         return self._all[1]
 
     @cached_property
@@ -61,7 +61,7 @@ class LedgerRequests:
         return asyncio.run(self._read())
 
     async def _read(self) -> tuple[list[Record], Mapping[str, float]]:
-        # What it imports takes a while, and most forecasts are of other requests.
+        # This import is slow, and most forecasts do not need it.
         from cluster.simulator.history import finished_requests, weights
 
         async with connected_ledger(self._config) as ledger:

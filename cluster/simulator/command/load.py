@@ -22,7 +22,7 @@ from cluster.simulator.workloads.workload import Workload, merged
 
 _DEFAULT = "azure-conversation"
 _DURATION_S = 300.0
-#: So many say what a mix is like.
+#: Number of requests from which the mean size of a mix is estimated.
 SAMPLE = 2000
 
 Rate = Annotated[
@@ -54,9 +54,9 @@ Duration = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Options of the requests to simulate; azure-conversation without any workload.
+    """Options of the requests to simulate; the default workload is azure-conversation.
 
-    At most one of ``trace``, ``ledger`` and the options of synthetic workloads is given.
+    Only one of ``trace``, ``ledger`` and the options of synthetic workloads may be set.
     """
 
     workloads: Sequence[str] | None = None
@@ -92,19 +92,26 @@ class Requests:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weights of their tenants, 1 where none is set. Raises as ``arrivals``."""
+        """Fair-share weights of the requests' tenants; a tenant that is missing has weight 1.
+
+        Raises the same errors as ``arrivals``.
+        """
         return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
-        """Yield the requests by arrival; only those of the ledger are held in memory.
+        """Return the requests in order of arrival; only those of the ledger are held in memory.
 
-        Raises ForecastFailed, WorkloadFailed, and the errors of connecting to the ledger.
+        ``workers`` are those whose estimated capacity ``load`` refers to. Raises ForecastFailed,
+        WorkloadFailed, and the errors of connecting to the ledger.
         """
         duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
         return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
 
     def average_rate(self) -> float:
-        """Return the mean number of requests per second, counted. Raises as ``arrivals`` does."""
+        """Count the requests, and return their mean number per second.
+
+        Raises the same errors as ``arrivals``.
+        """
         number, last = 0, 0.0
         for arrival in self.arrivals(()):
             number, last = number + 1, arrival.at

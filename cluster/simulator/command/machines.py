@@ -62,7 +62,7 @@ Foresight = Annotated[
     float | None,
     typer.Option(
         min=0,
-        # Beyond nothing is foreseen at all, and a float does not hold such lengths.
+        # A larger error would predict nothing at all, and its lengths would overflow a float.
         max=10,
         metavar="SIGMA",
         help="Accuracy of predicted output lengths: the standard deviation of the error's "
@@ -73,7 +73,10 @@ Foresight = Annotated[
 
 
 def kind_of(name: str, model: str) -> Kind:
-    """Return the kind of worker with this name or in this file. Raises ForecastFailed."""
+    """Return the kind of worker with this name, or the one in this ``.json`` file.
+
+    ``model`` is the model of a GPU worker. Raises ForecastFailed.
+    """
     if name.endswith(".json"):
         return kind_file.read(Path(name))
     size = _size(model)
@@ -99,16 +102,16 @@ def _size(model: str) -> ModelSize:
 def config_of(
     file: Path | None, assignments: Sequence[str] | None, kind: Kind | None = None
 ) -> Config:
-    """Return the worker's settings; a kind's own settings are the defaults.
+    """Return the cluster's settings from a file, the environment and ``assignments``.
 
-    Raises SettingsError.
+    The settings of ``kind`` are the defaults of its workers. Raises SettingsError.
     """
     beneath = {"worker": kind.worker} if kind else {}
     return configuration.load(file, os.environ, assignments or (), beneath=beneath)
 
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
-    """Return the worker of a kind with these settings. Raises ForecastFailed and SettingsError."""
+    """Return a worker of this kind with these settings. Raises ForecastFailed, SettingsError."""
     config = config_of(file, assignments, kind).worker
     with as_modelled():
         return WorkerSpec(config, kind.step_time)
@@ -116,7 +119,7 @@ def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) ->
 
 @contextmanager
 def as_modelled() -> Iterator[None]:
-    """Raise ForecastFailed if a worker or scenario made within the context is not modelled."""
+    """Context manager: raise ForecastFailed for a worker or scenario that is not modelled."""
     try:
         yield
     except ValueError as error:
@@ -126,7 +129,7 @@ def as_modelled() -> Iterator[None]:
 def specs_of(
     workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
 ) -> tuple[WorkerSpec, ...]:
-    """Return the specs of all workers, in the order given. Raises as ``spec_of``."""
+    """Return the specs of all workers, in the given order. Raises ForecastFailed, SettingsError."""
     numbers = workers or (str(config_of(file, assignments).num_workers),)
     specs: list[WorkerSpec] = []
     for text in numbers:

@@ -1,4 +1,4 @@
-"""Policies of a simulation, as the command line names them."""
+"""Policies that the command line names, as settings of a router."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from cluster.errors import ForecastFailed
 from cluster.simulator.command import machines
 from router.config import RouterConfig
 
-#: What papers call them: learning to rank (arXiv 2408.15792), and the virtual token counter (arXiv
-#: 2401.00588).
+#: Policies by their names in papers: learning to rank (arXiv 2408.15792), and the virtual token
+#: counter (arXiv 2401.00588).
 _IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
 
 
 def routers(
     policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return router settings by policy name; ``policies`` may contain several, with commas.
+    """Return router settings by policy name.
 
-    Raises SettingsError and ForecastFailed.
+    Each of ``policies`` may have several names, separated by commas. Raises SettingsError and
+    ForecastFailed.
     """
     names = [name.strip() for each in policies for name in each.split(",")]
     return {name: _router(name, file, assignments) for name in names}
@@ -39,7 +40,7 @@ def _setting(text: str) -> str:
 
 
 def alike(policies: Mapping[str, RouterConfig]) -> list[list[str]]:
-    """Return the names of those that come to the same settings."""
+    """Return groups of policy names that result in the same settings."""
     names: dict[RouterConfig, list[str]] = {}
     for name, router in policies.items():
         names.setdefault(router, []).append(name)

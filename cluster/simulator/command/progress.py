@@ -1,4 +1,4 @@
-"""Progress of a simulation."""
+"""Progress display of a simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from cluster.simulator.workloads.arrivals import Arrival
 
-#: Requests between two updates.
+#: Number of requests between two updates of the display.
 _EVERY = 100
 
 

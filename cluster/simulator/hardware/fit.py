@@ -1,4 +1,4 @@
-"""A roofline out of measured steps. Pure."""
+"""Fit of a roofline to measured steps. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, and the seconds that it took."""
+    """Size of a measured step, and the seconds that it took."""
 
     size: StepSize
     seconds: float
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted step times; the errors are relative, over the fitted steps."""
+    """Fitted roofline; the errors are relative, over the fitted steps."""
 
     roofline: Roofline
     mean_error: float
@@ -33,10 +33,11 @@ class Fit:
 
 
 def fitted(steps: Sequence[Step]) -> Fit:
-    """Return the one with the least squares of relative errors and no negative part.
+    """Return the fit with the least squares of relative errors and no negative coefficient.
 
-    Where the weights' time ends and that of the products begins is not linear: each number of
-    tokens between two measured ones is tried as that place, and on both sides of it the rest is.
+    A roofline is linear in its coefficients except at the ridge: the number of tokens above which
+    the products take longer than the read of the weights. Each midpoint between two measured
+    numbers of tokens, and both ends, are therefore tried as the ridge of a linear fit.
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]
@@ -63,9 +64,10 @@ def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
 
 
 def _least_squares(features: _Floats) -> list[float]:
-    """Return non-negative coefficients with which each row sums to about 1.
+    """Return non-negative coefficients with which the features of each row sum to about 1.
 
-    The most negative coefficient is dropped until none is negative.
+    While a coefficient is negative, the most negative one is set to 0 and the others are fitted
+    again.
     """
     used = [column for column in range(features.shape[1]) if features[:, column].any()]
     found = np.zeros(features.shape[1])

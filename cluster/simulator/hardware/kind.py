@@ -1,4 +1,4 @@
-"""A kind of worker: how long its steps take, and how much it can hold."""
+"""Kinds of workers: their step times, and their capacity."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from everlift.hashes import BLOCK_SIZE
 from everlift.step_time import Roofline
 from worker.device.device_kind import DeviceKind, kind_of_gpu
 
-#: Of the data sheet's figures.
+#: Shares of the data sheet's bandwidth and operations that a step reaches.
 REACHED_BANDWIDTH = 4.3 / 4.8 * 0.85
 REACHED_FLOPS = 790 / 989 * 0.75
 STEP_OVERHEAD_S = 0.7e-3
-#: Assumed, of one sum over all ranks, apart from the time on the link.
+#: Assumed latency of one sum over all ranks, without the transfer time on the link.
 SUM_LATENCY_S = 10e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU by its data sheet.
+    """GPU with the figures of its data sheet.
 
-    ``link_bandwidth`` is to other GPUs of its node, one way (NVLink, or PCIe).
+    ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or PCIe).
     """
 
     name: str
@@ -34,7 +34,7 @@ class Gpu:
     flops: float
     #: bytes a second
     link_bandwidth: float
-    #: of CUDA, which says what it computes with
+    #: CUDA compute capability, which decides together with the memory on ``kind``
     capability: tuple[int, int]
 
     @property
@@ -53,13 +53,13 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 
-#: Of a GPU's memory, for weights and KV cache; the rest is for what a step computes.
+#: Share of a GPU's memory for weights and KV cache; the rest is for intermediate results of a step.
 _USED_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Kind of worker; ``worker`` holds default settings by key."""
+    """Kind of worker; ``worker`` has the kind's default settings by key."""
 
     name: str
     step_time: Roofline
@@ -67,10 +67,10 @@ class Kind:
 
 
 def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
-    """Return the kind for several ranks.
+    """Return the kind of a worker with ``tensor_parallel`` ranks, each on one GPU.
 
-    Each has its share of weights and KV cache; twice per layer a ring sum sends 2 (n - 1) / n of
-    the hidden states. Raises ForecastFailed where the model has no room.
+    Each rank has its share of weights and KV cache. Twice per layer a ring all-reduce over the n
+    ranks sends 2 (n - 1) / n of the hidden states. Raises ForecastFailed if the model does not fit.
     """
     name = gpu.name if tensor_parallel == 1 else f"{gpu.name}x{tensor_parallel}"
     num_blocks = _num_blocks(gpu, model, tensor_parallel)
@@ -92,7 +92,10 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
 
 
 def roofline(model: ModelSize, bandwidth: float, flops: float) -> Roofline:
-    """Return the roofline of hardware with so many bytes and operations per second."""
+    """Return the roofline of a model on given hardware.
+
+    ``bandwidth`` is in bytes per second, ``flops`` in operations per second.
+    """
     return Roofline(
         overhead_s=STEP_OVERHEAD_S,
         weights_s=model.read_bytes / bandwidth,
@@ -111,7 +114,7 @@ def _with_sums(alone: Roofline, gpu: Gpu, model: ModelSize, ranks: int) -> Roofl
         alone,
         overhead_s=alone.overhead_s + sums * SUM_LATENCY_S,
         token_s=alone.token_s + told_s,
-        # The time of a decoding row's products is within that of the weights, but this is not.
+        # Reading the weights hides the time of a decoding row's products, but not this time.
         row_s=alone.row_s + told_s,
     )
 

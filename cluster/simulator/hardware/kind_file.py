@@ -1,4 +1,4 @@
-"""A kind of worker as a JSON file.
+"""JSON file that describes a kind of worker.
 
     {
       "step_time": {"overhead_s": 0.0007, "weights_s": 0.0041, "token_s": 2.4e-05,
@@ -6,8 +6,8 @@
       "worker": {"num_blocks": 26000, "max_model_len": 131072}
     }
 
-``worker`` are settings of a worker by their keys; what is not there is as the configuration says.
-Other sections, as what the figures were measured with, are for people.
+``worker`` has settings of a worker by key; all other settings come from the configuration. Other
+sections are ignored: they may document, for example, how the figures were measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read(path: Path) -> Kind:
 
 
 def made(name: str, content: object) -> Kind:
-    """Make a kind of worker from a file's content. Raises ValueError."""
+    """Return the kind of worker that the content of a file describes. Raises ValueError."""
     sections = _object(content)
     try:
         step_time = settings.load(Roofline, _object(sections.get("step_time")))

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from cluster.errors import ForecastFailed
 from everlift.v1 import admin_pb2 as pb
 
-#: Where all steps had as many rows, what was learned may have put all of their time there. But no
-#: step takes no time.
+#: Minimum overhead of a step. If all observed steps had the same number of rows, the fit may have
+#: attributed all of their time to the rows, but an overhead of 0 is impossible.
 _LEAST_OVERHEAD_S = 1e-6
 
 
 def content(kind: pb.WorkerKind) -> dict[str, object]:
-    """Return the content of its file (kind_file.py).
+    """Return the content of a file (kind_file.py) that describes this kind of worker.
 
-    Raises ForecastFailed if nothing was learned.
+    Raises ForecastFailed if the cluster has not learned the step time yet.
     """
     if not kind.HasField("step_time"):
         raise ForecastFailed("nothing is known of the workers' steps yet: send some requests")
@@ -23,7 +23,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
     return {
         "step_time": {
             "overhead_s": max(parts.overhead_s, _LEAST_OVERHEAD_S),
-            # With the overhead: nobody saw a step that did not read them.
+            # Included in the overhead, because every observed step read the weights.
             "weights_s": 0.0,
             "token_s": parts.token_s,
             "kv_token_s": parts.kv_token_s,
@@ -35,7 +35,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
             "max_model_len": kind.max_model_len,
             "max_num_seqs": kind.max_num_seqs,
             "max_num_batched_tokens": kind.max_num_batched_tokens,
-            # Of older workers nobody knows it.
+            # Workers of older versions do not report it.
             **({"scheduling": {"policy": policy}} if policy else {}),
         },
         "learned": {
@@ -47,9 +47,9 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
 
 
 def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
-    """Return the one there is, or the one of which there are most on this ``device``.
+    """Return the first kind, or the first one on ``device``; ``kinds`` begin with the most common.
 
-    Raises ForecastFailed.
+    Raises ForecastFailed if there is none, or if several devices exist and ``device`` is None.
     """
     found = [kind for kind in kinds if device in (None, kind.device)]
     if not found:

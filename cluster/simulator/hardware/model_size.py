@@ -1,4 +1,4 @@
-"""Bytes and operations of a model. Pure."""
+"""Size of a model: its bytes, and its operations per token, row and pair. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from worker.model.spec import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder by its config.json.
+    """Size of a decoder model, as its config.json describes it.
 
-    Norms and biases are too small to count, and every layer is taken to keep keys and values of all
+    Norms and biases are neglected, and every layer is assumed to keep keys and values of all
     tokens.
     """
 
@@ -30,12 +30,12 @@ class ModelSize:
     head_size: int
     max_model_len: int
     tied_embeddings: bool = False
-    #: of a parameter, and of an element of the KV cache
+    #: bytes of a parameter, and of an element of the KV cache
     element_bytes: int = 2
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """Read a model's ``config.json``. Raises ForecastFailed."""
+        """Return the size of the model in ``directory``. Raises ForecastFailed."""
         try:
             spec = read_spec(directory)
         except (UnsupportedModel, OSError) as error:
@@ -60,25 +60,25 @@ class ModelSize:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes read in a step: the layers and the output's projection.
+        """Bytes of weights read in a step: the layers and the output projection.
 
-        The input embedding reads one row per token.
+        The input embedding is not included, because only one of its rows is read per token.
         """
         return (self._layers + self._table) * self.element_bytes
 
     @property
     def token_flops(self) -> float:
-        """Operations per token in the layers' weights: a multiplication and an addition each."""
+        """Operations per token in the layers: a multiplication and an addition per weight."""
         return 2 * self._layers
 
     @property
     def row_flops(self) -> float:
-        """Operations of the output's projection, once per row."""
+        """Operations of the output projection, which is computed once per row."""
         return 2 * self._table
 
     @property
     def pair_flops(self) -> float:
-        """Operations per pair of tokens: a product with the key and one with the value."""
+        """Operations of attention per pair of tokens: products with the key and with the value."""
         return 4 * self.num_layers * self.num_heads * self.head_size
 
     @property
@@ -96,7 +96,7 @@ class ModelSize:
         return self.vocab_size * self.hidden_size
 
 
-#: In bfloat16.
+#: Known models, in bfloat16.
 MODELS: Mapping[str, ModelSize] = {
     each.name: each
     for each in (

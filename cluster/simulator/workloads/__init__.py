@@ -1,1 +1,1 @@
-"""Requests that are made up, with the statistics of published traces."""
+"""Synthetic workloads with the statistics of published traces, and recorded workloads."""

@@ -1,4 +1,4 @@
-"""Requests of a synthetic workload: when they arrive, and which prompts they share. Pure."""
+"""Requests of a workload: arrival times, and prompts with shared prefixes. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Request of a workload at ``at`` seconds.
+    """Request of a workload that arrives at ``at`` seconds.
 
-    ``output_tokens`` is the length of its output without a limit, of which it gets at most
-    ``max_tokens``.
+    ``output_tokens`` is the length of its output if nothing limits it; the request gets at most
+    ``max_tokens`` of them.
     """
 
     at: float
@@ -23,34 +23,35 @@ class Arrival:
     max_tokens: int
     priority: int = 0
     tenant: str = ""
-    #: what kind of request it is: chat, code, ...
+    #: type of request: chat, code, ...
     application: str = ""
-    #: seconds after ``at``
+    #: this target and the deadline are in seconds after ``at``
     ttft_target_s: float = inf
     deadline_s: float = inf
-    #: names of what its prompt begins with, part by part: two prompts whose first n names agree
-    #: share that many parts of ``prefix_part_tokens`` tokens
+    #: names of the parts with which the prompt begins: two prompts whose first n names are equal
+    #: share n parts of ``prefix_part_tokens`` tokens
     prefix: tuple[int, ...] = ()
     prefix_part_tokens: int = 512
-    #: how long its output was expected to become when it came; None: nobody said
+    #: output length in tokens that a router predicted at its arrival; None: not recorded
     foreseen_tokens: float | None = None
-    #: that was by a predictor whose order was worth nothing
+    #: whether the order of that predictor's predictions was not trusted
     is_distrusted: bool = False
 
 
-#: Steps in which the rate drifts, in each ``drift_s``.
+#: Number of times that the rate changes within ``drift_s`` seconds.
 _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Gaps between requests are Gamma-distributed, at a rate that drifts.
+    """Arrival process with Gamma-distributed gaps and a rate that drifts.
 
-    With the coefficient of variation ``cv`` the Gamma distribution has the shape 1 / cv²; with 1
-    this is a Poisson process. The rate is ``rate`` (requests a second) times exp(z - var(z) / 2)
-    with z an Ornstein-Uhlenbeck process that forgets in ``drift_s`` seconds; ``drift`` is the
-    standard deviation of that factor. The index of dispersion of the requests in w seconds, as long
-    as w is short against ``drift_s``, is about cv² + rate * w * drift².
+    The gaps have the coefficient of variation ``cv``, so the Gamma distribution has the shape
+    1 / cv²; with a ``cv`` of 1 this is a Poisson process. The rate in requests per second is
+    ``rate`` times exp(z - var(z) / 2), where z is an Ornstein-Uhlenbeck process with a correlation
+    time of ``drift_s`` seconds. ``drift`` is the standard deviation of that factor. The index of
+    dispersion of the requests in w seconds is about cv² + rate * w * drift², as long as w is short
+    compared with ``drift_s``.
     """
 
     rate: float
@@ -59,14 +60,14 @@ class Traffic:
     drift_s: float = 120.0
 
     def times(self, rng: Random) -> Iterator[float]:
-        """Yield arrival times in seconds, without end."""
+        """Yield arrival times in seconds, endlessly."""
         shape = 1 / self.cv**2
         scale = 1 / (shape * self.rate)
         factors = self._factors(Random(rng.random()))
         now, factor, step = 0.0, next(factors), self.drift_s / _STEPS
         end = step
         while True:
-            # in seconds of the average rate
+            # The gap is in seconds at the average rate.
             gap = rng.gammavariate(shape, scale)
             while gap > (end - now) * factor:
                 gap -= (end - now) * factor
@@ -84,29 +85,29 @@ class Traffic:
             z = kept * z + rng.gauss(0.0, fresh)
 
 
-#: Conversations that may go on.
+#: Maximum number of conversations that can still be extended.
 _OPEN = 512
 
 
 class Conversations:
     """Conversations, in which each prompt extends the previous one.
 
-    A prompt is the names of its parts; a part that occurred before has the same name. With
-    probability ``share`` a prompt extends the longest open conversation that is not longer than
-    itself; else it begins a new one in the place of another. So the lengths are the same as without
-    conversations.
+    A prompt is a sequence of part names; a part that occurred before has the same name. With
+    probability ``share`` a prompt extends the longest open conversation that is not longer than the
+    prompt. Otherwise it begins a new conversation, which replaces a random one if ``_OPEN`` are
+    open. The lengths of prompts are therefore the same as without conversations.
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:
-        """Create the parts; ``names`` are those of new ones."""
+        """Begin without open conversations; ``names`` yields the names of new parts."""
         self._share = share
         self._names = names
         self._rng = rng
-        #: by the number of their parts; a name occurs once as a last one
+        #: (number of parts, last name, names), sorted; no two conversations have the same last name
         self._open: list[tuple[int, int, tuple[int, ...]]] = []
 
     def prompt(self, parts: int) -> tuple[int, ...]:
-        """Return the names of a prompt of ``parts`` whole parts."""
+        """Return the part names of a prompt that consists of ``parts`` whole parts."""
         begun = self._taken(parts) if self._rng.random() < self._share else ()
         prompt = (*begun, *(next(self._names) for _ in range(parts - len(begun))))
         if prompt:

@@ -1,15 +1,15 @@
-"""Workloads by their names. Pure.
+"""Workloads by name. Pure.
 
-What is published of a trace are counts of tokens and times: the quantiles of its lengths, its rate,
-and how its requests crowd. These are of the files that the authors published:
+A published trace consists of token counts and times. The quantiles of lengths, the rate and the
+burstiness of a workload are those of the files that the authors published:
 
     azure-*     Azure's LLM inference traces of 2023 (AzurePublicDataset): conversation and code
     mooncake    Mooncake's conversation trace (FAST'25), with the names of its blocks of 512 tokens
     chat        the mean lengths of ShareGPT's conversations, 161 and 338 tokens (vLLM, SOSP'23)
 
-Everything else is assumed: the ends of the distributions, which are chosen so that the means are
-the traces'; the deviation of the lengths of ``chat``; all of ``reasoning``; tenants, classes,
-targets, deadlines, and what a client sets as ``max_tokens``.
+Everything else is assumed: the ends of the distributions, which are chosen so that the means equal
+those of the traces; the deviation of the lengths of ``chat``; all of ``reasoning``; tenants,
+classes, targets, deadlines, and the ``max_tokens`` of clients.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _AZURE_CONVERSATION = Workload(
     name="azure-conversation",
     application="conversation",
     prompt=Quantiles((0, 128), (0.5, 1020), (0.75, 1189), (0.9, 2734), (0.99, 4142), (1, 14_050)),
-    # Outputs are of two kinds: short ones, and those near 400 tokens.
+    # The trace has two kinds of outputs: short ones, and those near 400 tokens.
     output=Mixture(0.6, LogNormal(83, 0.45, most=1000), Normal(404, 29, most=1000)),
     max_tokens=1024,
     traffic=Traffic(5.53, cv=1.09, drift=0.22),
     ttft_target_s=1.0,
     deadline_s=120.0,
 )
-#: Its gaps are Gamma-distributed with the trace's CV, which gives its dispersion over a minute
-#: (164), but five times that over a second (13).
+#: Gamma-distributed gaps with the trace's coefficient of variation reproduce its dispersion over a
+#: minute (164), but result in five times its dispersion over a second (13).
 _AZURE_CODE = Workload(
     name="azure-code",
     application="code",
@@ -52,7 +52,7 @@ _MOONCAKE = Workload(
     output=Quantiles((0, 40), (0.5, 350), (0.75, 472), (0.9, 597), (0.99, 1119), (1, 2000)),
     max_tokens=2048,
     traffic=Traffic(3.40, cv=3.0, drift=0.2),
-    # 36.6 % of its blocks of 512 tokens repeat earlier ones.
+    # 36.6 % of the trace's blocks of 512 tokens repeat earlier blocks.
     continued=0.37,
     ttft_target_s=10.0,
     deadline_s=300.0,

@@ -1,4 +1,4 @@
-"""Lengths of prompts and outputs in tokens. Pure: random generators are parameters."""
+"""Distributions of prompt and output lengths in tokens. Pure; random generators are parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 class Lengths(Protocol):
     def draw(self, rng: Random) -> int:
-        """Return a length in tokens, at least 1."""
+        """Return a random length in tokens, at least 1."""
         ...
 
 
@@ -27,7 +27,10 @@ class Exactly:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal length, at most ``most``; ``sigma`` is that of the logarithm."""
+    """Log-normal length of at most ``most`` tokens.
+
+    ``sigma`` is the standard deviation of the natural logarithm.
+    """
 
     median: float
     sigma: float
@@ -49,7 +52,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Mixture: ``first`` with probability ``share``, else ``second``."""
+    """Mixture of two distributions: ``first`` with probability ``share``, else ``second``."""
 
     share: float
     first: Lengths
@@ -61,12 +64,15 @@ class Mixture:
 
 
 class Quantiles:
-    """Lengths of which quantiles are known: the logarithm is straight from one to the next."""
+    """Distribution of lengths with known quantiles.
+
+    Between two known quantiles the logarithm of the length is interpolated linearly.
+    """
 
     def __init__(self, *known: tuple[float, float]) -> None:
-        """Distribution of lengths by quantiles.
+        """Create the distribution from pairs (share, length), with shares rising from 0 to 1.
 
-        ``known``: (share of all lengths, the length that they reach at most), from share 0 to 1.
+        A pair states that this share of all lengths is at most ``length`` tokens.
         """
         self._parts = [part for part, _ in known]
         self._logs = [log(length) for _, length in known]

@@ -63,18 +63,21 @@ Steady = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", rich_help_panel=PANEL)]
 
-#: Workloads with their shares.
+#: Workloads with their relative shares of the requests.
 Mix = Sequence[tuple[Workload, float]]
 
 
 def mix(names: Sequence[str], is_steady: bool) -> Mix:
-    """Parse names such as ``chat`` or ``chat=3``. Raises WorkloadFailed."""
+    """Return the mix that names such as ``chat`` or ``chat=3`` describe.
+
+    With ``is_steady`` the workloads' rates do not drift. Raises WorkloadFailed.
+    """
     found = map(_share, names)
     return [(each.without_drift() if is_steady else each, share) for each, share in found]
 
 
 def at_rate(mix: Mix, rate: float) -> Iterator[Workload]:
-    """Yield the workloads of the mix, at ``rate`` requests per second in all."""
+    """Yield the workloads of the mix, at a total of ``rate`` requests per second."""
     total = sum(share for _, share in mix)
     return (workload.at_rate(rate * share / total) for workload, share in mix)
 

@@ -1,4 +1,4 @@
-"""Requests without end, as statistics say. Pure."""
+"""Synthetic workloads: endless requests that follow given statistics. Pure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from cluster.simulator.workloads.lengths import Lengths
 T = TypeVar("T")
 
 _PART_TOKENS = 512
-#: Assumed: a few tenants have most of the requests (Zipf's law), and one request in ten is of a
-#: class above the others, and one of a class below them.
+#: Assumptions: a few tenants send most of the requests (Zipf's law). One request in ten has a
+#: higher class than the normal one, and one in ten has a lower class.
 TENANTS = {f"t{rank}": 1 / rank for rank in range(1, 9)}
 CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Workload; ``traffic`` has the rate of the trace.
+    """Synthetic workload; ``traffic`` has the rate of the original trace.
 
-    ``continued`` is the share of prompts that begin as an earlier one did. ``tenants`` and
-    ``classes`` (priorities) are drawn by their weights.
+    ``continued`` is the probability that a prompt extends an earlier one. ``tenants`` and
+    ``classes`` (priorities) are sampled by their weights.
     """
 
     name: str
@@ -39,23 +39,23 @@ class Workload:
     max_tokens: int
     traffic: Traffic
     continued: float = 0.0
-    #: seconds after a request's arrival
+    #: this target and the deadline are in seconds after a request's arrival
     ttft_target_s: float = inf
     deadline_s: float = inf
     tenants: Mapping[str, float] = field(default_factory=lambda: TENANTS)
     classes: Mapping[int, float] = field(default_factory=lambda: CLASSES)
 
     def at_rate(self, rate: float) -> Self:
-        """Return the workload at ``rate`` requests per second, equally bursty."""
+        """Return this workload at ``rate`` requests per second, with the same burstiness."""
         return replace(self, traffic=replace(self.traffic, rate=rate))
 
     def without_drift(self) -> Self:
         return replace(self, traffic=replace(self.traffic, drift=0.0))
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """Yield requests in order, without end.
+        """Yield requests in order of arrival, endlessly.
 
-        The requests do not depend on the rate, only their arrival times do.
+        Only the arrival times depend on the rate; everything else depends on ``seed`` alone.
         """
         times = self.traffic.times(self._random(seed, "times"))
         lengths, who = self._random(seed, "lengths"), self._random(seed, "who")
@@ -80,7 +80,7 @@ class Workload:
             )
 
     def _conversations(self, seed: int) -> Mapping[str, Conversations]:
-        """Return the conversations by tenant; tenants share no prefix."""
+        """Return the conversations of each tenant; tenants share no prefix."""
         names, rng = count(crc32(self.name.encode()) << 32), self._random(seed, "prefixes")
         return {tenant: Conversations(self.continued, names, rng) for tenant in self.tenants}
 
@@ -89,7 +89,7 @@ class Workload:
 
 
 def merged(workloads: Sequence[Workload], seed: int) -> Iterator[Arrival]:
-    """Yield several sequences merged by time."""
+    """Return the requests of several workloads, merged by arrival time."""
     return heapq.merge(*(each.arrivals(seed) for each in workloads), key=attrgetter("at"))
 
 

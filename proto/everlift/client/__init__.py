@@ -1,1 +1,1 @@
-"""The clients: asynchronous, blocking, and what retries and resumes for them."""
+"""Asynchronous and blocking clients, which retry calls and resume streams."""

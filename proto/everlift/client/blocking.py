@@ -1,4 +1,4 @@
-"""The client for programs without an event loop: the same calls, each waiting for its answer.
+"""Blocking client for programs without an event loop, with the same calls as AsyncClient.
 
 >>> with Client("127.0.0.1:50051") as client, client.generate("one two three") as stream:
 ...     for chunk in stream:
@@ -44,7 +44,10 @@ class _LoopThread:
         return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``, which is cancelled if waiting for it is interrupted."""
+        """Run ``work`` on the event loop and return its result.
+
+        ``work`` is cancelled if waiting for it is interrupted.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -59,7 +62,10 @@ class _LoopThread:
 
 
 class Client:
-    """An AsyncClient on an event loop of its own, in a thread. May be used from several threads."""
+    """Blocking form of AsyncClient, which may be used from several threads.
+
+    The AsyncClient runs on an event loop in a thread of its own.
+    """
 
     def __init__(
         self,
@@ -244,9 +250,9 @@ class Client:
 
 
 class BlockingStream(Iterator[Chunk]):
-    """Blocking form of Stream: iterate it, or call ``text()``.
+    """Blocking form of Stream: iterate over its chunks, or call ``text()``.
 
-    Use it in a ``with`` block, which closes it.
+    Use it in ``with``, which closes it at the end.
     """
 
     def __init__(self, thread: _LoopThread, stream: Stream) -> None:
@@ -310,14 +316,14 @@ class BlockingStream(Iterator[Chunk]):
         self.close()
 
     async def _next(self) -> Chunk | None:
-        # StopAsyncIteration cannot leave a task.
+        # None marks the end, because a task cannot raise StopAsyncIteration.
         return await anext(self._stream, None)
 
 
 class BlockingManyStream(Iterator[tuple[int, Chunk]]):
-    """Blocking form of ManyStream: iterate it, or call ``texts()``.
+    """Blocking form of ManyStream: iterate over its chunks, or call ``texts()``.
 
-    Use it in a ``with`` block, which closes it.
+    Use it in ``with``, which closes it at the end.
     """
 
     def __init__(self, thread: _LoopThread, stream: ManyStream) -> None:

@@ -1,4 +1,4 @@
-"""The client: text generation that goes on when connections, routers and workers do not.
+"""Asynchronous client, whose streams survive the loss of connections, routers and workers.
 
 >>> async with AsyncClient("127.0.0.1:50051") as client:
 ...     async with client.generate("one two three") as stream:
@@ -43,25 +43,27 @@ from everlift.v1 import inference_pb2 as pb
 
 Q = TypeVar("Q")
 A = TypeVar("A")
-#: Of the router that is current when it is called.
+#: Function that returns a method of the router that is current when the function is called.
 _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
-#: A router that does not answer a single call in time may be frozen: the next one is asked.
+#: Seconds after which a single call is sent to the next router, because this one may be frozen.
 _TRY_TIMEOUT_S = 10.0
 
 
 class AsyncClient:
-    """Speaks with one router at a time, with the next one when it fails.
+    """Client that uses one router at a time, and the next one when that router fails.
 
-    ``targets`` is an address such as "host:50051", or several. ``api_key`` goes with every call,
-    and nowhere else. With ``tls`` it connects over TLS. A ``transport`` takes the place of gRPC,
-    and of its TLS. ``reconnect_s`` is how long a stream tries to go on while no router answers.
-    A single call that no router answers, and any call that is refused because there is no room, is
-    tried again for ``retry_s``, later and later, never sooner than the refusal says; 0 is never.
+    ``targets`` is an address such as "host:50051", or several. ``api_key`` is sent with every call,
+    and nowhere else. ``tls`` enables TLS. A ``transport`` replaces gRPC and its TLS.
+    ``reconnect_s`` is the number of seconds for which a stream tries to continue while no router
+    answers. ``retry_s`` is the number of seconds for which a single call is retried if no router
+    answers, and any call if it is refused for lack of capacity; 0 disables these retries. The
+    delays between retries increase, and are never shorter than the refusal demands.
 
-    Errors are those of ``everlift.errors``: what no message can hold is InvalidRequest. Answers of
-    single calls are the messages of ``everlift.v1``. A single call's ``timeout_s`` covers all its
-    tries; None leaves it at ``retry_s``. May be made outside of an event loop, and is used in one.
+    Errors are those of ``everlift.errors``; a value that no message can hold is an InvalidRequest.
+    Single calls return the messages of ``everlift.v1``. The ``timeout_s`` of a single call covers
+    all its attempts; with None, only ``retry_s`` limits them. A client may be created outside of
+    an event loop, and is used within one.
 
     >>> client = AsyncClient(["10.0.0.1:50051", "10.0.0.2:50051"], api_key="ev_1_secret")
     """
@@ -76,10 +78,10 @@ class AsyncClient:
         retry_s: float = RETRY_S,
         transport: Transport | None = None,
     ) -> None:
-        """Create a client.
+        """Create a client, which connects at its first call.
 
-        Raises ValueError without a target, SettingsError for a key that no header can hold and for
-        invalid TLS files.
+        Raises ValueError if ``targets`` is empty, and SettingsError for invalid TLS files or an
+        API key that no header can contain.
         """
         addresses = [targets] if isinstance(targets, str) else targets
         self._routers = Routers(addresses, transport or secured(tls), api_key)
@@ -89,12 +91,11 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Submit a request: text, or token ids.
+        """Return the stream of a new request, whose prompt is a text or token ids.
 
-        Closing its stream cancels it. ``traceparent`` is the span that asks for it, as W3C Trace
-        Context writes it.
-
-        Raises InvalidRequest for what cannot be sent at all.
+        The first read of the stream submits the request, and closing the stream cancels it.
+        ``traceparent`` is the caller's span in the format of W3C Trace Context. Raises
+        InvalidRequest if the request cannot be sent at all.
 
         >>> await client.generate("one two three four", max_tokens=2, temperature=0).text()
         'one two'
@@ -116,12 +117,12 @@ class AsyncClient:
         traceparent: str = "",
         **options: Unpack[GenerateOptions],
     ) -> ManyStream:
-        """Submit one request for each prompt, at most ``concurrency`` at a time.
+        """Return the stream of one new request per prompt, at most ``concurrency`` at a time.
 
-        A ``request_id`` is the beginning of theirs: "job" makes "job:0", "job:1". Closing the
-        stream cancels what is unfinished.
+        ``request_id`` is the prefix of the requests' ids: "job" yields "job:0" and "job:1". The
+        first read of the stream submits requests, and closing it cancels the unfinished ones.
 
-        Raises InvalidRequest where one of them cannot be sent at all; then none is.
+        Raises InvalidRequest if any of the requests cannot be sent at all; then none is sent.
 
         >>> await client.generate_many(["one two", "three four"], max_tokens=1).texts()
         ['one', 'three']
@@ -150,12 +151,16 @@ class AsyncClient:
         *,
         received: Sequence[Sequence[int]] = (),
     ) -> Stream:
-        """Return the tokens of a known request from an offset of each choice on.
+        """Return the stream of a known request from an offset of each choice on.
 
-        Or behind the tokens of each choice that were ``received`` before, perhaps by another
-        process: a cluster that lost some of them makes them again, and says so where they are
-        others, while an offset alone is out of range then. Closing this stream only leaves it.
-        Raises InvalidRequest where both are given, and for offsets that cannot be sent.
+        ``from_offset`` is the offset for the first choice, or a list with one for each choice.
+        Alternatively, ``received`` contains the tokens of each choice that were received before,
+        perhaps by another process, and the stream continues after them. If the cluster has lost
+        some of these tokens, it regenerates them, and the stream raises DataLoss if the new ones
+        differ. An offset alone would be out of range in this case.
+
+        Closing this stream does not cancel the request. Raises InvalidRequest if both are given,
+        and for offsets that cannot be sent.
 
         >>> await client.generate("one two three four", request_id="r").text()
         'one two three four'
@@ -172,7 +177,7 @@ class AsyncClient:
         return Stream(self._routers, reception, self._budget(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
-        """End a request. One that is over already stays as it is. Raises UnknownRequest.
+        """Cancel a request that has not ended, and return its state. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -186,7 +191,7 @@ class AsyncClient:
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Erase a request, its prompt and its outputs.
 
-        One that goes on is cancelled first. Raises UnknownRequest.
+        A running request is cancelled first. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -211,9 +216,9 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
-        """Return where the time of a request went, so far if it is running.
+        """Return the breakdown of a request's time, up to now if the request is still running.
 
-        The spans follow each other and add up to the whole. Raises UnknownRequest.
+        The spans follow each other and add up to the total time. Raises UnknownRequest.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -234,11 +239,12 @@ class AsyncClient:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> pb.ListRequestsResponse:
-        """Return a page of the caller's requests, newest first, in ``states`` if any are given.
+        """Return a page of the caller's requests, newest first; ``states`` selects by state.
 
-        The next page begins at the answer's ``next_page_token``; there is none where that is empty.
-        A page of 0 has the server's default size. Who administers the cluster may name a
-        ``tenant``, "" for all of them. Raises InvalidRequest, OutOfRange, Forbidden.
+        The answer's ``next_page_token`` is the ``page_token`` of the next page; it is empty on the
+        last page. A ``page_size`` of 0 selects the server's default. An administrator of the
+        cluster may name a ``tenant``, or "" for all tenants. Raises InvalidRequest, OutOfRange,
+        Forbidden.
 
         >>> await client.generate_many(["a", "b", "c"], request_id="job").texts()
         ['a', 'b', 'c']
@@ -258,7 +264,7 @@ class AsyncClient:
     async def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
     ) -> pb.TokenizeResponse:
-        """Return the token ids of a text, as in a prompt. Raises UnknownModel.
+        """Return the token ids of a text, tokenised as a prompt is. Raises UnknownModel.
 
         >>> list((await client.tokenize("ab")).token_ids)
         [97, 98]
@@ -289,7 +295,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.inference().ListModels, message, timeout_s)
 
     async def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
-        """Return workers, queue and requests of the cluster.
+        """Return the state of the cluster's workers, queue and requests.
 
         >>> (await client.status()).running
         0
@@ -300,9 +306,10 @@ class AsyncClient:
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:
-        """Make a worker return its requests, with their tokens, and take no more.
+        """Make a worker hand back its requests, with their tokens, and accept no more.
 
-        The id's beginning will do, if only one worker has it. Raises UnknownWorker, Forbidden.
+        ``worker_id`` may be shortened to a prefix that only one worker has. Raises UnknownWorker,
+        Forbidden.
 
         >>> (await client.drain("wor")).worker_id
         'worker-0'
@@ -328,11 +335,12 @@ class AsyncClient:
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Change the policy of queue and engines in the whole cluster until it is changed again.
+        """Change the policies of queue and engines in the whole cluster, until the next change.
 
-        Settings of the routers by name, and ``engine_policy`` as worker.scheduling.policy. What is
-        None stays, and what ``reset`` names is as routers and workers are configured. Answers with
-        what holds from now on. Raises InvalidRequest, Forbidden.
+        The parameters are the routers' settings of the same names, and ``engine_policy`` is
+        worker.scheduling.policy. A setting that is None stays the same, and a setting that
+        ``reset`` names returns to its configured value. The answer contains all settings now in
+        effect. Raises InvalidRequest, Forbidden.
 
         >>> policy = await client.set_policy(order="deadline", ageing_factor=0.1)
         >>> policy.order, policy.max_queued, list(policy.overridden)
@@ -358,7 +366,7 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
-        """Return the cluster's capacity and its use. Raises Forbidden.
+        """Return the cluster's capacity, and how much of it is in use. Raises Forbidden.
 
         >>> capacity = await client.capacity()
         >>> capacity.workers, capacity.slots
@@ -370,10 +378,10 @@ class AsyncClient:
     async def inject(
         self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
     ) -> chaos_pb2.InjectResponse:
-        """Inject a fault into a cluster that was started for it.
+        """Inject a fault into a cluster that was started with chaos allowed.
 
-        Each router is asked once, since a fault whose answer was lost may have struck. Raises
-        ChaosForbidden, OutOfRange, UnknownWorker.
+        Each router is asked at most once, because a fault may have taken effect although its answer
+        was lost. Raises ChaosForbidden, OutOfRange, UnknownWorker.
 
         >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")
         >>> await client.inject(fault)
@@ -385,7 +393,9 @@ class AsyncClient:
         return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
-        """Close the client: streams raise Unreachable; requests follow their ``on_disconnect``.
+        """Close the client. Its streams raise Unreachable.
+
+        The routers treat the unfinished requests according to their ``on_disconnect``.
 
         >>> await client.close()
         >>> await client.status()

@@ -1,4 +1,4 @@
-"""Generate for many requests concurrently, with each token exactly once."""
+"""Stream of many concurrent requests, which delivers each token exactly once."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
-#: In one call of several: far below what any router takes.
+#: Largest size of the requests in one call of several, far below the limit of any router.
 _MAX_BYTES = 1 << 20
-#: Chunks that wait for their reader; more stay with the routers.
+#: Number of chunks that are buffered for the reader; further chunks stay with the routers.
 _UNREAD = 64
-#: A further call is worth its while when there is room for so much of all that may be under way.
+#: Free part of ``concurrency`` for which another call is worthwhile.
 _REFILL = 0.25
-#: Of a stream that is closed, and until it no longer waits for the answers.
+#: When a stream is closed: number of concurrent Cancel calls, and seconds to wait for all answers.
 _CANCELS_AT_ONCE, _CANCEL_ALL_S = 64, 5.0
-#: Behind the last chunk.
+#: Marker behind the last chunk.
 _DONE = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """End of one of many requests. With an ``error``, all output before it has been received."""
+    """Outcome of one of many requests, with the finish reasons by choice.
+
+    If there is an ``error``, all output before the error has been received.
+    """
 
     finish_reasons: Mapping[int, FinishReason]
     prompt_logprobs: tuple[TokenLogprobs, ...]
@@ -59,14 +62,14 @@ class _Asked:
 
 
 class ManyStream(AsyncIterator[tuple[int, Chunk]]):
-    """Stream of several requests.
+    """Stream of the output of several requests.
 
-    Iterate it for pairs of a prompt's index and a chunk, or ``await stream.texts()``; use ``async
-    with``, whose end closes it.
+    Iterate over it for pairs of a prompt's index and a chunk, or ``await stream.texts()``. Use it
+    in ``async with``, which closes it at the end.
 
-    Chunks come as they are made, those of each choice of a request in the order of its offsets. A
-    request that fails does not disturb the others: its error is in ``outcomes``. A reader that is
-    slow holds the routers back, so that nothing piles up here.
+    Chunks arrive as they are generated, those of each choice of a request in the order of their
+    offsets. A request that fails does not affect the others; its error is in ``outcomes``. A slow
+    reader slows the routers down, so that chunks do not pile up in the client.
 
     >>> async with client.generate_many(["a b", "c"]) as stream:
     ...     async for index, chunk in stream:
@@ -87,8 +90,8 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     ) -> None:
         """Create the stream.
 
-        ``retries`` hold for each request and each call; ``timeout_s`` counts for each request from
-        its first call.
+        ``retries`` creates the retry limits of each request and of each call. ``timeout_s`` counts
+        from the first call of each request.
         """
         asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
         self._request_ids = tuple(each.message.request_id for each in asked)
@@ -108,7 +111,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Request ids by index.
+        """Ids of the requests, by the index of the prompt.
 
         >>> client.generate_many(["one", "two"], request_id="mine").request_ids
         ('mine:0', 'mine:1')
@@ -117,7 +120,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
 
     @property
     def outcomes(self) -> dict[int, Outcome]:
-        """Outcomes by index, of the requests that have ended.
+        """Outcomes of the requests that have ended, by the index of the prompt.
 
         >>> stream = client.generate_many(["one two", ""])
         >>> texts = await stream.texts()
@@ -141,9 +144,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         raise StopAsyncIteration
 
     async def texts(self) -> list[str | EverliftError]:
-        """Return the rest of each text by index, or the error of its request.
+        """Return for each prompt the rest of its output text, or the error of its request.
 
-        With several choices, the first one's text.
+        If a request has several choices, the text is that of the first one.
 
         >>> await client.generate_many(["one two", "three", ""]).texts()
         ['one two', 'three', EmptyPrompt('the prompt is empty')]
@@ -158,9 +161,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         ]
 
     async def aclose(self) -> None:
-        """End the requests that are unfinished; those that were not sent yet are not sent.
+        """Cancel the unfinished requests. Requests that were not sent yet are never sent.
 
-        Never fails.
+        This method never fails.
 
         >>> stream = client.generate_many(["one two", "three four"])
         >>> await stream.aclose()
@@ -221,10 +224,10 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         return part
 
     async def _carry(self, part: dict[int, _Asked]) -> None:
-        """Carry some requests to their ends.
+        """Run the requests of ``part`` to their ends.
 
-        When their call breaks, accepted requests continue by themselves and the others are sent in
-        another call.
+        If their call breaks, each accepted request continues in a call of its own, and the others
+        are sent again together in another call.
         """
         deadline = Deadline(self._timeout_s)
         budget = self._budget(deadline)
@@ -249,9 +252,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part.clear()
 
     async def _read(self, part: dict[int, _Asked], deadline: Deadline, budget: RetryBudget) -> None:
-        """Read one call until each request in ``part`` has ended.
+        """Send the requests of ``part`` in one call, and read it until all of them have left it.
 
-        Raises EverliftError where something is.
+        Raises EverliftError if the call breaks.
         """
         sent, remaining = list(part.values()), budget.remaining()
         for each in sent:
@@ -267,7 +270,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                     raise Unreachable("the stream broke off")
                 budget.succeeded()
                 for piece in answer.pieces:
-                    # Of one that goes on by itself, or has ended, no more is taken from here.
+                    # A request that has ended, or continues in its own call, is not in ``part``.
                     if (each := sent[piece.index]).index in part:
                         await self._take(part, each, piece, deadline)
         finally:

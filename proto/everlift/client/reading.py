@@ -1,4 +1,4 @@
-"""Reader of one request to its end, across lost connections and routers."""
+"""Reader of one request up to its end, even if connections or routers are lost."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from everlift.v1 import inference_pb2 as pb
 
 log = logs.get_logger(__name__)
 
-#: The router's own answer to a deadline, which has a cause, should come first.
+#: Seconds that are added to gRPC's own deadline, so that the router's answer to the deadline, which
+#: contains a cause, arrives first.
 DEADLINE_MARGIN_S = 1.0
 _CANCEL_TIMEOUT_S = 2.0
-#: A connection that has carried pieces for so long is no failure in a row with what was before it.
+#: Seconds for which a connection must have delivered pieces to count as a success, which ends the
+#: row of failures before it.
 _STEADY_S = 1.0
 
 
 class Reading:
-    """Call Generate until the request is accepted, then Attach until nothing more will come."""
+    """Reader that calls Generate until the request is accepted, and then Attach until its end."""
 
     def __init__(
         self,
@@ -40,7 +42,10 @@ class Reading:
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """Create the reader; ``metadata`` goes with the submission."""
+        """Create the reader of a ``submission``, or of a known request if that is None.
+
+        ``metadata`` is sent with the submission.
+        """
         self.is_over = False
         self._routers = routers
         self._reception = reception
@@ -52,7 +57,7 @@ class Reading:
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
 
     async def next(self) -> Chunk | None:
-        """Return the next chunk; None after the last one. Raises EverliftError, which is final."""
+        """Return the next chunk, or None after the last. Raises EverliftError, which is final."""
         while not self.is_over:
             try:
                 chunk = self._reception.accept(await self._read())
@@ -67,14 +72,14 @@ class Reading:
         return None
 
     def close(self) -> None:
-        """Read no more; the request goes by its ``on_disconnect``."""
+        """Stop reading. The router treats the request according to its ``on_disconnect``."""
         self.is_over = True
         self._hang_up()
 
     async def recover(self, error: EverliftError) -> None:
-        """Wait for the next try after ``error``. Raises EverliftError where there is none."""
+        """Wait for the next attempt after ``error``. Raises EverliftError if there is none."""
         refused = is_refusal(error)
-        # Whoever was refused after a long wait had no success.
+        # A refusal after a long wait in the queue is not a success.
         if self._is_steady and not refused:
             self._budget.succeeded()
         self._hang_up()
@@ -92,7 +97,7 @@ class Reading:
         return self._heard_since is not None and now() - self._heard_since > _STEADY_S
 
     def _take_back(self, refusal: EverliftError) -> None:
-        """Forget a submission that the queue refused.
+        """Treat the submission as not accepted, because the queue refused it.
 
         Raises ``refusal`` if it cannot be submitted again, or if output has arrived.
         """
@@ -116,7 +121,7 @@ class Reading:
         stub, remaining = self._routers.inference(), self._budget.remaining()
         timeout = None if remaining is None else remaining + DEADLINE_MARGIN_S
         metadata = self._routers.metadata
-        # Until it is accepted it may be submitted again: the request id makes it one request.
+        # Before its acceptance, a request may be submitted again: its id prevents a second request.
         if self._submission is not None and not self._reception.is_accepted:
             limit(self._submission, remaining)
             return stub.Generate(
@@ -138,20 +143,20 @@ class Reading:
 
 
 def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
-    """Return the seconds left of ``remaining``; None without a limit."""
+    """Set the timeout of ``submission`` to the ``remaining`` seconds, unless these are None."""
     if remaining is not None:
         submission.timeout_ms = max(1, round(remaining * 1e3))
 
 
 async def cancel(routers: Routers, request_id: str) -> None:
-    """End a request whose reader is leaving. Never fails."""
+    """Cancel a request whose stream is being closed. Never fails."""
     try:
         message = pb.CancelRequest(request_id=request_id)
         stub = routers.inference()
         call = stub.Cancel(message, timeout=_CANCEL_TIMEOUT_S, metadata=routers.metadata)
         await wire.answer(call, call)
     except EverliftError as error:
-        # The router ends it by itself when the grace for its lost client is over.
+        # The router ends the request itself after the grace period for its lost client.
         log.info("cancel failed", request_id=request_id, cause=str(error))
 
 

@@ -1,4 +1,4 @@
-"""Output received of one request. Pure: without connection or clock."""
+"""State of the output that a client has received of one request. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of consecutive offsets, the first of them at ``offset``, and the text they released.
+    """Tokens of consecutive offsets, the first at ``offset``, and the text that they complete.
 
-    ``epoch`` names the attempt that made them, 0 when they were read back from the ledger.
-    ``unledgered`` says that they came while the ledger was away: its loss could take them back.
-    ``logprobs`` are those of the tokens, if they were asked for.
+    ``epoch`` is the number of the attempt that generated the tokens, or 0 if they were read from
+    the ledger. ``unledgered`` is true if they were delivered while the ledger was unavailable, so
+    that they may still be lost with it. ``logprobs`` are those of the tokens, if requested.
     """
 
     offset: int
@@ -32,7 +32,7 @@ class Chunk:
 
 
 class Reception:
-    """Receiver of a request's pieces from any number of calls: each offset of a choice once."""
+    """Receiver of a request's pieces from any number of calls, each offset of a choice once."""
 
     def __init__(
         self,
@@ -42,18 +42,19 @@ class Reception:
     ) -> None:
         """Create a reception that starts at ``from_offsets`` (by choice, default 0).
 
-        With ``received`` it starts behind these tokens of each choice.
+        With ``received``, it starts after these tokens of each choice instead.
         """
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.usage: pb.Usage | None = None
         self.timing: pb.Timing | None = None
-        #: the cluster has it: from now on it is attached to, and not submitted again
+        #: whether the cluster has accepted the request, so that it must not be submitted again
         self.is_accepted = False
-        #: by choice, the first offset that has not come
+        #: by choice, the first offset that has not been received
         self._next = defaultdict(int, enumerate(map(len, received) if received else from_offsets))
-        #: by choice, of all tokens before that; None where the first ones were never seen
+        #: by choice, the digest of all tokens before that offset; None if the first tokens of a
+        #: choice are unknown
         self._digests = None if any(from_offsets) else _digests(received)
 
     @property
@@ -62,18 +63,18 @@ class Reception:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a token or a choice's end has arrived."""
+        """Return whether a token or the end of a choice has been received."""
         return any(self._next.values()) or bool(self.finish_reasons)
 
     def offsets(self) -> list[int]:
-        """Offset of the first missing token, by choice."""
+        """Return the offset of the first missing token of each choice."""
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def attach_request(self) -> pb.AttachRequest:
-        """Return the message that attaches after the received pieces.
+        """Return the message that attaches after the received tokens.
 
-        The digests let the router see that what it has is the same, or will be the same when it has
-        made again what it lost.
+        With the digests, the router checks that its tokens are the same as the received ones, even
+        if it has to regenerate lost tokens first.
         """
         offsets, digests = self.offsets(), self._digests
         return pb.AttachRequest(
@@ -83,12 +84,13 @@ class Reception:
         )
 
     def accept(self, piece: pb.GenerateResponse) -> Chunk | None:
-        """Return the new part of ``piece``.
+        """Return the new part of ``piece``, or None if there is none.
 
-        Raises DataLoss on a gap, and Unreachable if it must be requested again.
+        Raises DataLoss if offsets are missing before the piece, and Unreachable if the piece must
+        be requested again.
         """
         self.is_accepted = True
-        # Who attaches again is told again how each choice ended.
+        # After another Attach, the router repeats the end of each choice.
         chunk = None if piece.choice in self.finish_reasons else self._fresh(piece)
         if piece.HasField("usage"):
             self.usage, self.timing = piece.usage, piece.timing
@@ -101,7 +103,7 @@ class Reception:
         if end <= following and not piece.finish_reason and piece.token_ids:
             return None
         if piece.offset < following and piece.token_ids:
-            # Text cannot be cut at a token: let the router cut it.
+            # The client cannot split the text at a token, but the router can, in another call.
             raise Unreachable("a piece overlaps what came before")
         return self._deliver(piece, max(following, end))
 

@@ -1,4 +1,4 @@
-"""Retries of a client: which errors are retried, when, and for how long."""
+"""Retries of a client: which errors are retried, after which delay, and for how long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from everlift.client.routers import Routers
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, NoWorker
 
 _FIRST_S = 0.05
-#: What is lost is most often back, or replaced, within so long: until then the waits stay short, so
-#: that it is met soon after.
+#: A lost router most often returns, or is replaced, within this many seconds. Until then, delays
+#: are at most _EAGER_S, so that its return is noticed soon.
 _EAGER_FOR_S = 3.0
 _EAGER_S = 0.2
 _LONGEST_S = 1.0
-#: After so many failures a delay has been the longest for some time.
+#: Number of failures after which the delay no longer grows. It keeps the power of two small.
 _MANY = 32
 
 
@@ -23,7 +23,7 @@ _MANY = 32
 class Backoff:
     """Doubling delays with jitter, for ``limit_s`` seconds since the first failure in a row.
 
-    ``random`` answers from 0 to 1.
+    ``random`` returns numbers from 0 to 1.
     """
 
     limit_s: float
@@ -32,14 +32,14 @@ class Backoff:
     _since: float = field(default=0.0, init=False)
 
     def reset(self) -> None:
-        """Reset after a success."""
+        """End the row of failures, after a success."""
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Return the seconds to wait after a failure at ``now``; None after the last try.
+        """Return the seconds to wait after a failure at ``now``, or None if it is final.
 
-        Where many are told to wait ``at_least`` so long, jitter keeps them from coming back at
-        once.
+        The delay is ``at_least`` that number of seconds. Jitter is added to it, so that many
+        clients that received the same delay do not return at the same moment.
         """
         if not self._failures:
             self._since = now
@@ -53,18 +53,18 @@ class Backoff:
 
 @dataclass(slots=True)
 class Deadline:
-    """Deadline ``timeout_s`` after the first call; None is never.
+    """Deadline ``timeout_s`` seconds after the first call; with None there is no deadline.
 
-    ``now`` is of any one clock.
+    The times that are passed to the methods are those of any one clock, in seconds.
     """
 
     timeout_s: float | None
     _at: float | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Return the seconds from ``now`` to the deadline, at least 0.
+        """Return the seconds from ``now`` to the deadline, at least 0; None without a deadline.
 
-        The first time that somebody asks is the first call.
+        The first use of this method counts as the first call.
         """
         if self.timeout_s is None:
             return None
@@ -73,21 +73,22 @@ class Deadline:
         return max(self._at - now, 0.0)
 
     def passes_before(self, moment: float) -> bool:
-        """Return whether the deadline is before ``moment``; never before the first call."""
+        """Return whether the deadline is before ``moment``; False until the first call."""
         return self._at is not None and self._at < moment
 
 
-#: Seconds that a stream goes on trying while no router answers.
+#: Seconds for which a stream tries to reconnect while no router answers.
 RECONNECT_S = 30.0
-#: Seconds that a call goes on trying after it was refused, or not answered, for the first time.
+#: Seconds for which a call is retried after it was refused, or not answered, for the first time.
 RETRY_S = 10.0
 
 
 class Retries:
-    """Retries of one call and its repetitions until one succeeds.
+    """Delays of the retries of one call, until one succeeds.
 
     Errors of unavailability are retried for ``unavailable_s`` seconds since the first one in a row,
-    refusals for ``refused_s``; 0 is never. ``random`` returns numbers from 0 to 1.
+    and refusals for ``refused_s`` seconds; 0 disables the retries. ``random`` returns numbers from
+    0 to 1.
     """
 
     def __init__(self, unavailable_s: float, refused_s: float, random: Callable[[], float]) -> None:
@@ -109,26 +110,26 @@ class Retries:
 
 
 def is_unavailable(error: EverliftError) -> bool:
-    """Return whether another router, or this one later, may answer.
+    """Return whether another router, or the same one later, may answer.
 
-    A request that found no worker has ended.
+    NoWorker is excluded, because the request has then ended.
     """
     return error.grpc_status == "UNAVAILABLE" and not isinstance(error, NoWorker)
 
 
 def is_refusal(error: EverliftError) -> bool:
-    """Return whether nothing was accepted for lack of room, which a retry may find."""
+    """Return whether the call was refused for lack of capacity, so that a retry may succeed."""
     return error.grpc_status == "RESOURCE_EXHAUSTED" and not isinstance(error, InvalidRequest)
 
 
-#: Of a client's calls that broke all at once so many go on in a second: each costs the router a
-#: look into the ledger, and the one that is first finds out whether there is a router at all.
+#: Number of calls per second that resume if many calls of a client break at the same moment. Each
+#: costs the router a ledger lookup, and the first one shows whether a router answers at all.
 _RESUMED_PER_S = 500.0
 _LONGEST_TURN_S = 5.0
 
 
 class RetryBudget:
-    """Limits of the retries of one call."""
+    """Retries of one call within its deadline."""
 
     def __init__(self, routers: Routers, retries: Retries, deadline: Deadline) -> None:
         self._routers = routers
@@ -140,13 +141,17 @@ class RetryBudget:
         self._retries.succeeded()
 
     def remaining(self) -> float | None:
-        """Seconds to the deadline, which counts from the first call; None where there is none."""
+        """Return the seconds to the deadline, or None if there is no deadline.
+
+        The deadline counts from the first call of this method.
+        """
         return self._deadline.remaining(now())
 
     async def wait(self, error: EverliftError, router: str) -> None:
-        """Wait for the time of the next try after ``error`` of a ``router``.
+        """Wait until the next attempt is due, after ``error`` of a ``router``.
 
-        Raises the error where there is none, DeadlineExceeded where it would come too late.
+        Raises ``error`` if there is no further attempt. If the attempt would be after the deadline,
+        raises ``error`` for a refusal and DeadlineExceeded for unavailability.
         """
         delay = self._retries.delay(error, now())
         if delay is None or self._routers.is_closed:
@@ -161,7 +166,10 @@ class RetryBudget:
             await asyncio.sleep(max(delay, turn))
 
     def cut_off(self, late: DeadlineExceeded) -> EverliftError:
-        """Return the error of a try that used the remaining time, or of the tries before it."""
+        """Return the error of a call whose last attempt ended at the deadline with ``late``.
+
+        It is ``late`` if that attempt was the only one, and else the error of those before it.
+        """
         return late if self._passed is None else _too_late(self._passed)
 
 

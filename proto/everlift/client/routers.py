@@ -1,4 +1,4 @@
-"""The routers that a client may use."""
+"""Routers that a client may use, and the channels to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Routers:
-    """Known routers. One is current until it fails; then the next one is."""
+    """Routers of a client. One is current until it fails, and then the next one becomes current."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class Routers:
         transport: Transport = GRPC,
         api_key: str | None = None,
     ) -> None:
-        """Create the addresses of a client.
+        """Create the routers at the addresses ``targets``, without connecting to them.
 
-        Raises ValueError without a target, SettingsError for a key that no header can hold.
+        Raises ValueError if ``targets`` is empty, and SettingsError for an API key that no header
+        can contain.
         """
         if not targets:
             raise ValueError("at least one router address is needed")
@@ -40,9 +41,9 @@ class Routers:
         self._current = 0
         self._open: dict[tuple[str, object], grpc.aio.Channel] = {}
         self.is_closed = False
-        #: calls that wait for their next try
+        #: number of calls that wait for their next attempt
         self.num_waiting = 0
-        #: goes with every call
+        #: metadata that is sent with every call
         self.metadata = _credentials(api_key)
 
     def __len__(self) -> int:
@@ -53,28 +54,31 @@ class Routers:
         return self._targets[self._current]
 
     def inference(self) -> InferenceAsyncStub:
-        """Stub of the current router. Raises Unreachable when closed."""
+        """Return a stub of the current router. Raises Unreachable if the client is closed."""
         stub: InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel())
         return stub
 
     def admin(self) -> AdminAsyncStub:
-        """Stub of the current router. Raises Unreachable when closed."""
+        """Return a stub of the current router. Raises Unreachable if the client is closed."""
         stub: AdminAsyncStub = admin_pb2_grpc.AdminStub(self._channel())
         return stub
 
     def chaos(self) -> ChaosAsyncStub:
-        """Stub of the current router. Raises Unreachable when closed."""
+        """Return a stub of the current router. Raises Unreachable if the client is closed."""
         stub: ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(self._channel())
         return stub
 
     def failed(self, target: str) -> None:
-        """Note that ``target`` did not answer; of many reports of it the first counts."""
+        """Make the next router current, because ``target`` did not answer.
+
+        Nothing changes if ``target`` is not current, so that of many reports only the first counts.
+        """
         if target == self.current:
             self._current = (self._current + 1) % len(self._targets)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a call as waiting for its next try."""
+        """Count a call as waiting for its next attempt while the context lasts."""
         self.num_waiting += 1
         try:
             yield
@@ -90,7 +94,7 @@ class Routers:
     def _channel(self) -> grpc.aio.Channel:
         if self.is_closed:
             raise Unreachable("the client is closed")
-        # What runs on a channel of older credentials ends there.
+        # Calls on a channel with former credentials end there; new calls use another channel.
         place = self.current, self._transport.credentials
         if place not in self._open:
             self._open[place] = self._transport.channel(self.current)
@@ -100,7 +104,7 @@ class Routers:
 def _credentials(api_key: str | None) -> Metadata:
     if api_key is None:
         return ()
-    # gRPC would quote it in its own error.
+    # The key is checked here, because gRPC would quote an invalid one in its error.
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise SettingsError("api_key must be ASCII without spaces and control characters")
     return (("authorization", f"Bearer {api_key}"),)

@@ -1,4 +1,4 @@
-"""Stream of one request: each token once, across lost connections and routers."""
+"""Stream of one request: each token exactly once, even if connections or routers are lost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from everlift.v1 import inference_pb2 as pb
 
 
 class Stream(AsyncIterator[Chunk]):
-    """Stream of a request: iterate it, or ``await stream.text()``.
+    """Stream of the output of a request: iterate over its chunks, or ``await stream.text()``.
 
-    Use it inside ``async with``, which closes it.
+    Use it in ``async with``, which closes it at the end.
 
-    Chunks of several choices come as they are made, each choice's in the order of its offsets.
-    Raises EverliftError subclasses: the request's own end, Unreachable when no router answered for
-    ``reconnect_s``, DataLoss when the cluster lost what it had acknowledged.
+    Chunks arrive as they are generated, those of each choice in the order of their offsets. Raises
+    subclasses of EverliftError: the error with which the request ended, Unreachable if no router
+    answered for ``reconnect_s`` seconds, DataLoss if the cluster lost acknowledged tokens.
 
     >>> async with client.generate("one two three") as stream:
     ...     async for chunk in stream:
@@ -41,9 +41,10 @@ class Stream(AsyncIterator[Chunk]):
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
     ) -> None:
-        """Stream a ``submission``, or without one a known request, which closing does not cancel.
+        """Create the stream of a new request ``submission``, or of a known one if that is None.
 
-        ``metadata`` goes with the submission.
+        Closing the stream cancels a new request, but not a known one. ``metadata`` is sent with the
+        submission.
         """
         self._routers = routers
         self._reception = reception
@@ -52,7 +53,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def request_id(self) -> str:
-        """The client's own, by which another process can attach.
+        """Id of the request, with which another process can attach to it.
 
         >>> client.generate("one two three", request_id="mine").request_id
         'mine'
@@ -61,7 +62,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Finish reason of the first choice; None while it runs.
+        """Finish reason of the first choice, or None until it has ended.
 
         >>> stream = client.generate("one two three", max_tokens=2)
         >>> await stream.text(), stream.finish_reason
@@ -71,7 +72,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def finish_reasons(self) -> dict[int, FinishReason]:
-        """Finish reasons by choice, of those that have ended.
+        """Finish reasons of the choices that have ended, by choice.
 
         >>> stream = client.generate("one two three", n=2)
         >>> await stream.texts(), stream.finish_reasons.keys()
@@ -81,9 +82,9 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of the prompt from its second token on, if requested.
+        """Log probabilities of the prompt's tokens from the second one on, if requested.
 
-        They come with the first chunk of choice 0.
+        They arrive with the first chunk of choice 0.
 
         >>> stream = client.generate("one two")
         >>> await stream.text(), stream.prompt_logprobs
@@ -93,7 +94,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def usage(self) -> pb.Usage | None:
-        """Tokens of the prompt and of all choices, after the last chunk.
+        """Token counts of the prompt and of all choices, or None before the last chunk.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.usage.output_tokens
@@ -103,7 +104,7 @@ class Stream(AsyncIterator[Chunk]):
 
     @property
     def timing(self) -> pb.Timing | None:
-        """Times that the request waited and ran, after the last chunk.
+        """Times for which the request waited and ran, or None before the last chunk.
 
         >>> stream = client.generate("one two three")
         >>> await stream.text(), stream.timing.attempts
@@ -121,7 +122,7 @@ class Stream(AsyncIterator[Chunk]):
         return chunk
 
     async def text(self) -> str:
-        """Return the whole rest of the text: of the first choice, if there are several.
+        """Return the rest of the text; if there are several choices, that of the first one.
 
         >>> stream = client.generate("one two three")
         >>> (await anext(stream)).text, await stream.text()
@@ -130,7 +131,7 @@ class Stream(AsyncIterator[Chunk]):
         return (await self.texts())[0]
 
     async def texts(self) -> list[str]:
-        """Return the whole rest of each choice's text.
+        """Return the rest of the text of each choice.
 
         >>> await client.generate("one two three", n=2).texts()
         ['one two three', 'one two three']
@@ -141,7 +142,7 @@ class Stream(AsyncIterator[Chunk]):
         return ["".join(pieces[choice]) for choice in range(max(len(self.finish_reasons), 1))]
 
     async def aclose(self) -> None:
-        """End the request if it is this stream's own and unfinished. Never fails.
+        """Close the stream, and cancel an unfinished request that it submitted. Never fails.
 
         >>> stream = client.generate("one two three")
         >>> (await anext(stream)).text

@@ -1,4 +1,4 @@
-"""A router for your tests: answers from a function, faults by script, without a socket or with.
+"""Fake router for tests: a function gives its answers, a script its faults; no socket is needed.
 
 >>> transport = FakeTransport(faults=[Break(3), Refuse(RouterStopping())])
 >>> async with AsyncClient("fake", transport=transport) as client:

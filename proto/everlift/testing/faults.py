@@ -12,9 +12,10 @@ from everlift.errors import EverliftError
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Fault: the next streaming call, or the next one named ``call``, fails before its first piece.
+    """Fault with which the next streaming call fails before its first piece.
 
-    With an ``index`` only that request of several fails.
+    With ``call``, the next call of this name fails instead. With ``index``, only the request at
+    this index of a GenerateMany fails.
     """
 
     error: EverliftError
@@ -24,7 +25,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Fault at token ``offset`` or at the end of a choice of the request at ``index``."""
+    """Fault at the token ``offset``, or at the end, of a choice of the request at ``index``."""
 
     offset: int
     choice: int = 0
@@ -33,49 +34,52 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Break(_Place):
-    """The call breaks before the token of ``choice`` at ``offset``, or before its end."""
+    """Fault that breaks the call before the token at ``offset``, or before the choice's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakOff(_Place):
-    """The call ends before the token of ``choice`` at ``offset`` as if all were said."""
+    """Fault that ends the call before the token at ``offset``, as if the output were complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold(_Place):
-    """Fault that holds back all pieces from ``offset`` of ``choice`` until the cancellation."""
+    """Fault that holds back all pieces from ``offset`` on until the request is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat(_Place):
-    """The token of ``choice`` at ``offset`` is sent twice."""
+    """Fault that sends the token at ``offset`` of ``choice`` twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap(_Place):
-    """The token of ``choice`` at ``offset`` is sent again in one piece with the next one."""
+    """Fault that sends the token at ``offset`` again, in one piece with the token after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skip(_Place):
-    """The token of ``choice`` at ``offset`` is left out."""
+    """Fault that leaves out the token at ``offset`` of ``choice``."""
 
 
 Stop = Break | BreakOff | Hold
 Fault: TypeAlias = Refuse | Stop | Repeat | Overlap | Skip
 
-#: Calls that take any fault; the others only a Refuse that names them.
+#: Names of the calls that take any fault. Other calls take only a Refuse that names them.
 STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 
 
 class Script:
-    """Faults in order; None, or no more, is a healthy streaming call."""
+    """Faults of the calls in order. None, or the end of the script, is a healthy streaming call."""
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:
         self._faults = deque(faults)
 
     def next(self, call: str) -> Fault | None:
-        """Apply the faults of the next call. Raises the error with which it is refused."""
+        """Return the fault of the next call, which is named ``call``.
+
+        Raises the error of a Refuse, unless the Refuse is for one request of several.
+        """
         fault = self._take(call)
         if isinstance(fault, Refuse) and fault.index is None:
             raise fault.error
@@ -92,5 +96,5 @@ class Script:
 
 
 def strikes(fault: Fault | None, index: int) -> bool:
-    """Return whether the fault is for the request at ``index`` of a call."""
+    """Return whether ``fault`` is for the request at ``index`` of a call."""
     return fault is not None and fault.index == index

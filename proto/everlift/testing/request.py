@@ -1,4 +1,4 @@
-"""A request as a fake router knows it, and what comes of it."""
+"""Requests of a fake router, and their outputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Token ids, each with the text that it releases, and the text that the end releases.
+    """Output of a choice: token ids, each with the text that it completes.
 
-    ``logprobs`` are those of the tokens, or none.
+    ``tail`` is the text that the end of the output completes. ``logprobs`` has one entry for each
+    token, or none.
     """
 
     tokens: tuple[tuple[int, str], ...]
@@ -26,12 +27,12 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-#: What comes of a request: of each of its choices the same, or of each its own.
+#: Function that returns the output of a request: one for all choices, or one for each choice.
 Answer = Callable[[Submission], Output | Sequence[Output]]
 
 
 def words(submission: Submission) -> Output:
-    """Give the prompt back, a token a word; of token ids, each as a word."""
+    """Return the words of the prompt, each as a token. Each token id of a prompt is a word."""
     prompt = submission.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     first, *others = text.split(" ")
@@ -40,7 +41,7 @@ def words(submission: Submission) -> Output:
 
 @dataclass(slots=True)
 class FakeRequest:
-    """A request as the fake router knows it. ``outputs`` are by choice."""
+    """Request in the fake router, with one of ``outputs`` for each choice."""
 
     submission: Submission
     outputs: tuple[Output, ...]
@@ -52,7 +53,7 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all choices."""
+        """Return the number of tokens of all choices."""
         return sum(len(self.tokens(choice)) for choice in range(len(self.outputs)))
 
     def piece(self, choice: int, start: int, stop: int) -> pb.GenerateResponse:
@@ -70,7 +71,7 @@ class FakeRequest:
         )
 
     def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
-        """Return the last piece of a choice, and maybe of the stream."""
+        """Return the last piece of a choice; with ``is_last``, it is the last one of the stream."""
         output, count = self.outputs[choice], len(self.tokens(choice))
         complete = count == len(output.tokens)
         piece = self.piece(choice, count, count)
@@ -84,10 +85,10 @@ class FakeRequest:
         return piece
 
     def check(self, offsets: Sequence[int], digests: Sequence[int]) -> None:
-        """Check the offsets and digests of an attach.
+        """Check the offsets and digests of an Attach, by choice.
 
-        A wrong digest is DataLoss even if the offset is out of range. Raises OffsetOutOfRange,
-        DataLoss.
+        Raises OffsetOutOfRange for an offset beyond the output, and DataLoss for a wrong digest.
+        If an offset with a digest is beyond the output, the error is DataLoss.
         """
         for choice, offset in enumerate(offsets):
             if choice >= len(self.outputs) or offset < 0:
@@ -100,7 +101,7 @@ class FakeRequest:
                 raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
 
     def places(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield choice and offset of each token and end from these on, step by step."""
+        """Yield choice and offset of each token and each end from ``offsets`` on, by offset."""
         starts = [*offsets, *[0] * (len(self.outputs) - len(offsets))]
         ends = [len(self.tokens(choice)) for choice in range(len(self.outputs))]
         for at in range(max(ends) + 1):

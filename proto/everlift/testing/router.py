@@ -1,4 +1,4 @@
-"""A router whose answers come from a function."""
+"""Fake router, whose answers come from a function."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from everlift.v1 import (
 from everlift.v1 import inference_pb2 as pb
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-#: None is where a request is held: the next one comes when it is let go.
+#: A None among the pieces means that the request is held before its next piece.
 _Pieces: TypeAlias = AsyncGenerator[pb.GenerateResponse | None, None]
 
 _WORKER = "worker-0"
 _MODEL = pb.Model(name="fake", max_model_len=4096, vocab_size=0x110000)
 _PAGE = 100
-#: What each request's time went into here.
+#: Time breakdown of every request.
 _SPANS = (
     pb.Span(kind=pb.SPAN_KIND_PREFILL, seconds=0.125, attempt=1),
     pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.375, attempt=1),
@@ -91,14 +91,15 @@ class FakeRouter(
     admin_pb2_grpc.AdminServicer,
     chaos_pb2_grpc.ChaosServicer,
 ):
-    """Fake router.
+    """Fake router, which serves the services of a router with made-up answers.
 
-    Each Generate, GenerateMany and Attach takes the next fault of the script; None, or no more, is
-    healthy. Who calls must have the ``api_key``, if there is one.
+    Each Generate, GenerateMany and Attach takes the next one of ``faults``. None, or the end of the
+    faults, is a healthy call. Callers must present the ``api_key``, if there is one.
 
-    ``requests`` holds what came, by request id; ``calls`` names the calls in their order:
-    "Generate", "GenerateMany 2", "Attach 3", "Cancel"; a GenerateMany with the number of its
-    requests, an Attach with its offsets by choice. A token of a text is a character.
+    ``requests`` contains the received requests by id. ``calls`` lists the calls in order, for
+    example "Generate", "GenerateMany 2", "Attach 3", "Cancel". A GenerateMany is listed with the
+    number of its requests, and an Attach with its offsets by choice. Tokenize makes each character
+    a token.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class FakeRouter(
         return f"127.0.0.1:{self._port}"
 
     def listen(self) -> None:
-        """Listen on a free port; after ``stop``, on the same one again."""
+        """Listen on a free port, or after ``stop`` on the same port as before."""
         self._server = self._transport.server(SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
@@ -138,7 +139,7 @@ class FakeRouter(
         await self._server.start()
 
     async def stop(self) -> None:
-        """Break every connection at once."""
+        """Stop the server, and break every connection immediately."""
         await self._server.stop(grace=None)
 
     async def __aenter__(self) -> Self:
@@ -153,7 +154,7 @@ class FakeRouter(
     ) -> None:
         await self.stop()
 
-    # calls that stream
+    # streaming calls
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -186,7 +187,7 @@ class FakeRouter(
             }
             held: dict[int, _Pieces] = {}
             while going or held:
-                # One that is held keeps none of the others waiting.
+                # A held request does not delay the others.
                 turn = going or held
                 message = pb.GenerateManyResponse()
                 try:
@@ -329,7 +330,7 @@ class FakeRouter(
         async with self._answering("Inject", context):
             raise ChaosForbidden("the cluster was started without chaos")
 
-    # what they have in common
+    # shared by the calls
 
     @asynccontextmanager
     async def _answering(self, call: str, context: Context) -> AsyncIterator[Fault | None]:

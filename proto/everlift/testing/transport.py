@@ -1,4 +1,4 @@
-"""Clients and a fake router in one process: gRPC's interface without a socket."""
+"""Transport between clients and a fake router in one process: gRPC's interface, no socket."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from everlift.transport import Options
 A = TypeVar("A")
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-#: Answers of a call that nobody has read yet; then its handler waits.
+#: Number of unread answers of a call at which the call's handler waits.
 _WINDOW = 16
 
 
 class FakeTransport:
-    """Transport whose every address leads to a fake ``router`` on the caller's event loop.
+    """Transport that connects every address to a fake ``router`` on the caller's event loop.
 
     >>> transport = FakeTransport(faults=[Break(1)])
     >>> async with AsyncClient("fake", transport=transport) as client:
@@ -80,7 +80,7 @@ class _Server:
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """Ignore registered handlers: the generic ones are the same."""
+        """Ignore the registered handlers, because the generic ones are the same."""
 
     def listen(self, address: str) -> int:
         host, _, port = address.rpartition(":")
@@ -89,7 +89,7 @@ class _Server:
         return bound
 
     async def start(self) -> None:
-        """Start to serve, given a port."""
+        """Do nothing, because ``listen`` has already started the server."""
 
     async def stop(self, grace: float | None) -> None:
         for address in [a for a, server in self._servers.items() if server is self]:
@@ -98,7 +98,7 @@ class _Server:
             await call.break_off("Cancelling all calls")
 
     def handler(self, details: grpc.HandlerCallDetails) -> Any:
-        """Return the method's handler, or None."""
+        """Return the handler of the called method, or None if there is none."""
         found = (handler.service(details) for handler in self._handlers)
         return next((it for it in found if it is not None), None)
 
@@ -130,17 +130,17 @@ class _Channel:
     unary_stream = unary_unary
 
     async def close(self, grace: float | None = None) -> None:
-        """Stop the server and wait until no call is running."""
+        """Cancel the calls of this channel, and wait until their handlers have ended."""
         for call in self._calls:
             call.cancel()
             await call.is_left()
 
 
 class _Call(Generic[A]):
-    """A call, and the context that its handler is given.
+    """Call, which is also the context that its handler receives.
 
-    As with gRPC, reading one that was cancelled raises CancelledError, and one that ended with an
-    error AioRpcError. Both ends have only bytes in common.
+    As with gRPC, reading a cancelled call raises CancelledError, and reading a call that ended with
+    an error raises AioRpcError. Client and server exchange only bytes.
     """
 
     def __init__(self, parse: Callable[[bytes], A], timeout: float | None) -> None:
@@ -165,15 +165,15 @@ class _Call(Generic[A]):
         server.calls[self] = None
         self._serving.add_done_callback(lambda _: server.calls.pop(self))
 
-    # the client's end
+    # the client's side
 
     @property
     def is_over(self) -> bool:
-        """Return whether the call has ended and will not be read."""
+        """Return whether the call and its handler have ended."""
         return self._status is not None and (self._serving is None or self._serving.done())
 
     async def read(self) -> Any:
-        """Return the next answer; grpc.aio.EOF after the last one."""
+        """Return the next answer, or grpc.aio.EOF after the last one."""
         try:
             item = self._status or await self._answers.get()
         except asyncio.CancelledError:
@@ -211,7 +211,7 @@ class _Call(Generic[A]):
         if self._serving is not None:
             self._serving.cancel()
         self._settle(status)
-        # Whoever reads now hears of it first.
+        # The next read returns the status, before any unread answer.
         while not self._answers.empty():
             self._answers.get_nowait()
         self._answers.put_nowait(status)
@@ -224,7 +224,7 @@ class _Call(Generic[A]):
             self._timer.cancel()
 
     async def is_left(self) -> None:
-        """Return when its handler has ended."""
+        """Wait until the handler has ended."""
         if self._serving is not None:
             await asyncio.wait({self._serving})
 
@@ -242,7 +242,7 @@ class _Call(Generic[A]):
         assert self._status is not None
         return self._status
 
-    # the server's end
+    # the server's side
 
     async def _serve(self, handler: Any, data: bytes) -> None:
         status = _Status()
@@ -255,7 +255,7 @@ class _Call(Generic[A]):
             status = self._aborted or _Status(grpc.StatusCode.CANCELLED)
             raise
         except Exception as error:
-            # A mistake in a test's own answer is told as a server tells it.
+            # An error in a test's answer function is reported as a gRPC server reports it.
             status = _Status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
         finally:
             self._answers.put_nowait(status)
@@ -276,7 +276,7 @@ class _Call(Generic[A]):
         self._answers.put_nowait(data)
 
     async def break_off(self, cause: str) -> None:
-        """Break the call: its server ends."""
+        """Break the call as if the connection were lost, and wait until its handler has ended."""
         self._aborted = _Status(grpc.StatusCode.UNAVAILABLE, cause)
         if self._serving is not None:
             self._serving.cancel()

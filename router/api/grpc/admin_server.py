@@ -1,4 +1,7 @@
-"""``everlift.v1.Admin``: what operators tell a cluster, through any of its routers."""
+"""gRPC servers of ``everlift.v1.Admin`` and ``Chaos``, for operators.
+
+Any router of the cluster accepts these calls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from router.worker_sessions import Sessions, WorkerLink
 
 log = logs.get_logger(__name__)
 
-#: The leader says five times a second what waits. What it said so long ago says nothing any more.
+#: Age in seconds from which the leader's load report is ignored. The leader renews it five times a
+#: second.
 _STALE_S = 5.0
 
 
@@ -33,7 +37,11 @@ class AdminServer:
         ledger: Ledger,
         view: Callable[[str], WorkerView | None],
     ) -> None:
-        """Create the server; ``view`` returns the view of a worker by its id."""
+        """Create the server.
+
+        ``view`` returns the leader's view of a worker by its id, or None if this router does not
+        have it.
+        """
         self._sessions = sessions
         self._runtime_policy = runtime_policy
         self._ledger = ledger
@@ -43,7 +51,7 @@ class AdminServer:
         return self.drain(parse(pb.DrainRequest, data))
 
     def drain(self, message: pb.DrainRequest) -> pb.DrainResponse:
-        """Drain a worker. Raises UnknownWorker."""
+        """Drain the worker whose id begins with ``message.worker_id``. Raises UnknownWorker."""
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
         log.info("worker draining", worker_id=worker_id, num_running=num_running)
@@ -60,7 +68,10 @@ class AdminServer:
         return await self.set_policy(parse(pb.SetPolicyRequest, data))
 
     async def set_policy(self, message: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
-        """Change the policy. Raises InvalidRequest, LedgerUnavailable."""
+        """Change the runtime policy, and return the policy in effect.
+
+        Raises InvalidRequest, LedgerUnavailable.
+        """
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))
         try:
@@ -89,12 +100,12 @@ class AdminServer:
         try:
             report = await self._ledger.load()
         except LedgerUnavailable:
-            # What the workers can hold is known without it.
+            # The capacity of the workers is known without the ledger.
             return None
         return report.load if report is not None and report.age_s < _STALE_S else None
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
-        """Return the handlers to add to a grpc.aio server."""
+        """Return the handlers to add to a gRPC server."""
         handlers = Handlers(authenticator)
         methods = {
             "Drain": handlers.unary(self._drain, Scope.ADMIN),
@@ -115,7 +126,7 @@ class ChaosServer:
         )
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
-        """Return the handlers to add to a grpc.aio server."""
+        """Return the handlers to add to a gRPC server."""
         methods = {"Inject": Handlers(authenticator).unary(self.inject, Scope.ADMIN)}
         name = chaos_pb2.DESCRIPTOR.services_by_name["Chaos"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

@@ -1,7 +1,8 @@
-"""Handlers of the services on the clients' port: bytes in, messages out, errors as statuses.
+"""gRPC handlers of the services on the clients' port.
 
-Handlers parse bytes themselves, so that a malformed message is answered with a cause. The caller
-and its scope are checked before a byte of the message is read.
+They parse the request bytes themselves, so that a malformed message is answered with a cause, and
+they turn exceptions into gRPC statuses. The caller and its scope are checked before the message is
+read.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Call:
-    """A call that ``came`` when it was heard, and whose caller may make it.
+    """Call whose caller is authenticated and has the required scope.
 
-    Names of ``headers`` are in small letters.
-
-    ``told`` is what its client knows first, whatever the answer is.
+    ``came`` is the time at which the call arrived (``event_loop.now()``). Names in ``headers`` are
+    in lower case. ``told`` is the initial metadata, which the client receives even if the call
+    fails.
     """
 
     caller: Caller
@@ -45,24 +46,24 @@ class Call:
     told: dict[str, str] = field(default_factory=dict)
 
     async def greet(self) -> None:
-        """Send ``told`` before the answer begins."""
+        """Send ``told`` as initial metadata, unless it is empty."""
         if self.told:
             await self.send_head()
 
     async def send_head(self) -> None:
-        """Send the initial metadata at once, so that a proxy sees an answer before a message."""
+        """Send initial metadata now, so that a proxy sees an answer before the first message."""
         await self.context.send_initial_metadata(tuple(self.told.items()))
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
-    """Return the name of the service of these methods."""
+    """Return the name of the service that ``handlers`` belong to."""
     assert isinstance(handlers, grpc.ServiceRpcHandler)
     name: str = handlers.service_name()
     return name
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Parse a message. Raises InvalidRequest, NotUtf8."""
+    """Parse ``data`` as a message of type ``kind``. Raises InvalidRequest, NotUtf8."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -81,9 +82,9 @@ def _is_well_formed(data: bytes) -> bool:
 
 
 class Handlers:
-    """Make handlers of a service behind ``authenticator``.
+    """Factory of gRPC handlers whose callers are authenticated by ``authenticator``.
 
-    A caller needs one of their ``scopes``.
+    A caller needs one of the ``scopes`` that a handler is created with.
     """
 
     def __init__(self, authenticator: Authenticator) -> None:
@@ -92,7 +93,7 @@ class Handlers:
     def streaming(
         self, handler: Callable[[bytes, Call], Closable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Make a handler that answers one message with a stream."""
+        """Return a handler that answers one message with a stream of messages."""
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(await _only(messages), call)
@@ -104,7 +105,10 @@ class Handlers:
         handler: Callable[[AsyncIterator[bytes], Call], Closable[Message]],
         *scopes: Scope,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler for any number of messages, also after the first answers."""
+        """Return a handler that reads a stream of messages and answers with another one.
+
+        ``handler`` may read messages after its first answers.
+        """
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(messages, call)
@@ -135,7 +139,10 @@ class Handlers:
     def pieces(
         self, handler: Callable[[bytes, Call], Awaitable[Opened]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Yield the pieces of a request's stream; the handler may send something first."""
+        """Return a handler that streams the pieces of the request that ``handler`` opens.
+
+        Entries that ``handler`` adds to ``Call.told`` are sent before the first piece.
+        """
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
@@ -156,7 +163,7 @@ class Handlers:
     def unary(
         self, handler: Callable[[bytes, Call], Awaitable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Make a handler that answers one message with one."""
+        """Return a handler that answers one message with one message."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
@@ -198,10 +205,10 @@ def _headers(context: Context) -> Mapping[str, str]:
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:
-    """Return a call's one message.
+    """Return the only message of a call.
 
-    Raises InvalidRequest where there is none: gRPC's own handlers of single messages would leave
-    such a call without an answer.
+    Raises InvalidRequest if there is none. gRPC's own handlers of single messages would leave such
+    a call without an answer.
     """
     async for data in messages:
         return data
@@ -213,6 +220,6 @@ async def _abort(context: Context, error: Exception) -> None:
         raise error
     answer = answerable(error)
     if isinstance(context, http2.Call):
-        # It answers errors itself.
+        # The http2 server turns the error into a status.
         raise answer
     await wire.abort(context, answer)

@@ -1,11 +1,12 @@
-"""``grpc.health.v1.Health`` on a gateway's public port.
+"""Servers of ``grpc.health.v1.Health`` and of gRPC reflection on a gateway's public port.
 
-    ""                       this router takes new requests: whether to send any here
-    everlift.v1.Inference    the same, as every other service that it has
-    live                     this process answers: whether to start another one in its place
+    service                  SERVING means
+    ""                       this router accepts new requests (readiness)
+    everlift.v1.Inference    the same; also for every other service of the router
+    live                     this process answers (liveness)
 
-It takes none from the moment that it stops, and while its ledger is away; what it has goes on, and
-can be attached to.
+A router that is stopping, or whose ledger is unavailable, accepts no new requests. Its running
+requests continue, and clients can attach to them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from router.requests.manager import Requests
 _NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
 _WHOLE = ""
 _LIVENESS = "live"
-#: Who watches hears of a change so soon.
+#: Seconds between two checks of the readiness, after which watchers receive a change.
 _LOOK_S = 0.1
 
 
 class HealthServer:
     def __init__(self, requests: Requests, services: Collection[str]) -> None:
-        """Create the server; ``services`` are the names of the others."""
+        """Create the server; ``services`` are the names of the router's other services."""
         self._requests = requests
         self._readiness = frozenset({_WHOLE, _NAME, *services})
-        # One looks for all who watch.
+        # One timer checks the readiness for all watchers.
         self._num_watching = 0
         self._timer: asyncio.TimerHandle | None = None
         self._seen = False
@@ -85,7 +86,7 @@ class HealthServer:
             self._changed = asyncio.Event()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the handlers to add to a grpc.aio server."""
+        """Return the handlers to add to a gRPC server."""
         # Probes have no credentials.
         handlers = Handlers(OPEN)
         methods = {
@@ -100,7 +101,7 @@ _VERSIONS = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 
 class ReflectionServer:
     def __init__(self, services: Collection[str]) -> None:
-        """Create the server; ``services`` are the names to list, whose modules are imported."""
+        """Create the server; ``services`` are the names to list, whose modules must be imported."""
         self._servicer = aio.ReflectionServicer(services)
 
     async def converse(
@@ -111,8 +112,8 @@ class ReflectionServer:
             yield response
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return the handlers to add to a grpc.aio server."""
-        # A tool that has no credential yet asks what there is.
+        """Return the handlers to add to a gRPC server."""
+        # Tools use reflection before they have a credential.
         method = Handlers(OPEN).bidirectional(self.converse, Scope.METRICS)
         return tuple(
             grpc.method_handlers_generic_handler(

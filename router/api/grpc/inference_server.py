@@ -1,4 +1,4 @@
-"""The gRPC end of the gateway: ``everlift.v1.Inference``."""
+"""gRPC server of ``everlift.v1.Inference``, the gateway's own API."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from router.auth.caller import Authenticator, Scope
 from router.requests.stream import Closable, is_relayed
 from router.requests.timing import Journal
 
-#: Bytes of fields of a fixed size, by wire type.
+#: Size in bytes of a fixed-size field, by protobuf wire type.
 _FIXED = {1: 8, 5: 4}
 _VARINT, _LENGTH = 0, 2
-#: Of a varint.
+#: Maximum length of a varint, in bytes.
 _MOST_BYTES = 10
 
 
 def count(data: bytes, most: int) -> int:
-    """Return the number of top-level fields, at most ``most`` + 1, up to the first invalid one."""
+    """Return the number of top-level fields of an encoded message, without parsing it.
+
+    Counting stops at the first invalid field, and at ``most`` + 1 fields.
+    """
     at = found = 0
     while at < len(data) and found <= most:
         tag, at = _varint(data, at)
@@ -58,8 +61,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 M = TypeVar("M", bound=Message)
 
-#: A request ends so much sooner than its call: its answer, which has a cause, comes before the
-#: client hangs up.
+#: Seconds by which a request's timeout is shorter than its call's deadline, so that the error with
+#: its cause arrives before the client gives up.
 _TO_ANSWER_S = 0.05
 
 
@@ -77,7 +80,7 @@ class InferenceServer:
                 call.caller, message, call.headers, Journal(call.came), _timeout_s(call)
             )
         except Exception:
-            # A refused one may be called what no request can be.
+            # The id of a rejected request may be invalid; an invalid id is not returned.
             if is_request_id(message.request_id):
                 call.told[service.IDEMPOTENCY_KEY] = message.request_id
             raise
@@ -136,9 +139,9 @@ class InferenceServer:
         return await self._status.describe(call.caller)
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
-        """Return the handlers to add to a grpc.aio server."""
+        """Return the handlers to add to a gRPC server."""
         handlers = Handlers(authenticator)
-        # Who administers a cluster sees to every tenant's requests.
+        # Administrators have access to the requests of all tenants.
         theirs = (Scope.INFER, Scope.ADMIN)
         methods = {
             "Generate": handlers.pieces(self.generate, Scope.INFER),

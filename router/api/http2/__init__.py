@@ -1,4 +1,4 @@
-"""A gRPC server on asyncio and h2. README.md says why, and how to fall back to grpc.aio."""
+"""gRPC server on asyncio and h2; README.md explains why it replaces grpc.aio."""
 
 from router.api.http2.call import Call, behaviour
 from router.api.http2.limits import Limits

@@ -1,4 +1,4 @@
-"""A call: its messages, its answers, and the context of its handler."""
+"""gRPC call: its input messages, its answers, and the context of its handler."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from router.api.http2.limits import Limits
 
 log = logs.get_logger(__name__)
 
-#: A handler that knows of its deadline has its own answer to it, with a cause.
+#: Seconds after the deadline at which the server ends a call. Until then, a handler that watches
+#: the deadline can answer with its own error, which has a cause.
 _MARGIN_S = 0.5
 
-#: So much is looked at before one asks again whether there is room for what it has.
+#: Bytes that are parsed before the limit of unread messages is checked again.
 _PARSED_BYTES = 4 << 10
-#: What a message takes beside its bytes, about.
+#: Approximate memory overhead of a queued message in bytes, in addition to its content.
 _MESSAGE_COST = 64
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Carrier(Protocol):
-    """The connection of a call."""
+    """Interface of a connection, as its calls use it."""
 
     @property
     def limits(self) -> Limits: ...
 
     def hold(self, size: int) -> None:
-        """Count ``size`` more bytes as held for unread messages. Raises RateLimited."""
+        """Add ``size`` (may be negative) to the bytes of incomplete messages.
+
+        Raises RateLimited.
+        """
         ...
 
     def acknowledge(self, stream_id: int, size: int) -> None:
@@ -45,33 +49,33 @@ class Carrier(Protocol):
         ...
 
     def mark(self, call: Call) -> None:
-        """Note that the call has something to send."""
+        """Schedule sending, because the call has something to send."""
         ...
 
     def leave(self) -> None:
-        """Close the connection when its calls are over."""
+        """Accept no new calls, and close the connection when its calls have ended."""
         ...
 
 
 class Source(Protocol):
     """Source of answers, read as fast as the client accepts them."""
 
-    #: the call sets it: there may be more
+    #: callback for when there may be another answer; set by the call
     on_more: Callable[[], None]
 
     @property
     def is_over(self) -> bool: ...
 
     def poll(self) -> Any | None:
-        """Return the next answer, if there is one now."""
+        """Return the next answer; None if there is none yet."""
         ...
 
 
 class Call:
     """Call with the part of grpc.aio's ServicerContext that its handlers need.
 
-    Answers are queued; the connection takes them (``pump``) when the event loop has done what it
-    was about, so that what is written in one turn leaves together.
+    Answers are queued. The connection sends them (``pump``) in the next iteration of the event
+    loop, so that everything that is written in one iteration leaves together.
     """
 
     def __init__(self, connection: Carrier, stream_id: int, head: Head, max_bytes: int) -> None:
@@ -91,7 +95,7 @@ class Call:
         self._inbox: deque[bytes] = deque()
         self._unread_bytes = self._unacknowledged = self._held_bytes = 0
         self._has_all = False
-        #: the handler waits for a message, or has not had its first
+        #: whether the handler waits for a message, or has not received its first one
         self._is_asked = True
         self._came = asyncio.Event()
         self._failure: EverliftError | None = None
@@ -110,19 +114,20 @@ class Call:
         self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
         self._task: asyncio.Task[None] | None = None
 
-    # its messages
+    # input messages
 
     def feed(self, data: bytes, flow_bytes: int) -> None:
-        """Feed bytes of the caller's messages, which used ``size`` of the windows."""
+        """Parse bytes of messages, which used ``flow_bytes`` of the flow-control windows."""
         self._unacknowledged += flow_bytes
         if self._failure is None:
             self._unparsed += data
             self._parse()
 
     def _parse(self) -> None:
-        """Parse as many messages as there is room for.
+        """Parse input until the limit of unread messages is reached.
 
-        A window can hold far more compressed or empty messages than it has bytes.
+        The flow-control window alone does not limit memory, because compressed or empty messages
+        can take far more memory than their bytes in the window.
         """
         while self._unparsed and self._has_room_to_read:
             part = bytes(self._unparsed[:_PARSED_BYTES])
@@ -158,8 +163,8 @@ class Call:
     def _fail(self, error: EverliftError) -> None:
         """Reject all further input of the call.
 
-        A handler that reads gets the error after the whole messages; a handler that may never read
-        again is ended.
+        A handler that waits for a message receives the error after the complete messages. Any other
+        handler might never read again, so its call is ended.
         """
         self._failure = error
         self._drop()
@@ -170,7 +175,7 @@ class Call:
             self._stop()
 
     def half_close(self) -> None:
-        """Note that no message follows."""
+        """Note that the client sends no more messages."""
         self._has_all = True
         self._came.set()
 
@@ -182,8 +187,8 @@ class Call:
     async def messages(self) -> AsyncIterator[bytes]:
         """Yield the messages of the call.
 
-        Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError when the call is
-        over.
+        Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError if the call has
+        ended.
         """
         while True:
             while self._inbox:
@@ -201,7 +206,7 @@ class Call:
             self._came.clear()
             await self._came.wait()
 
-    # its handler
+    # handler
 
     def run(self, handler: Handler) -> None:
         self._task = self._loop.create_task(self._run(handler))
@@ -236,7 +241,7 @@ class Call:
         async for message in self.messages():
             yield parse(message)
 
-    # the handler's context
+    # context of the handler
 
     def invocation_metadata(self) -> Metadata:
         return self._head.metadata
@@ -255,7 +260,10 @@ class Call:
         raise grpc.aio.AbortError
 
     async def write(self, answer: Any) -> None:
-        """Wait while too much is unsent. Raises CancelledError where the call is over."""
+        """Queue an answer, and wait while too many bytes are unsent.
+
+        Raises CancelledError if the call has ended.
+        """
         self._check_open()
         self._put(answer)
         self._more()
@@ -264,9 +272,9 @@ class Call:
             await self._room
 
     async def write_from(self, source: Source) -> None:
-        """Send all of ``source``, taking no more than the client reads.
+        """Send all answers of ``source``, and read it only as fast as the client accepts them.
 
-        Raises what it raises, and CancelledError where the call is over.
+        Raises the error of ``source``, and CancelledError if the call has ended.
         """
         self._check_open()
         self._drawn, self._source = self._loop.create_future(), source
@@ -278,7 +286,7 @@ class Call:
         self._connection.mark(self)
 
     def _check_open(self) -> None:
-        # A library that was waited for may have kept the cancellation to itself.
+        # A library that the handler awaited may have suppressed the cancellation.
         if self._is_closed:
             raise asyncio.CancelledError
 
@@ -310,29 +318,29 @@ class Call:
             else:
                 self._drawn.set_exception(error)
 
-    # its end
+    # end of the call
 
     def _expire(self) -> None:
         self._end(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "the call's deadline has passed")
         self._stop()
 
     def shut_down(self) -> None:
-        """End the call because the server ends."""
+        """End the call because the server is stopping."""
         self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server stops")
         self._stop()
 
     def cancel(self) -> None:
-        """End the call because the caller is gone."""
+        """End the call without an answer, because the client can no longer receive one."""
         self._status = self._status or (grpc.StatusCode.CANCELLED.value[0], "", ())
         self._stop()
         self.close()
 
     def refuse(self, error: EverliftError) -> None:
-        """Answer with an error in place of a handler."""
+        """End the call with the status of ``error``."""
         code = wire.status(error).value[0]
         self._end(code, error_details.cause(error), wire.trailing(error))
         if isinstance(error, RouterStopping):
-            # Behind a load balancer only a new connection leads to another router.
+            # Behind a load balancer, only a new connection can reach another router.
             self._connection.leave()
 
     def _stop(self) -> None:
@@ -345,11 +353,11 @@ class Call:
             self._connection.mark(self)
 
     def close(self) -> None:
-        """Note that the connection is done with the call."""
+        """Release the call's resources; the connection sends nothing more for it."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._is_closed = True
-        # The windows of the connection are those of its other calls too.
+        # Its received bytes are acknowledged, because all calls share the connection's window.
         self._acknowledge()
         self._drop()
         self._inbox.clear()
@@ -363,15 +371,15 @@ class Call:
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
-    # the connection takes what is to be sent
+    # sending, called by the connection
 
     @property
     def is_held_up(self) -> bool:
-        """Return whether the flow control windows hold back data."""
+        """Return whether flow control holds back queued data."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:
-        """Send what the windows allow. True when the call is over."""
+        """Send what the flow-control windows allow; return whether the call has ended."""
         if self._source is not None:
             self._draw(self._source)
         if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
@@ -412,7 +420,7 @@ class Call:
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
-    """Return the servicer's method, of whichever of the four kinds it is."""
+    """Return the servicer's method, which the handler stores under one of four kinds of calls."""
     kinds = (
         *(handler.unary_unary, handler.unary_stream),
         *(handler.stream_unary, handler.stream_stream),

@@ -1,4 +1,4 @@
-"""A client's connection: HTTP/2 by the library h2, calls by ``Call``."""
+"""Client connection of the gRPC server: h2 handles HTTP/2, and ``Call`` handles each call."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ from router.api.http2.limits import Limits
 
 log = logs.get_logger(__name__)
 
-#: What a client may send before we have looked at it: of one call, and of all.
+#: Flow-control windows in bytes: how much a client may send before the server has processed it, on
+#: one call and on the whole connection.
 _STREAM_WINDOW, _CONNECTION_WINDOW = 1 << 20, 8 << 20
-#: HTTP/2's own, which only grows.
+#: Initial connection window of HTTP/2 in bytes, which can only be increased.
 _FIRST_WINDOW = 65_535
-#: A head of more is not even taken apart; up to there a call is refused with its cause.
+#: Multiple of max_metadata_bytes above which headers are not even decoded, and the connection is
+#: closed. Below it, a call with too much metadata is rejected with a cause.
 _HEAD_ROOM = 4
-#: Answers that the socket did not take: data waits before that, so this is a client that makes us
-#: answer and does not read.
+#: Bytes in the socket's write buffer above which the connection is aborted. Messages are held back
+#: long before that, so these are replies of HTTP/2 itself to a client that does not read them.
 _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
 _UNKNOWN_HEAD = Head("", (), None, "identity")
 
 
 class Host(Protocol):
-    """The server of a connection."""
+    """Interface of the server, as its connections use it."""
 
     def joined(self, connection: Connection) -> bool:
-        """Return whether the server takes another connection."""
+        """Register the connection; return False if the server has too many."""
         ...
 
     def connection_closed(self, connection: Connection) -> None: ...
 
     def start_call(self, call: Call, head: Head) -> None:
-        """Run the handler of the call's method, or refuse the call."""
+        """Run the handler of the call's method, or refuse the call if there is none."""
         ...
 
 
@@ -66,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._calls: dict[int, Call] = {}
         #: calls with something to send, in the order in which they got it
         self._ready: dict[Call, None] = {}
-        #: those of which a window has kept something back
+        #: calls with data that flow control holds back
         self._held_up: dict[Call, None] = {}
         self._is_opened = False
         self._unfinished_bytes = 0
@@ -88,7 +90,7 @@ class Connection(asyncio.Protocol):
     def num_calls(self) -> int:
         return len(self._calls)
 
-    # the socket
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -141,7 +143,7 @@ class Connection(asyncio.Protocol):
         else:
             self._flush_soon()
 
-    # what it says
+    # received events
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, DataReceived):
@@ -163,25 +165,29 @@ class Connection(asyncio.Protocol):
         call = self._calls.get(event.stream_id)
         size = event.flow_controlled_length
         if call is None:
-            # Answered already; what still comes counts on the connection.
+            # The call has ended, but its bytes still count in the connection's window.
             self.acknowledge(event.stream_id, size)
         else:
             call.feed(event.data, size)
         if not self._http2.inbound_flow_control_window:
-            # What other calls have given back is due. h2 saves it up, and looks when it is told of
-            # bytes, which a call that reads nothing does not do.
+            # h2 collects acknowledged bytes, and sends the window update that is due only with a
+            # later acknowledgement. This one triggers it: the window is exhausted, and a call that
+            # does not read acknowledges nothing.
             self.acknowledge(event.stream_id, 0)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
         """Acknowledge ``size`` bytes that were read or dropped.
 
-        Of a stream that is over they count on the connection alone.
+        If the stream has ended, only the connection's window is opened.
         """
         self._http2.acknowledge_received_data(size, stream_id)
         self._flush_soon()
 
     def hold(self, size: int) -> None:
-        """Count ``size`` more (or fewer) bytes of incomplete messages. Raises RateLimited."""
+        """Add ``size`` (may be negative) to the bytes of incomplete messages.
+
+        Raises RateLimited.
+        """
         self._unfinished_bytes += size
         most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
         if size > 0 and self._unfinished_bytes > most:
@@ -199,7 +205,7 @@ class Connection(asyncio.Protocol):
         try:
             head = heads.parse(cast("Any", event.headers), self.limits.max_metadata_bytes)
         except NotGrpc as error:
-            # It may be given up already, by what came with it.
+            # The client may have reset the stream in the same data.
             if not self._http2.streams[stream_id].closed:
                 status = str(error.http_status).encode()
                 self._http2.send_headers(stream_id, [(b":status", status)], end_stream=True)
@@ -221,7 +227,8 @@ class Connection(asyncio.Protocol):
             if call is not None and call.is_held_up:
                 self._ready[call] = None
         else:
-            # A client says so as often as it likes; its calls are looked at once for all of it.
+            # A client may send many such frames, so its calls are checked once for all of them, in
+            # the next flush.
             self._is_opened = True
 
     def _reset(self, stream_id: int) -> None:
@@ -239,10 +246,10 @@ class Connection(asyncio.Protocol):
             log.warning("connection resets too many calls")
             self._hang_up(ErrorCodes.ENHANCE_YOUR_CALM)
 
-    # what it is told
+    # sending
 
     def mark(self, call: Call) -> None:
-        """Note that the call has something to send."""
+        """Schedule a flush, because the call has something to send."""
         self._ready[call] = None
         self._flush_soon()
 
@@ -292,14 +299,14 @@ class Connection(asyncio.Protocol):
         self._http2.drop_stream(stream_id)
         self._note_free()
 
-    # its end
+    # closing
 
     def _note_free(self) -> None:
         if not self._calls:
             self._free_since = self._loop.time()
 
     def leave(self) -> None:
-        """Take no new calls, and close after the last one."""
+        """Accept no new calls, and close the connection when its calls have ended."""
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             last = self._http2.highest_inbound_stream_id
@@ -307,7 +314,7 @@ class Connection(asyncio.Protocol):
         self._flush_soon()
 
     def shut_down(self) -> None:
-        """End its calls, says so, and closes."""
+        """End all calls, send their statuses, and close the connection."""
         for call in tuple(self._calls.values()):
             call.shut_down()
         self._is_leaving = True
@@ -331,7 +338,10 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _hang_up(self, code: ErrorCodes | None = None) -> None:
-        """Close the connection with an HTTP/2 error."""
+        """Close the connection after sending pending data.
+
+        With ``code`` the client first receives a GOAWAY frame with this error.
+        """
         if self._is_closed:
             return
         if code is not None:

@@ -1,6 +1,6 @@
-"""Messages on a stream of bytes, as gRPC writes them: a flag, a length, the message. Pure.
+"""gRPC's message framing: a compression flag, the length, and the message. Pure.
 
-Of compressed ones no more is made than may be held.
+Decompression stops at the maximum size of a message.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from everlift.errors import InvalidRequest, MessageTooLarge, Unimplemented
 
 _HEAD = struct.Struct(">BI")
 IDENTITY = "identity"
-#: As zlib takes them for its window: with gzip's header, or its own.
+#: zlib's ``wbits`` by encoding: 31 stands for gzip's header, 15 for zlib's.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 ENCODINGS = (IDENTITY, *_WINDOW_BITS)
-#: To compress less would make it longer.
+#: Shorter messages are not compressed, because compression would lengthen them.
 _WORTHWHILE_BYTES = 256
 
 
 def check_encoding(name: str) -> str:
-    """Return a supported encoding. Raises Unimplemented."""
+    """Return ``name`` if the encoding is supported. Raises Unimplemented."""
     if name not in ENCODINGS:
         raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
     return name
 
 
 def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
-    """Return the message with its gRPC prefix, compressed if that pays."""
+    """Return the message with its gRPC prefix, compressed by ``encoding`` if it is long enough."""
     if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
         return _HEAD.pack(0, len(message)) + message
     compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
@@ -36,7 +36,7 @@ def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
 
 
 class MessageReader:
-    """Reader that takes bytes and returns complete messages."""
+    """Incremental parser of framed messages."""
 
     def __init__(self, max_bytes: int, encoding: str = IDENTITY) -> None:
         self._max_bytes = max_bytes
@@ -45,17 +45,18 @@ class MessageReader:
 
     @property
     def num_held(self) -> int:
-        """Bytes of a message that is not whole."""
+        """Number of buffered bytes of an incomplete message."""
         return len(self._buffer)
 
     def drop(self) -> None:
-        """Drop the bytes held; no more are fed."""
+        """Drop the buffered bytes; ``feed`` must not be called afterwards."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that ``data`` completes.
 
-        After InvalidRequest or MessageTooLarge message boundaries are unknown.
+        Raises InvalidRequest, MessageTooLarge. After an error the boundaries of messages are
+        unknown, so that no more data can be parsed.
         """
         buffer = self._buffer
         buffer += data

@@ -1,4 +1,4 @@
-"""h2's connection without its costs per token, and with limits that h2 does not have."""
+"""Connection of h2 with a fast path for sending data, and with stricter limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from h2.exceptions import DenialOfServiceError
 from h2.frame_buffer import FrameBuffer
 from hyperframe.frame import Frame, GoAwayFrame, SettingsFrame
 
-#: Each may change the windows of all streams. Clients that measure their line change them once in a
-#: while; so many may come in the time after which one who is silent is asked.
+#: SETTINGS frames that a client may send in one keepalive interval. Each may change the windows of
+#: all streams, which takes time; clients that measure their bandwidth send them only occasionally.
 _MOST_SETTINGS = 500
-#: Length (of 24 bits), type, flags, stream.
+#: Head of a DATA frame: length (24 bits), type, flags, stream id.
 _DATA_HEAD = struct.Struct(">HBBBI")
 _FRAME_HEAD_BYTES = 9
 
@@ -27,36 +27,38 @@ class _Frames(FrameBuffer):
 
 
 class Http2(H2Connection):
-    """HTTP/2 connection of h2 without its costs per token.
+    """Connection of h2 whose cost does not grow with streams and is small for each data frame.
 
-    h2 looks at each stream for a new one, and makes objects of each frame.
+    h2 itself iterates over all streams when a new one is opened, and creates objects for each
+    frame.
     """
 
-    #: Closed streams whose end is known, for frames that the client sent before it knew of it. h2's
-    #: own limit is 65,536, about 11 MiB a connection.
+    #: Closed streams that are remembered, because the client may have sent frames for them before
+    #: it received their end. h2's default of 65,536 takes about 11 MiB per connection.
     MAX_CLOSED_STREAMS = 4096
 
     def __init__(self, config: H2Configuration) -> None:
         super().__init__(config)
         self.incoming_buffer = _Frames(server=True)
         self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
-        #: since somebody last set it to 0
+        #: SETTINGS frames since the connection last reset this counter
         self.num_settings = 0
 
     def _open_streams(self, remainder: int) -> int:
-        # Clients have the odd numbers.
+        # Clients open the streams with odd ids; the server opens none.
         return len(self.streams) if remainder else 0
 
     def window(self, stream_id: int) -> int:
-        """Bytes of data that may be sent now."""
+        """Return the number of bytes of data that may be sent on the stream now."""
         return min(
             self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window
         )
 
     def send(self, stream_id: int, data: bytes) -> None:
-        """Queue a DATA frame (RFC 9113, section 6.1) on an open stream, within the window.
+        """Queue a DATA frame (RFC 9113, section 6.1) on an open stream.
 
-        This equals ``send_data`` at a tenth of its cost.
+        ``data`` must fit in the window and in one frame. The method is equivalent to ``send_data``,
+        at a tenth of its cost.
         """
         size = len(data)
         self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
@@ -70,12 +72,12 @@ class Http2(H2Connection):
         return super()._receive_settings_frame(frame)
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        # The client opens no more streams; what it has opened is answered (RFC 9113, section 6.8).
-        # h2 would drop what is not sent yet, and take the connection for closed.
+        # After GOAWAY the client opens no more streams, but its open ones are answered (RFC 9113,
+        # section 6.8). h2 itself would drop unsent data and treat the connection as closed.
         return [], [ConnectionTerminated()]
 
     def drop_stream(self, stream_id: int) -> None:
-        """Drop a stream that both ends have closed. Only how it was closed is kept for a while."""
+        """Drop a stream that both ends have closed, but remember for a while how it was closed."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             self._closed_streams[stream_id] = stream.closed_by

@@ -1,4 +1,4 @@
-"""HTTP/2 headers of the beginning and the end of a gRPC call. Pure."""
+"""HTTP/2 headers and trailers of gRPC calls. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Headers = list[tuple[bytes, bytes]]
 
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
-#: What HTTP and gRPC say for themselves, and is no metadata of the caller's.
+#: Headers of HTTP and gRPC, which are not part of the caller's metadata.
 _OWN = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
-#: Blocks of a connection: their entries are at most 126 each, and a call has some ten.
+#: Maximum number of header blocks that a connection caches. A block refers to at most 126 different
+#: entries, and a call has about ten headers.
 _MOST_KNOWN = 64
-#: As HTTP/2 counts a header beside its letters.
+#: Bytes that HTTP/2 counts for each header in addition to its name and value.
 _OVERHEAD = 32
 _CONTENT_TYPE = b"application/grpc"
 _OPENING: Headers = [
@@ -33,7 +34,7 @@ _OPENING: Headers = [
 
 
 class NotGrpc(Exception):
-    """HTTP response to a request that is not gRPC."""
+    """Rejection of a request that is not gRPC, with the status of the HTTP response."""
 
     def __init__(self, http_status: int) -> None:
         super().__init__(str(http_status))
@@ -42,7 +43,7 @@ class NotGrpc(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Beginning of a call. ``timeout_s`` is None without a deadline."""
+    """Parsed headers of a call; ``timeout_s`` is None without a deadline."""
 
     path: str
     metadata: Metadata
@@ -51,10 +52,10 @@ class Head:
 
 
 class KnownBlocks(Decoder):
-    """HPACK decoder that caches blocks which name only entries of the tables.
+    """HPACK decoder that caches header blocks which only refer to entries of the tables.
 
-    Such a block stands for the same headers while the tables do not change. That is nearly every
-    block of grpcio's, and to take it apart cost more than to parse the call's message.
+    Such a block stands for the same headers until the dynamic table changes. Nearly all blocks of
+    grpcio are of this kind, and decoding one costs more than parsing the call's message.
     """
 
     def __init__(self, max_header_list_size: int) -> None:
@@ -74,14 +75,14 @@ class KnownBlocks(Decoder):
 
 
 def _changes_nothing(block: bytes) -> bool:
-    """Return whether the block only has indexed fields of one byte each (RFC 7541, section 6.1)."""
+    """Return whether the block has only one-byte indexed fields (RFC 7541, section 6.1)."""
     return all(0x80 < byte < 0xFF for byte in block)
 
 
 def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> Head:
-    """Parse the head of a call.
+    """Parse the headers of a call.
 
-    Raises NotGrpc, and InvalidRequest, MetadataTooLarge, Unimplemented.
+    Raises NotGrpc, InvalidRequest, MetadataTooLarge, Unimplemented.
     """
     pseudo: dict[str, str] = {}
     own = {"grpc-encoding": IDENTITY}
@@ -116,7 +117,7 @@ def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> He
 def _binary(name: str, value: str) -> bytes:
     try:
         return b64decode(value + "=" * (-len(value) % 4), validate=True)
-    except ValueError:  # binascii.Error is one, and so is what is not even ASCII
+    except ValueError:  # includes binascii.Error, and the error for non-ASCII text
         raise InvalidRequest(f"metadata {name[:64]!r} is not base64") from None
 
 
@@ -129,7 +130,7 @@ def _timeout(value: str | None) -> float | None:
 
 
 def opening(metadata: Metadata, encoding: str) -> Headers:
-    """Return the headers before the first answer."""
+    """Return the headers that precede the first answer."""
     headers = [*_OPENING, *_written(metadata)]
     if encoding != IDENTITY:
         headers.append((b"grpc-encoding", encoding.encode()))
@@ -137,14 +138,14 @@ def opening(metadata: Metadata, encoding: str) -> Headers:
 
 
 def closing(code: int, details: str, metadata: Metadata) -> Headers:
-    """Return the trailers after the last answer."""
+    """Return the trailers that follow the last answer."""
     headers = [(b"grpc-status", b"%d" % code)]
     if details:
         headers.append((b"grpc-message", quote(details, safe=_READABLE).encode()))
     return [*headers, *_written(metadata)]
 
 
-#: All that is printed but the percent sign.
+#: Characters that grpc-message does not percent-encode: printable ASCII except the percent sign.
 _READABLE = "".join(chr(c) for c in range(0x20, 0x7F) if c != 0x25)
 
 

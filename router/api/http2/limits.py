@@ -1,4 +1,4 @@
-"""Limits of a client of the gRPC server. Pure."""
+"""Limits of the gRPC server for its clients. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes are bytes, durations seconds."""
+    """Limits of the server for its clients; sizes are in bytes, durations in seconds."""
 
-    #: one message, after it was decompressed
+    #: size of a message after decompression
     max_message_bytes: int = 64 << 20
-    #: names and values of a call's metadata, 32 bytes counted beside each
+    #: size of the names and values of a call's metadata, plus 32 bytes for each of them
     max_metadata_bytes: int = 16 << 10
-    #: calls of one connection
+    #: concurrent calls of one connection
     max_streams: int = 1 << 14
-    #: connections
+    #: concurrent connections
     max_connections: int = 1 << 14
-    #: a connection without calls is closed after so long
+    #: time after which a connection without calls is closed
     idle: float = 3600.0
-    #: one that says nothing for so long is asked whether it lives, and closed after as long again
+    #: time after which a silent connection is pinged; without an answer it is closed after as long
+    #: again
     keepalive: float = 30.0
-    #: messages of one call that wait for their handler; more are not let in
+    #: unread messages of one call; above it, no more data of the call is parsed
     max_unread_bytes: int = 1 << 20
-    #: of messages of one connection that are not whole, beside one of the largest
+    #: incomplete messages of one connection, in addition to one message of the maximum size
     max_unfinished_bytes: int = 64 << 20
-    #: answers of one call that wait for its client; the handler waits beyond that
+    #: unsent answers of one call; above it, the call's handler waits
     max_unsent_bytes: int = 64 << 10
-    #: calls that one connection may give up in a second, for longer than a moment
+    #: sustained number of calls that one connection may reset a second; bursts may have twice as
+    #: many
     resets_per_s: float = 500.0

@@ -1,9 +1,9 @@
-"""A gRPC server for a gateway's clients.
+"""gRPC server for a gateway's clients.
 
-It has the interface of grpc.aio.Server, as far as a router uses it, and its handlers. What a turn
-of the event loop has to say on a connection leaves in one write: a message of a stream costs a
-sixth of what it costs with grpc.aio, where each is an operation of its own that another thread
-reports back (README.md has the figures).
+It has the part of grpc.aio.Server's interface that a router uses, and runs the same handlers.
+Everything that is sent on a connection in one iteration of the event loop leaves in one write. A
+message of a stream therefore costs a sixth of its cost with grpc.aio, where each message is an
+operation that another thread reports back (README.md has the figures).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.api.http2.heads import Head, Metadata
 from router.api.http2.limits import Limits
 
 _BACKLOG = 1024
-#: Who connects has so long for TLS.
+#: Time limit of the TLS handshake, in seconds.
 _HANDSHAKE_S = 10.0
 
 
@@ -36,19 +36,20 @@ class Server:
         self._listening: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
 
-    # before it starts
+    # before the start
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._handlers.extend(handlers)
 
     def add_insecure_port(self, address: str) -> int:
-        """Bind an address without TLS. Raises RuntimeError if it is taken."""
+        """Bind an address without TLS and return the port. Raises RuntimeError if that fails."""
         return self._bind(address, None)
 
     def add_secure_port(self, address: str, context: ssl.SSLContext) -> int:
-        """Speak TLS by ``context``, which must offer HTTP/2, before handing connections over.
+        """Bind an address with TLS and return the port.
 
-        Raises RuntimeError.
+        ``context`` is changed to offer HTTP/2 (ALPN). Raises RuntimeError if the address cannot be
+        bound.
         """
         context.set_alpn_protocols(["h2"])
         return self._bind(address, context)
@@ -57,11 +58,13 @@ class Server:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # By its protocol asyncio knows what may have TCP_NODELAY: without it a token waits until
-        # the client's kernel has acknowledged the one before, which takes 40 ms.
+        # asyncio sets TCP_NODELAY only on sockets that were created with IPPROTO_TCP. Without
+        # TCP_NODELAY a token waits until the client's kernel has acknowledged the previous one,
+        # which takes 40 ms.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
-            # What listened there before may be gone a moment only; two at once are refused.
+            # This allows binding a port right after its previous process has ended. A port on which
+            # another process listens is still refused.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, int(port)))
             bound.listen(_BACKLOG)
@@ -72,7 +75,7 @@ class Server:
         self._bound.append((bound, context))
         return int(bound.getsockname()[1])
 
-    # its life
+    # start and stop
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -88,7 +91,7 @@ class Server:
             )
 
     async def stop(self, grace: float | None) -> None:
-        """Take no new calls; those under way have ``grace`` seconds to end."""
+        """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections."""
         for listening in self._listening:
             listening.close()
         for bound, _ in self._bound:
@@ -103,7 +106,7 @@ class Server:
             connection.abort()
 
     def hang_up(self) -> None:
-        """Close each connection when its calls are over, for its client to make another one."""
+        """Close each connection when its calls have ended, so that its client opens a new one."""
         for connection in tuple(self._connections):
             connection.leave()
 
@@ -112,7 +115,7 @@ class Server:
         while self._connections and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_LOOK_S)
 
-    # its connections
+    # interface of the connections
 
     def joined(self, connection: Connection) -> bool:
         """Register a connection; return False if there are too many."""
@@ -146,6 +149,7 @@ class _Details(grpc.HandlerCallDetails):
         self.invocation_metadata = tuple(metadata)
 
 
-#: How often one looks whether calls have ended, and how long their ends may take to leave.
+#: Seconds between two checks whether all connections are closed, and seconds in which the last
+#: statuses are sent.
 _LOOK_S = 0.01
 _FAREWELL_S = 0.2

@@ -1,1 +1,1 @@
-"""KServe's Open Inference Protocol, version 2, with Triton's streams: what tritonclient speaks."""
+"""KServe's Open Inference Protocol, version 2, with Triton's streams, for tritonclient."""

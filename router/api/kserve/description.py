@@ -1,4 +1,4 @@
-"""Description of the served model: its version, inputs and outputs. Pure."""
+"""Metadata of the served model in KServe's protocol: version, inputs and outputs. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from everlift.errors import UnknownModel
 from router.api.kserve import infer_request, infer_response, parameters
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Of every model: another one needs other routers.
+#: Version of every model. Other versions are served by other routers.
 VERSION = "1"
-#: Extensions of the protocol that are served. (Of schedule_policy, priority and timeout.)
+#: Extensions of the protocol that are served; of schedule_policy, priority and timeout.
 EXTENSIONS = ("model_configuration", "schedule_policy", "statistics")
 _PLATFORM = "everlift"
 _ANY_LENGTH = -1
@@ -25,7 +25,7 @@ class _Tensor:
 
     @property
     def data_type(self) -> pb.DataType.ValueType:
-        """Return the name of a datatype in a model configuration."""
+        """Return the datatype as the enum value of a model configuration."""
         return pb.DataType.Value(f"TYPE_{self.datatype.replace('BYTES', 'STRING')}")
 
 
@@ -43,7 +43,7 @@ _OUTPUTS = tuple(_Tensor(output.name, output.datatype) for output in infer_respo
 
 
 def check_version(served: str, version: str) -> None:
-    """Check that a request is for the only version of the model. Raises UnknownModel."""
+    """Check that ``version`` is empty or the only version of the model. Raises UnknownModel."""
     if version not in ("", VERSION):
         raise UnknownModel(f"{served!r} has the version {VERSION}, and not {version!r}")
 

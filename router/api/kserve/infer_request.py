@@ -1,4 +1,4 @@
-"""A ModelInferRequest, and what it asks for. Pure."""
+"""Parser that turns a ModelInferRequest into a submission. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from router.api.kserve.tensors import Tensor
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
 TEXT_INPUT = "text_input"
-#: Names of the same.
+#: Equivalent names of the input with the prompt's token ids.
 TOKEN_INPUTS = ("input_ids", "token_ids")
 _TOKEN_DATATYPES = ("INT32", "INT64", "UINT32")
 
 
 def read(request: pb.ModelInferRequest) -> Wanted:
-    """Return the submission and the form of its answer. Raises InvalidRequest."""
+    """Return the submission that a request describes, and the form of its answer.
+
+    Raises InvalidRequest.
+    """
     prompts: list[Tensor] = []
     wanted = parameters.wanted(_given(request, prompts))
     wanted.outputs = _outputs(request)

@@ -1,7 +1,7 @@
 """Output of a request as tensors. Pure.
 
-A response has what is new of one or several choices. Values of different length lie one choice
-after the other; num_output_tokens says how many belong to each.
+A response has the new output of one or several choices. If the number of values differs by choice,
+a tensor lists the values choice by choice; ``num_output_tokens`` has the number for each choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from everlift.v1 import inference_pb2 as wire
 from router.api.kserve.tensors import Scalar, Tensor
 
-#: Of a response's parameters: whether no other one of its request follows.
+#: Parameter of a response that is true in the last response to a request.
 FINAL = "triton_final_response"
 _FINISH_REASONS = {
     wire.FINISH_REASON_UNSPECIFIED: b"",
@@ -24,7 +24,7 @@ _FINISH_REASONS = {
 
 @dataclass(slots=True)
 class Part:
-    """The new output of one choice. ``finish_reason`` is empty if more of it follows."""
+    """New output of one choice; ``finish_reason`` is empty if more output follows."""
 
     choice: int
     text: list[str] = field(default_factory=list)
@@ -35,7 +35,10 @@ class Part:
 
 
 class Answer:
-    """Pieces of a stream together. The last one says how long the prompt was."""
+    """Combined output of one or more pieces of a request.
+
+    The last piece of a request contains the number of prompt tokens.
+    """
 
     def __init__(self, *pieces: wire.GenerateResponse) -> None:
         self.num_input_tokens: int | None = None
@@ -60,18 +63,22 @@ class Answer:
 
     @property
     def is_final(self) -> bool:
-        """Return whether this response has the last piece."""
+        """Return whether the answer includes the last piece of the request."""
         return self.num_input_tokens is not None
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the response has nothing to report, as the first piece of a stream."""
+        """Return whether there is nothing to send, as for the first piece of a stream."""
         return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )
 
     def tensors(self, names: frozenset[str], *, has_logprobs: bool) -> Iterator[Tensor]:
-        """Return the tensors of ``names``, or all if it is empty."""
+        """Yield the output tensors that are in ``names``, or all outputs if ``names`` is empty.
+
+        Without ``has_logprobs``, tensors with log probabilities are omitted. Tensors whose values
+        are not known yet are always omitted.
+        """
         for output in OUTPUTS:
             is_there = has_logprobs or output.name not in LOGPROBS
             if is_there and (output.name in names or not names):
@@ -81,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Output tensor; ``values`` are None while they are unknown."""
+    """Description of an output tensor; ``values`` returns None if they are not known yet."""
 
     name: str
     datatype: str
@@ -148,5 +155,5 @@ OUTPUTS = (
     Output("logprobs", "BYTES", _alternatives),
 )
 NAMES = frozenset(output.name for output in OUTPUTS)
-#: There where log probabilities are asked for.
+#: Outputs that exist only if log probabilities are requested.
 LOGPROBS = frozenset({"output_log_probs", "logprobs"})

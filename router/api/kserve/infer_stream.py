@@ -1,4 +1,4 @@
-"""A ModelStreamInfer call: many requests on one stream, and their answers."""
+"""ModelStreamInfer call: many requests on one stream, and their answers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from contextlib import aclosing
 
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Requests that go on at once. The next one is read when one of them has ended.
+#: Concurrent requests of one stream. A further one waits until one of them has ended.
 MAX_AT_ONCE = 256
 
 Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
-    """Stream of messages; ``answer`` is called with each, answers it, and never raises."""
+    """Execution of the requests of one stream.
+
+    ``answer`` is called with each message, and yields its answers. It reports errors as answers,
+    and never raises.
+    """
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
         self._answer = answer
         self._slots = asyncio.Semaphore(max_at_once)
-        # None at the end. For a client that does not read one answer waits here and one with each
-        # request; what is new beyond that stays with the request, and is told together.
+        # None marks the end. If the client does not read, one answer waits in this queue and one in
+        # the task of each request. Newer output stays with its request, and is later sent in one
+        # answer.
         self._answers = asyncio.Queue[pb.ModelStreamInferResponse | None](1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def answers(self, messages: AsyncIterator[bytes]) -> Answers:
-        """Yield the answers of all messages, each message's in order.
+        """Yield the answers to all messages; the answers to one message are in order.
 
-        Unfinished requests are cancelled when nobody reads any more.
+        Unfinished requests are cancelled when the generator is closed.
         """
         reading = asyncio.create_task(self._read(messages))
         ending = asyncio.create_task(self._end(reading))

@@ -1,8 +1,8 @@
-"""Parameters of a request, under the names of Triton's backends for vLLM and TensorRT-LLM. Pure.
+"""Request parameters, with the names of Triton's backends for vLLM and TensorRT-LLM. Pure.
 
-Each is a request parameter, an input tensor, or a key of the JSON object ``sampling_parameters``,
-which is itself one of the first two. Numbers may be written as text, as clients of these backends
-do.
+A client may send a parameter as a request parameter, as an input tensor, or as a key of the JSON
+object ``sampling_parameters``, which is itself a request parameter or an input tensor. Numbers may
+be written as text, because clients of these backends do so.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from everlift.v1 import inference_pb2 as wire
 from router.api.kserve.tensors import Scalar
 
 Value = Scalar | str
-#: What came under one name: one value, or several.
+#: Values that are given under one name.
 Values = Sequence[Value]
 N = TypeVar("N", int, float)
 
-#: A JSON object of other parameters.
+#: Name of the parameter whose value is a JSON object of other parameters.
 NESTED = "sampling_parameters"
-#: Triton numbers classes from 1, the highest; its 0 is the default, which is the one in the middle.
+#: Triton's number of Everlift's default class. Triton counts classes from 1, the highest; its 0
+#: stands for the default.
 _MIDDLE_PRIORITY = MAX_PRIORITY + 1
 _LOWEST_PRIORITY = _MIDDLE_PRIORITY + MAX_PRIORITY
 _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
@@ -41,9 +42,10 @@ _MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 @dataclass(slots=True)
 class Wanted:
-    """Form of the answer.
+    """Submission, and the form of its answer.
 
-    ``is_streamed`` is None if not given; ``outputs`` names the tensors, empty for all.
+    ``is_streamed`` is None if not given. ``outputs`` names the requested tensors; empty means all
+    of them. ``has_empty_final``: the client asks for an empty response at the end.
     """
 
     generate: wire.GenerateRequest = field(default_factory=wire.GenerateRequest)
@@ -57,9 +59,10 @@ Setter = Callable[[Wanted, str, Values], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Parameter; ``set`` puts its value into the request and raises InvalidRequest.
+    """Parameter with its equivalent ``names``.
 
-    ``datatype`` is that of its tensor; at ``most`` so many values may come under the name.
+    ``datatype`` is the datatype of its input tensor, ``most`` the maximum number of values. ``set``
+    writes the values into a ``Wanted``, and raises InvalidRequest.
     """
 
     names: tuple[str, ...]
@@ -69,12 +72,15 @@ class Parameter:
 
     @property
     def dims(self) -> int:
-        """Dimensions of its tensor; -1 is any length."""
+        """Return the size of its tensor, which has one dimension; -1 means any size."""
         return 1 if self.most == 1 else -1
 
 
 def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
-    """Return the wanted form of parameters, by name. Raises InvalidRequest."""
+    """Return the submission and the form of its answer from pairs of a name and its values.
+
+    Raises InvalidRequest.
+    """
     result, seen = Wanted(), set[Parameter]()
     for name, values in _flat(given):
         parameter = _known(name)
@@ -86,11 +92,11 @@ def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
 
 
 def check_count(name: str, count: int) -> None:
-    """Check the number of a tensor's or list's values before any is read. Raises InvalidRequest."""
+    """Check the number of values of ``name`` before any value is read. Raises InvalidRequest."""
     most = 1 if name == NESTED else _known(name).most
     if most == 1:
         _check_one(name, count)
-    elif count > most:  # only stops come in lists, and words that are none
+    elif count > most:  # only stop strings, stop tokens and bad words are lists
         raise TooManyStops(f"{name} has {count} values; it takes at most {most}")
 
 
@@ -140,7 +146,7 @@ def _text(name: str, value: Value) -> str:
     if not isinstance(value, str | bytes):
         raise InvalidRequest(f"{name} takes text")
     try:
-        # JSON can escape halves of characters, which no text may hold.
+        # JSON may contain one half of a surrogate pair as an escape, which is not valid text.
         return (value.encode() if isinstance(value, str) else value).decode()
     except UnicodeError:
         raise NotUtf8(f"{name} is not UTF-8") from None
@@ -180,7 +186,7 @@ def _boolean(name: str, value: Value) -> bool:
     return value
 
 
-# where they go
+# setters
 
 
 def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
@@ -191,7 +197,7 @@ def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
 
 
 def _counted(field: str) -> Setter:
-    """Set a whole number of the request that has a range."""
+    """Return a setter of an integer field of the request, which checks the field's range."""
 
     def put(wanted: Wanted, name: str, values: Values) -> None:
         value = _integer(name, _one(name, values))
@@ -243,7 +249,7 @@ def _timeout(wanted: Wanted, name: str, values: Values) -> None:
     microseconds = _integer(name, _one(name, values))
     _MICROSECONDS.check(name, microseconds)
     if microseconds:
-        # Rounded up.
+        # Round up to milliseconds.
         wanted.generate.timeout_ms = -(-microseconds // 1000)
 
 
@@ -269,7 +275,7 @@ def _log_probs(wanted: Wanted, name: str, values: Values) -> None:
 
 
 def ask_for_logprobs(message: wire.GenerateRequest) -> None:
-    """Request log probabilities of the output's tokens, if not requested already."""
+    """Request log probabilities of the output tokens, unless they are requested already."""
     if not message.sampling.HasField("logprobs"):
         message.sampling.logprobs = 0
 

@@ -1,4 +1,4 @@
-"""KServe's Open Inference Protocol with Triton's streams over one router's requests."""
+"""Server of KServe's Open Inference Protocol, with Triton's streams."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from router.requests.manager import Requests
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 
-#: Parameter of an answer that is an error, beside its cause.
+#: Parameter of an error response that contains the error's slug.
 SLUG = "everlift-error"
-#: Of Triton's contract, and not served.
+#: Reasons for which some methods of Triton's contract are not served.
 _REPOSITORY = "a cluster serves the one model that it was started with"
 _SHARED_MEMORY = "tensors come in their requests, not in shared memory"
 _SETTINGS = "logs and traces are set where the cluster is started"
@@ -160,7 +160,10 @@ class KserveServer:
         return pb.ModelConfigResponse(config=description.config(self._model.name))
 
     async def model_statistics(self, data: bytes, call: Call) -> pb.ModelStatisticsResponse:
-        """Count since this router started. Times are among the metrics."""
+        """Return the number of requests since this router started, without times.
+
+        The router's metrics contain times.
+        """
         self._check_asked(parse(pb.ModelStatisticsRequest, data))
         counters = self._requests.counters
         stats = pb.InferStatistics(
@@ -197,7 +200,7 @@ class KserveServer:
         description.check_version(self._model.name, version)
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
-        """Return the handlers to add to a grpc.aio server."""
+        """Return the handlers to add to a gRPC server."""
         # Probes have no credentials.
         anyone, handlers = Handlers(OPEN), Handlers(authenticator)
         methods = {

@@ -1,10 +1,10 @@
-"""Tensors of the Open Inference Protocol, to Python's numbers and bytes, and back. Pure.
+"""Conversion between tensors of the Open Inference Protocol and Python values. Pure.
 
-What comes may be anything. A tensor is read only where its shape and its bytes agree, so that no
-more is ever made of it than what was sent.
+Input may be arbitrary. A tensor is only read if its shape matches its bytes, so that never more
+elements are created than were sent. Elements are encoded in row-major order:
 
     raw, BYTES        | length, 4 bytes | element | length | element | ...
-    raw, all others   | element | element | ...          both little-endian, row-major
+    raw, all others   | element | element | ...          both little-endian
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import cast
 from everlift.errors import InvalidRequest
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: Of a request: the inputs that there are have fewer names.
+#: Maximum number of inputs, and of outputs, in a request; fewer names than that exist.
 MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
-#: Nobody has so many elements, and a cause has room for their number.
+#: Exclusive upper bound of the number of elements of a tensor, so that error messages can contain
+#: the number.
 _TOO_MANY = 1 << 64
 
 Scalar = bool | int | float | bytes
 
-#: By datatype: the format of an element in its raw form, and the field of contents that may hold it
-#: instead. FP16 has none, and elements of BYTES differ in length.
+#: By datatype: the struct format of an element in raw form, and the field of ``contents`` that may
+#: have the elements instead. FP16 has no such field. BYTES is not listed, because its elements
+#: differ in length.
 _FORMATS = {
     "BOOL": ("?", "bool_contents"),
     "INT8": ("b", "int_contents"),
@@ -48,7 +50,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Tensor; ``values`` in row-major order, bytes for BYTES."""
+    """Tensor with ``values`` in row-major order; elements of BYTES are bytes."""
 
     name: str
     datatype: str
@@ -59,11 +61,11 @@ class Tensor:
 def inputs(
     request: pb.ModelInferRequest, check_count: Callable[[str, int], None]
 ) -> Iterator[Tensor]:
-    """Yield a request's tensors, each read when it is asked for.
+    """Yield the input tensors of a request, each of which is decoded when it is reached.
 
-    ``check_count`` is told its name and how many elements its shape has before any of them is made:
-    a few bytes are one, and a request has room for millions. Raises InvalidRequest, and what
-    ``check_count`` raises.
+    ``check_count`` is called with the name and the number of elements of a tensor before the
+    elements are created, because a request has room for millions of small elements. Raises
+    InvalidRequest, and the errors of ``check_count``.
     """
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
     if num_inputs > MAX_TENSORS:

@@ -1,1 +1,1 @@
-"""The gateway as OpenAI's clients know it: over HTTP, with server-sent events."""
+"""OpenAI's HTTP API of the gateway, with server-sent events."""

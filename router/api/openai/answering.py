@@ -1,4 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: fields to requests, pieces to answers."""
+"""Handlers of ``/v1/completions`` and ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EVENTS = "text/event-stream"
 
 class Answer(StreamedAnswer, Protocol):
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield the JSON in parts that each take little time."""
+        """Yield a whole answer as JSON, in parts that each take little time to encode."""
         ...
 
 
@@ -171,7 +171,10 @@ class Answering:
 
     @contextmanager
     def _telling_refusals(self) -> Iterator[None]:
-        """Count errors as rejections: such calls never became requests."""
+        """Context manager that counts an error as a rejected submission and raises it again.
+
+        It is used while no request has been submitted yet.
+        """
         try:
             yield
         except EverliftError as error:
@@ -185,7 +188,8 @@ async def _whole(generation: Generation, transcript: Transcript, answer: Answer)
         async for index, piece in generation.pieces():
             if (news := transcript.read(index, piece)) is not None:
                 choices[news.choice].add(news)
-            # What was there before somebody read it comes in a row.
+            # Output that is already available is read without a pause, so other tasks get a turn
+            # here.
             if len(piece.logprobs) > 1:
                 await asyncio.sleep(0)
     parts: list[bytes] = []
@@ -206,7 +210,7 @@ def _named(call: Call) -> str:
 
 
 def _reads_events(call: Call) -> bool:
-    """Return whether the client parses server-sent events, with lines other than ``data``."""
+    """Return whether the client parses all lines of server-sent events, not only ``data``."""
     return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
 
 

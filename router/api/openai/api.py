@@ -1,4 +1,4 @@
-"""The HTTP server's paths: OpenAI's API, as far as it is about text, and vLLM's beside it."""
+"""Paths of the HTTP server: the text part of OpenAI's API, and vLLM's additions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from router.requests.tokenizer import ServedModel
 INFER, ADMIN, METRICS = caller.Scope.INFER, caller.Scope.ADMIN, caller.Scope.METRICS
 _EXPLANATION = "/v1/requests/{request_id:path}/explanation"
 
-#: A method, a path, who answers, and one of which scopes it asks for; without any: none.
+#: Method, path, handler, and the scopes of which the caller needs one; without scopes anyone may
+#: call the path.
 Path: TypeAlias = tuple[str, str, Handler, *tuple[caller.Scope, ...]]
 
 
@@ -44,7 +45,7 @@ class Api:
         max_body_bytes: int,
         more: Iterable[Path] = (),
     ) -> None:
-        """Serve the API, and ``more`` paths beside its own."""
+        """Create the API; ``more`` are paths in addition to its own."""
         self._authenticator = authenticator
         self._answering = answering
         self._texts = texts
@@ -57,7 +58,7 @@ class Api:
         self._more = tuple(more)
 
     def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
-        """Create the ASGI application; pages from ``cors_origins`` may call it."""
+        """Create the ASGI application; web pages from ``cors_origins`` may call it."""
         app: ASGIApp = Router(
             [
                 self._route("POST", "/v1/completions", self._answering.completions, INFER),

@@ -8,11 +8,13 @@ from typing import Any, NoReturn
 
 from everlift.errors import MalformedBody, NotUtf8
 
-#: Nothing that a client may mean is nested deeper; schemas are cut off at 64 levels themselves.
+#: Maximum nesting of a body. Legitimate bodies have fewer levels; schemas are limited to 64 levels
+#: anyway.
 MAX_DEPTH = 128
-#: No number that is asked for has more.
+#: Maximum number of digits of an integer; no field needs more.
 _MAX_DIGITS = 20
-#: Bytes by what they may be of a number: a digit, what begins an exponent, nothing.
+#: Translation table of ``_may_be_odd``: digits become 0, E and e become e, and all other bytes
+#: spaces.
 _KINDS = bytes(
     ord("0") if byte in b"0123456789" else ord("e") if byte in b"eE" else ord(" ")
     for byte in range(256)
@@ -22,7 +24,7 @@ Json = dict[str, Any]
 
 
 def parse(data: bytes) -> Json:
-    """Parse a body. Raises MalformedBody, NotUtf8."""
+    """Parse a body as a JSON object. Raises MalformedBody, NotUtf8."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -30,7 +32,7 @@ def parse(data: bytes) -> Json:
     body = _loaded(text, _may_be_odd(data))
     if not isinstance(body, dict):
         raise MalformedBody("the body must be a JSON object")
-    # Most bodies have fewer brackets in all.
+    # Most bodies have so few brackets that their depth need not be checked.
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(body)
     if "\\u" in text:
@@ -39,9 +41,9 @@ def parse(data: bytes) -> Json:
 
 
 def _may_be_odd(data: bytes) -> bool:
-    """Return whether a number may be too large to hold: many digits, or a three-digit exponent.
+    """Return whether the body may have a number with many digits or a three-digit exponent.
 
-    Of others a body may have millions: they are not looked at one by one.
+    Only then each number is checked, because a body may contain millions of numbers.
     """
     kinds = data.translate(_KINDS, b"+")
     return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds

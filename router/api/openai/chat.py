@@ -1,4 +1,4 @@
-"""The answers of ``/v1/chat/completions``. Pure."""
+"""Answers of ``/v1/chat/completions`` as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ChatChunk(TypedDict):
 
 
 class ChatAnswer:
-    """Writer of chat completions. ``parser`` makes the parser of a choice."""
+    """Writer of chat completions; ``parser`` creates the parser of a choice by its index."""
 
     def __init__(
         self,
@@ -104,17 +104,20 @@ class ChatAnswer:
         self._vocabulary = vocabulary
         self._parser = parser
         self._has_logprobs = has_logprobs
-        #: of the choices that have begun
+        #: parsers of the choices that have begun, by index
         self._parsers: dict[int, Parser] = {}
         self._alignments: dict[int, Alignment] = {}
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk as JSON."""
+        """Return a chunk as JSON; None if there is nothing to send."""
         chunk = self.chunk(news, usage)
         return None if chunk is None else encode(chunk)
 
     def chunk(self, news: News, usage: Usage | None = None) -> ChatChunk | None:
-        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
+        """Return a chunk with the new output; None if there is nothing to send.
+
+        The chunk has the token counts so far if ``usage`` is given.
+        """
         delta = _message_delta(self._deltas(news))
         logprobs = self._logprobs(news)
         if not (delta or news.finish_reason or (logprobs and logprobs["content"])):
@@ -131,7 +134,7 @@ class ChatAnswer:
         return self._chunk([choice], None if usage is None else usage_so_far(usage))
 
     def _deltas(self, news: News) -> list[Delta]:
-        """Return the deltas that the client does not have."""
+        """Parse the new text, and return the deltas that the client does not have yet."""
         if (parser := self._parsers.get(news.choice)) is None:
             parser = self._parsers[news.choice] = self._parser(news.choice)
         if news.known_text:
@@ -143,7 +146,7 @@ class ChatAnswer:
         return self._chunk([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Write a whole chat completion as JSON, in parts that each take little time."""
+        """Yield a whole chat completion as JSON, in parts that each take little time to encode."""
         begin, end = around(self._completion(usage), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
@@ -218,9 +221,9 @@ def _message(deltas: Sequence[Delta]) -> Message:
 
 
 def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
-    """Return the delta of a message, with one entry per call.
+    """Return the delta of a message, with one entry for each tool call.
 
-    langchain takes a second entry in the same chunk for another call.
+    langchain would take a second entry in the same chunk for another call.
     """
     message: MessageDelta = {}
     calls: dict[int, CallDelta] = {}

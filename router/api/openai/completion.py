@@ -1,4 +1,4 @@
-"""The answers of ``/v1/completions``. Pure."""
+"""Answers of ``/v1/completions`` as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """A whole completion, or a chunk of one."""
+    """Whole completion, or a chunk of one."""
 
     id: str
     object: str
@@ -37,7 +37,7 @@ class Completion(TypedDict):
 class CompletionAnswer:
     """Writer of completions.
 
-    ``echoes`` has the prompt's text by choice, if it precedes the output.
+    ``echoes`` has the text of the prompt for each choice, if the prompt precedes the output.
     """
 
     def __init__(
@@ -53,11 +53,14 @@ class CompletionAnswer:
         self._has_logprobs = has_logprobs
         self._echoes = echoes
         self._alignments: dict[int, Alignment] = {}
-        #: by choice, what is written before and behind the text of a chunk that has nothing else
+        #: by choice, the JSON before and after the text of a chunk that has only text
         self._around: dict[int, tuple[str, str]] = {}
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk as JSON. Most differ in their text alone, and are written around it."""
+        """Return a chunk as JSON; None if there is nothing to send.
+
+        Most chunks of a choice differ only in their text, so the JSON around it is encoded once.
+        """
         if self._has_logprobs or self._echoes or news.finish_reason or usage is not None:
             chunk = self.chunk(news, usage)
             return None if chunk is None else encode(chunk)
@@ -72,7 +75,10 @@ class CompletionAnswer:
         return around(self._completion([_choice(choice, "")], None), "text", "")
 
     def chunk(self, news: News, usage: Usage | None = None) -> Completion | None:
-        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
+        """Return a chunk with the new output; None if there is nothing to send.
+
+        The chunk has the token counts so far if ``usage`` is given.
+        """
         logprobs = self._logprobs(news)
         text = self._echo(news.choice) + news.text if news.is_begin else news.text
         if not (text or news.finish_reason or (logprobs and logprobs["tokens"])):
@@ -84,7 +90,7 @@ class CompletionAnswer:
         return self._completion([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Write a whole completion as JSON, in parts that each take little time."""
+        """Yield a whole completion as JSON, in parts that each take little time to encode."""
         begin, end = around(self._completion([], usage_body(usage)), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, with bounds on what comes before a body, and its refusals in our form."""
+"""uvicorn's HTTP/1.1 protocol, with limits on request heads and Everlift's error bodies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from everlift.errors import (
 from router.api.openai import errors
 from router.api.openai.writer import Writer, encode
 
-#: Of a request line and its headers; a session's token or a trace's state fits several times.
+#: Maximum size of a request line with its headers, in bytes. Session tokens and trace states fit
+#: several times.
 _MAX_HEAD_BYTES = 64 << 10
-#: Of one router, beside those over gRPC.
+#: Maximum number of HTTP connections of one router; gRPC connections are not included.
 _MAX_CONNECTIONS = 1 << 14
-#: In which they have to come.
+#: Seconds in which a request line and its headers must arrive.
 _HEAD_TIMEOUT_S = 30.0
-#: Requests of one connection that may wait for their answers: more would be held here for nothing,
-#: since they are answered one after another.
+#: Maximum number of requests of one connection that wait for their answers. More would only occupy
+#: memory, because they are answered one after another.
 _MAX_UNANSWERED = 16
 
 
@@ -37,11 +38,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refusal: EverliftError | None = None
-        #: of requests that are not answered to the end, and of the last one, in their order
+        #: writers of the unfinished answers and of the latest request, in the requests' order
         self._writers: deque[Writer] = deque()
-        #: of a line and its headers, or of trailers, as far as they were read
+        #: parsed bytes of the current request line and headers, or of trailers
         self._head_bytes = 0
-        #: that came since something of a request was complete
+        #: bytes received since headers or a part of a body were last complete
         self._pending_bytes = 0
         self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
         if len(self.connections) > _MAX_CONNECTIONS:
@@ -50,7 +51,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
         super().connection_lost(exc)
-        # uvicorn tells the last of several requests alone that its client is gone.
+        # uvicorn notifies only the latest of several requests that its client is gone, so all of
+        # them are notified here.
         for writer in self._writers:
             writer.cycle.disconnected = True
             writer.cycle.message_event.set()
@@ -63,7 +65,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._has_more = False
         super().data_received(data)
-        # The parser keeps a header until all of it is there.
+        # The parser buffers an incomplete header without reporting it, so the bytes are counted
+        # here.
         self._pending_bytes = 0 if self._has_more else self._pending_bytes + len(data)
         if self._pending_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(_head_too_large())
@@ -89,9 +92,10 @@ class Connection(HttpToolsProtocol):
         while self._writers and self._writers[0].cycle.response_complete:
             self._writers.popleft()
         if len(self._writers) == _MAX_UNANSWERED:
-            # Whatever is said now would be taken for the answer to the first of them.
+            # An error that is sent now would be taken for the answer to the oldest of these
+            # requests.
             self.transport.abort()
-            raise _HungUp  # to the parser, which reads no further
+            raise _HungUp  # the parser then stops
         super().on_headers_complete()
         self._writers.append(Writer(self.cycle))
 
@@ -107,7 +111,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += sum(map(len, parts))
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._refusal = _head_too_large()
-            raise self._refusal  # to the parser, which reads no further
+            raise self._refusal  # the parser then stops
 
     def _refuse(self, error: EverliftError) -> None:
         status = HTTPStatus(error.http_status)

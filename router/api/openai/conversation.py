@@ -1,4 +1,4 @@
-"""Conversations: prompts from chats and tools, and tool calls from outputs."""
+"""Conversion of chats and tools into prompts, and of outputs into tool calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from router.requests.tokenizer import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Conversation; ``grammar`` constrains the output, if present."""
+    """Prompt of a chat, and the tools that its output may call.
+
+    ``grammar`` constrains the output, unless it is None.
+    """
 
     prompt: tuple[int, ...]
     grammar: Grammar | None
@@ -26,12 +29,12 @@ class Conversation:
     form: ToolFormat | None
 
     def parser(self, name: str, choice: int) -> Parser:
-        """Return the parser of the text of a choice."""
+        """Return a parser of the text of a choice; ``name`` is the request's name."""
         return self.tools.parser(self.form, name, choice)
 
 
 class Conversations:
-    """Conversations; without a ``template`` chats are refused."""
+    """Renderer of chats with the model's template; without a template, chats are rejected."""
 
     def __init__(self, model: ServedModel, template: ChatTemplate | None) -> None:
         self._model = model
@@ -48,7 +51,7 @@ class Conversations:
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
-        """Return the prompt that the model reads. Raises NoChatTemplate, InvalidRequest."""
+        """Return the token ids of a chat's prompt. Raises NoChatTemplate, InvalidRequest."""
         return await self._tokens(await self._text(fields, tools), self._model.encode)
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:

@@ -1,4 +1,4 @@
-"""A path of the HTTP server: authorisation, bodies, and errors."""
+"""Endpoint of the HTTP server: authorisation, request bodies, and errors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ class JsonResponse(Response):
 
 @dataclass(slots=True)
 class Call:
-    """A request that ``came`` when its head was read, and whose caller may make it.
+    """HTTP request as a handler receives it, after authentication.
 
-    Names of ``headers`` are in small letters.
+    ``came`` is the time at which its head was read (``event_loop.now()``). Names in ``headers`` are
+    in lower case.
 
-    ``params`` is what its fields are called in errors, and ``told`` are headers of its answer,
-    whatever that is: a handler sets both as soon as it knows them.
+    ``params`` has the client's names of fields, by their names in everlift.messages, for error
+    messages. ``told`` are headers that are added to the response, even if it is an error. A handler
+    sets both as soon as it knows them.
     """
 
     request: Request
@@ -61,7 +63,7 @@ class Call:
     async def fields(self, kind: type[F]) -> F:
         """Return the validated fields of the body. Raises InvalidRequest."""
         fields = parse(kind, await self.json())
-        # What is wrong until here has the name that the body gives it.
+        # Errors up to here already use the names in the body.
         self.params = fields.params
         return fields
 
@@ -102,9 +104,9 @@ ANY_METHOD = "*"
 
 
 class Endpoint:
-    """An ASGI application, asked for by ``method``, which may be ANY_METHOD.
+    """ASGI application that answers requests with ``method``, which may be ANY_METHOD.
 
-    Who has one of the ``scopes`` may ask; without any: everybody.
+    A caller needs one of the ``scopes``; without scopes anyone may call it.
     """
 
     def __init__(
@@ -156,13 +158,13 @@ class Endpoint:
 
 
 class Gone(Exception):
-    """The client has disconnected."""
+    """Raised when the client has disconnected."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, which is cancelled when the client disconnects.
+    """Return the result of ``work``, or cancel it when the client disconnects.
 
-    The body must have been read. Raises Gone.
+    The request's body must have been read. Raises Gone if the client disconnects first.
     """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:

@@ -15,7 +15,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class UsageBody(TypedDict):
-    """Usage; ``prompt_tokens_details`` is missing while the request runs."""
+    """Token counts; ``prompt_tokens_details`` is missing until the answer is complete."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +34,7 @@ class Envelope:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """Return the usage of an answer that is complete."""
+    """Return the usage of a complete answer."""
     return {
         **usage_so_far(usage),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -42,7 +42,7 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def usage_so_far(usage: Usage) -> UsageBody:
-    """Return the usage of an answer that goes on."""
+    """Return the usage of an answer that is not complete yet."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

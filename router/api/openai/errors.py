@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients know. Pure."""
+"""Errors in the format of OpenAI's API. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from everlift.errors import (
     Unreachable,
 )
 
-#: OpenAI's clients retry these by their HTTP status, although a retry cannot succeed or only costs
-#: more workers.
+#: Errors that OpenAI's clients would retry because of their HTTP status, although a retry cannot
+#: succeed or may only cost more workers.
 _FINAL = RequestConflict | DataLoss | DeadlineExceeded | AttemptsExhausted | NoWorker
-#: The request is not lost: its client must reconnect to read the rest.
+#: Errors that do not end the request. The client must reconnect to read the rest.
 _RESUMABLE = RouterStopping | Moved | Unreachable | LedgerUnavailable
 #: Statuses below 500 that OpenAI's clients retry.
 _RETRIED = (408, 409, 429)
@@ -44,10 +44,10 @@ class ErrorBody(TypedDict):
 
 
 class StreamedErrorDetail(ErrorDetail):
-    """Error of a stream whose headers were sent, so that it has no HTTP status and no headers.
+    """Error in a stream whose response headers were already sent.
 
-    ``retry_after`` is in seconds. ``resume`` has the headers with which the same POST continues
-    the stream.
+    It therefore has no HTTP status and no headers of its own. ``retry_after`` is in seconds.
+    ``resume`` has the headers with which the same POST continues the stream.
     """
 
     retry_after: float | None
@@ -60,7 +60,7 @@ class StreamedErrorBody(TypedDict):
 
 
 def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
-    """Return the body of an error's answer; ``params`` has the client's names of fields."""
+    """Return the body of an error response; ``params`` has the client's names of fields."""
     status = error.http_status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {
@@ -76,7 +76,7 @@ def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
 def streamed(
     error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
 ) -> StreamedErrorBody:
-    """Return the last event of a stream that fails; ``resume`` has the headers that continue it."""
+    """Return the last event of a failed stream; ``resume`` has the headers that continue it."""
     plain = described(error, params)["error"]
     detail: StreamedErrorDetail = {
         "message": plain["message"],
@@ -94,13 +94,13 @@ def streamed(
 
 
 def _should_retry(error: EverliftError) -> bool:
-    """Return what OpenAI's clients conclude from the status and ``x-should-retry``."""
+    """Return whether OpenAI's clients retry, by the status and the header x-should-retry."""
     status = error.http_status
     return (status in _RETRIED or status >= 500) and not isinstance(error, _FINAL)
 
 
 def headers(error: EverliftError) -> dict[str, str]:
-    """Return the headers of an error's answer."""
+    """Return the headers of an error response."""
     told = {}
     if error.retry_after_s is not None:
         told["retry-after"] = str(math.ceil(error.retry_after_s))
@@ -109,6 +109,6 @@ def headers(error: EverliftError) -> dict[str, str]:
     if isinstance(error, _FINAL):
         told["x-should-retry"] = "false"
     if isinstance(error, RouterStopping):
-        # Behind a load balancer only a new connection leads to another router.
+        # Behind a load balancer, only a new connection can reach another router.
         told["connection"] = "close"
     return told

@@ -1,10 +1,11 @@
-"""Position in a stream of events, written into each event, so that any router can resume it. Pure.
+"""Ids of events, which state the client's position so that any router can resume a stream. Pure.
 
     REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
-The request's name, and for each choice how many tokens and characters of its output its client has,
-and what everlift.hashes makes of these tokens; an ``e`` says that it has the end too. The text
-after a token depends on the tokens up to it alone, so that a count says which text that was.
+An id contains the request's name and, for each choice, the number of tokens and of characters that
+the client has, and the digest of these tokens (everlift.hashes). A final ``e`` means that the
+client also has the end of the choice. The text after a token depends only on the tokens up to it,
+so that the number of tokens identifies the text.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _OF_NOTHING = token_digest(())
 
 
 class Position(NamedTuple):
-    """Position in a choice's output: the tokens and characters before it."""
+    """Position in the output of a choice: the number of tokens and characters before it."""
 
     tokens: int = 0
     characters: int = 0
-    #: of the tokens
+    #: digest of the tokens before it
     digest: int = _OF_NOTHING
     is_end: bool = False
 
@@ -39,7 +40,7 @@ BEGIN = Position()
 
 
 def written(name: str, positions: Iterable[str]) -> str:
-    """Return an event's id, of what its positions are written as."""
+    """Return the id of an event from a request's name and its positions in text form."""
     return f"{name}/{','.join(positions)}"
 
 

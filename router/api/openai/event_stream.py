@@ -21,16 +21,17 @@ from router.api.openai.writer import Writer, encode
 
 log = logs.get_logger(__name__)
 
-#: Events of one stream before others have their turn of the event loop.
+#: Maximum events that a stream writes before other tasks of the event loop get a turn.
 _AT_ONCE = 64
-#: So many bytes of them are enough: what has log probabilities takes long to write.
+#: Bytes of events after which other tasks get a turn as well, because events with log probabilities
+#: take long to encode.
 _BYTES_AT_ONCE = 64 << 10
 #: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # A proxy that collects what comes would hold tokens back.
+    # A proxy that buffers the response would delay tokens.
     (b"x-accel-buffering", b"no"),
 )
 
@@ -39,7 +40,10 @@ class StreamedAnswer(Protocol):
     """Writer of the chunks of one kind of answer."""
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
-        """Return a chunk with the ``usage`` so far as JSON; None if there is nothing to send."""
+        """Return a chunk as JSON; None if there is nothing to send.
+
+        The chunk has the token counts so far if ``usage`` is given.
+        """
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...
@@ -47,10 +51,10 @@ class StreamedAnswer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Interval of a stream's signs of life, in seconds; 0 disables them.
+    """Settings that keep an idle stream's connection open; an interval of 0 seconds disables them.
 
-    Without an event for one interval the headers are sent, and with ``has_comments`` a comment line
-    for each interval.
+    After an interval without an event the response headers are sent. With ``has_comments`` a
+    comment line is sent for each interval without an event.
     """
 
     interval_s: float
@@ -58,10 +62,10 @@ class KeepAlive:
 
 
 class Events:
-    """The events of one answer, which can be taken as they come. Who has it closes it.
+    """Server-sent events of one answer, which are polled; the owner must close the object.
 
-    With ``has_ids`` each says where the stream is. Clients that know no other line than ``data``
-    take an id for the beginning of their JSON.
+    With ``has_ids`` each event has an id line, which states the position in the stream. Clients
+    that only know ``data`` lines would take the id line for the beginning of their JSON.
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class Events:
         self._transcript = transcript
         self._answer = answer
         self._has_ids = has_ids
-        #: the token counts that each chunk has, if any
+        #: token counts to add to each chunk, if any
         self._usage = transcript.usage if has_continuous_usage else None
-        #: what comes behind the last piece, the last of it first
+        #: functions that write the events after the last piece, in reverse order
         self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
         if has_usage or explains:
             self._last.append(lambda: encode(self._usage_chunk()))
@@ -92,7 +96,7 @@ class Events:
         return {**chunk, "timing": spans_as_json(spans)} if spans else chunk
 
     def listen(self, on_more: Callable[[], None]) -> None:
-        """Call ``on_more`` from now on when there may be more."""
+        """Set ``on_more`` as the function to call when there may be another event."""
         self._generation.on_more = on_more
 
     @property
@@ -100,7 +104,10 @@ class Events:
         return not self._last
 
     def poll(self) -> bytes | None:
-        """Return the next one, if it is there. Raises what one of the requests fails with."""
+        """Return the next event; None if there is none yet.
+
+        Raises the error of a failed request.
+        """
         while (numbered := self._generation.poll()) is not None:
             news = self._transcript.read(*numbered)
             if news is not None and (data := self._answer.data(news, self._usage)) is not None:
@@ -117,11 +124,11 @@ class Events:
 
     @property
     def resume_headers(self) -> Mapping[str, str]:
-        """Headers with which the same POST continues the stream where it is now."""
+        """Headers with which the same POST continues the stream from its current position."""
         return self._transcript.resume_headers
 
     async def first(self) -> bytes:
-        """Return the first event. Raises as ``take`` does."""
+        """Wait for the first event and return it. Raises the error of a failed request."""
         came = asyncio.Event()
         self.listen(came.set)
         while (event := self.poll()) is None:
@@ -136,14 +143,14 @@ class Events:
 class EventStream:
     """ASGI response with server-sent events.
 
-    A request that fails before its first event has an HTTP status of its own, unless the keep-alive
-    interval ends before. A later failure is sent as the last event.
+    If a request fails before its first event, its error is the HTTP response, unless the keep-alive
+    interval ended before. A later error is sent as the last event.
     """
 
     def __init__(
         self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
     ) -> None:
-        """Send ``first``, which may be empty, and then the ``rest``."""
+        """Create a response that sends ``first``, which may be empty, and then the ``rest``."""
         self._first = first
         self._rest = rest
         self._params = params
@@ -153,9 +160,10 @@ class EventStream:
     async def await_first(
         cls, events: Events, params: Mapping[str, str], keep_alive: KeepAlive
     ) -> Self:
-        """Wait for the first event, for one keep-alive interval at most.
+        """Wait for the first event, and return the response.
 
-        Raises what one of the requests fails with by then.
+        The wait lasts at most one keep-alive interval, or has no limit if that is 0. Raises the
+        error of a request that fails by then.
         """
         first = b""
         try:
@@ -192,7 +200,7 @@ class EventStream:
 
 
 class _Carrier:
-    """Writer of events to a client, without a task that wakes up for each of them.
+    """Writer of events to a client by callbacks, so that no task is woken for each event.
 
     After ``comment_s`` seconds without an event it writes a comment line; 0 disables that.
     """
@@ -208,9 +216,9 @@ class _Carrier:
         self._timer: asyncio.TimerHandle | None = None
 
     async def all_written(self) -> None:
-        """Return when the last event is written.
+        """Write events until the last one is written.
 
-        Raises as Events.take does; the events before are written.
+        Raises the error of a failed request after the events before it are written.
         """
         self._events.listen(self._soon)
         self._writer.on_room = self._soon
@@ -220,7 +228,7 @@ class _Carrier:
         try:
             await self._done
         finally:
-            # A call that is still scheduled has no effect after this.
+            # A call of ``_write`` that is still scheduled has no effect after this.
             self._done.cancel()
             if self._timer is not None:
                 self._timer.cancel()
@@ -229,9 +237,10 @@ class _Carrier:
         self._timer = self._loop.call_later(delay_s, self._comment_if_idle)
 
     def _comment_if_idle(self) -> None:
-        """Write a comment line if no event was written for the interval.
+        """Write a comment line if no event was written for an interval.
 
-        The timer is set once for each interval: a token only notes when it was written.
+        The timer is set once for each interval. An event does not reset the timer, but only stores
+        the time at which it was written.
         """
         moment = self._loop.time()
         left_s = self._written_at + self._comment_s - moment

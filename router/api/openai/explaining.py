@@ -1,4 +1,4 @@
-"""``/v1/requests/{request_id}/explanation``: where the time of a request went."""
+"""Handler of ``/v1/requests/{request_id}/explanation``, a request's time breakdown."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Fields of a body: those of OpenAI's API and Everlift's additions. Pure.
+"""Fields of request bodies: OpenAI's, and Everlift's additions. Pure.
 
-Ranges are those of everlift.messages, the same for every protocol; other limits are checked there.
-Only the first error is reported: pydantic makes an object for each error, and a body can hold
-millions.
+Ranges are those of everlift.messages, which apply to every protocol; other limits are checked
+there. Only the first error is reported, because pydantic creates an object for each error and a
+body may have millions.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ List = Annotated[list[T], Field(fail_fast=True)]
 Ids = List[Annotated[int, Field(ge=0, le=2**32 - 1)]]
 Object = dict[str, Any]
 
-#: So much of a name is told in an error.
+#: Maximum characters of a field's name in an error message.
 _MAX_NAME = 64
-#: Prompts of one body, each of which is a request.
+#: Maximum prompts of one body, each of which becomes a request.
 MAX_PROMPTS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class InRange:
-    """The range of a numeric field of everlift.messages, as an annotation of a body's field."""
+    """Annotation that gives a body's field the range of a field of everlift.messages."""
 
     field: str
 
@@ -69,29 +69,29 @@ class InRange:
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: what a field of everlift.messages is called here, where that is something else
+    #: names of fields of everlift.messages in this body, where they differ
     PARAMS: ClassVar[Mapping[str, str]] = {}
 
-    #: fields of OpenAI's API that only null is accepted for, and why
+    #: fields of OpenAI's API that must be null or absent, with the reason
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the names of all fields, as bodies have them."""
+        """Return the names of all fields as they are written in a body."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     @property
     def params(self) -> Mapping[str, str]:
-        """Return the names that fields of everlift.messages have in this body."""
+        """Return the names in this body of fields of everlift.messages, where they differ."""
         return self.PARAMS
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Remove known fields that are null: they count as absent.
+        """Remove known fields that are null, because null means absent.
 
-        Of an object with more members than there are fields, only one member more is read: one of
-        those is unknown. Raises Unsupported.
+        At most one member more than the number of known fields is read: an object with more members
+        has an unknown one among them. Raises Unsupported.
         """
         if not isinstance(given, dict):
             return given
@@ -121,7 +121,7 @@ class StreamOptions(Fields):
         None, description="every chunk has the usage so far; takes effect with include_usage"
     )
 
-    # What changes nothing here.
+    # Accepted, but without effect.
     include_obfuscation: bool | None = None
 
     @property
@@ -142,7 +142,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """Structured outputs, as in vLLM: exactly one of them."""
+    """Structured output as in vLLM; exactly one of the fields must be given."""
 
     json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -167,7 +167,7 @@ class Generation(Fields):
     logit_bias: Bias | None = None
     response_format: ResponseFormat | None = None
 
-    # Everlift's, under vLLM's names where it has them.
+    # Everlift's additions, with vLLM's names where vLLM has the same field.
     top_k: Annotated[int, InRange("top_k")] | None = Field(None, description="0 or -1: no limit")
     min_p: Annotated[float, InRange("min_p")] | None = None
     repetition_penalty: Annotated[float, InRange("repetition_penalty")] | None = None
@@ -186,7 +186,7 @@ class Generation(Fields):
         None, description="behaviour of the request when its client disconnects"
     )
 
-    # What changes nothing here.
+    # Accepted, but without effect.
     user: str | None = None
     metadata: Any = None
     store: Any = None
@@ -215,7 +215,7 @@ class CompletionFields(Generation):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """Return the prompts as a list; a single one, or None, may be given alone."""
+        """Return the prompts as a list, even if the body has a single prompt."""
         match self.prompt:
             case [str() | list(), *_]:
                 return list(self.prompt)  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ class ChatFields(Generation, Chat):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
 
-    # What changes nothing here.
+    # Accepted, but without effect.
     reasoning_effort: Any = None
     verbosity: Any = None
     prediction: Any = None
@@ -267,7 +267,7 @@ class ChatFields(Generation, Chat):
 
 
 class TokenizeFields(Chat):
-    """A prompt, or a chat."""
+    """Prompt or chat to tokenise."""
 
     model: str | None = None
     prompt: str | None = None
@@ -296,9 +296,9 @@ def parse(kind: type[F], body: Object) -> F:
 
 
 def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
-    """Return the error of the first invalid field.
+    """Return the error for the first invalid field.
 
-    An unknown field comes first: it may be why another one is missing.
+    An unknown field takes precedence, because it may be a misspelt name of a missing one.
     """
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
     is_missing = first["type"] == "missing"
@@ -310,13 +310,13 @@ def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) 
     if is_missing:
         where = f"{where}.{first['loc'][-1]}".removeprefix(".")
         return InvalidRequest(f"{where} is missing", field=where)
-    # One that may be several things is none of them.
+    # A field with alternative types has one error for each of them.
     causes = [each["msg"] for each in details if each["loc"][0] == first["loc"][0]]
     return InvalidRequest(f"{where}: {', or '.join(dict.fromkeys(causes))}", field=where)
 
 
 def _path(location: Iterable[int | str], body: Any) -> str:
-    """Return the path of an error as ``messages[0].role``.
+    """Return the path of an invalid field, such as ``messages[0].role``.
 
     Parts of ``location`` that are not in the body name alternatives of a field and are left out.
     """

@@ -1,4 +1,4 @@
-"""The requests that one body asks for, opened together and read as one."""
+"""Requests of one body, opened together and read as one stream."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from router.api.service import Inference
 from router.auth.caller import Caller
 from router.requests.timing import Journal
 
-#: A piece, and which of the requests it is of.
+#: Index of a request, and a piece of its output.
 Numbered = tuple[int, pb.GenerateResponse]
 _Opening = Coroutine[Any, Any, Opened]
 _Forget = Callable[[Sequence[Opened]], Awaitable[None]]
-#: By the leader, of who was let in here.
+#: Errors with which the leader rejects requests that a router has accepted.
 _REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 
 
 class Generation:
-    """The streams of one call's requests, read together.
+    """Merged output of one call's requests.
 
-    ``take`` returns the next piece that can be read, of each request in turn; ``on_more`` is called
-    when there may be more. A caller that leaves before the end must close it.
+    ``poll`` returns the next piece that can be read; the requests take turns. ``on_more`` is called
+    when there may be another piece. A reader that stops before the end must close the object.
     """
 
     def __init__(self, opened: Sequence[Opened], prompt_tokens: int, forget: _Forget) -> None:
         self.trace = opened[0].trace
-        #: of all requests
+        #: prompt tokens of all requests
         self.prompt_tokens = prompt_tokens
         self._opened = opened
         self._forget = forget
         self._is_refused = False
-        #: called in the event loop's thread, and must not block
+        #: called when there may be another piece, in the event loop's thread; must not block
         self.on_more: Callable[[], None] = _nobody
         self._sources = [each.pieces for each in opened]
-        #: those of which there may be more, in their order
+        #: indices of the requests that may have a piece to read, in the order in which they became
+        #: ready
         self._ready = dict.fromkeys(range(len(opened)))
         self._num_left = len(opened)
         for index, source in enumerate(self._sources):
@@ -57,10 +58,11 @@ class Generation:
         headers: Mapping[str, str],
         journals: Sequence[Journal],
     ) -> Self:
-        """Submit ``messages``, each with its id and the journal of its earlier part.
+        """Submit ``messages``, each of which has an id; ``journals`` has their times until now.
 
-        Raises what Inference.generate raises: then none of them goes on for this one's sake, and
-        those that came with this call are forgotten, so that all can come again under their ids.
+        Raises what Inference.generate raises. All streams of the call are then closed. Requests
+        that the call created are erased if the client named them, so that it can send all of them
+        again with the same ids.
         """
         openings = [
             inference.generate(caller, message, headers, journal)
@@ -77,7 +79,7 @@ class Generation:
         *,
         had_output: bool,
     ) -> Self:
-        """Read the requests that ``messages`` have submitted from their first tokens on.
+        """Attach to the requests that ``messages`` submitted earlier, from their first tokens.
 
         ``had_output``: the client has output of an earlier stream. Raises what Inference.attach
         raises.
@@ -101,7 +103,9 @@ class Generation:
         try:
             while waiting:
                 opened.append(await waiting.pop(0))
-                # Only who has begun to read is missed when it goes.
+                # The head is read at once. A relayed stream only reaches the request's owner when
+                # it is first read, and the owner must see this reader in order to notice its
+                # departure.
                 head = await anext(opened[-1].pieces)
                 prompt_tokens += head.prompt_tokens
         except BaseException as error:
@@ -123,13 +127,14 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last pieces of all requests were taken."""
+        """Return whether the last pieces of all requests were read."""
         return not self._num_left
 
     def poll(self) -> Numbered | None:
-        """Return what can be read now, or nothing.
+        """Return the next piece that can be read and the index of its request, or None.
 
-        Raises the error of a request; a rejection means that none was accepted.
+        Raises the error of a failed request. If the leader rejects a request, closing the object
+        erases all requests that the call created and the client named.
         """
         while self._ready:
             index = next(iter(self._ready))
@@ -149,7 +154,7 @@ class Generation:
         return None
 
     async def pieces(self) -> AsyncIterator[Numbered]:
-        """Yield all pieces of each request up to the last end. Raises as ``take`` does."""
+        """Yield all pieces until all requests have ended. Raises the error of a failed request."""
         came = asyncio.Event()
         self.on_more = came.set
         while True:
@@ -169,7 +174,7 @@ class Generation:
 async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]) -> None:
     for each in opened:
         if each.is_new and is_named(each.request_id):
-            # What cannot be forgotten now goes when its retention is over.
+            # A request that cannot be erased now is removed at the end of its retention.
             with suppress(EverliftError):
                 await inference.forget(caller, pb.ForgetRequest(request_id=each.request_id))
 

@@ -1,9 +1,9 @@
-"""Log probabilities as OpenAI's API writes them. Pure.
+"""Log probabilities in the format of OpenAI's API. Pure.
 
-The sampled tokens that the text is made of have an entry each, in their order. Tokens that add
-nothing to the text have none: special tokens, and tokens behind the place where a stop string or a
-stop token cut the text. The bytes of all entries together are the text in UTF-8, except that
-invalid byte sequences, for which the text has U+FFFD, stay as they are.
+Each sampled token of the text has an entry, in order. Tokens that add nothing to the text have
+none: special tokens, and tokens after the position at which a stop string or a stop token cut the
+text. The bytes of all entries together are the text in UTF-8, except that invalid byte sequences,
+which are U+FFFD in the text, are unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from everlift.v1 import inference_pb2 as pb
 from router.api.openai.transcript import Collected, News
 from router.api.openai.writer import around, array, encode
 
-#: JSON has no infinity; as in OpenAI's API this stands for it.
+#: Value of negative infinity, which JSON does not have, as in OpenAI's API.
 _LEAST = -9999.0
-#: Log probabilities, including alternatives, that are written as one part: 5 to 10 ms.
+#: Log probabilities, including alternatives, that are encoded as one part; this takes 5 to 10 ms.
 _AT_ONCE = 1024
 
 
@@ -48,12 +48,12 @@ class CompletionLogprobs(TypedDict):
 
 
 class Placed(NamedTuple):
-    """A sampled token and its place in the text.
+    """Sampled token with its position in the text.
 
-    ``data`` are the bytes that it adds to the text, ``offset`` is the index of the character that
-    its first byte belongs to. ``before`` are the bytes of that character in the tokens before. The
-    text up to the index ``end`` holds all of its bytes. ``is_first``: no token of the text precedes
-    it.
+    ``data`` are the bytes that it adds to the text; ``offset`` is the index of the character that
+    its first byte belongs to. ``before`` are the bytes of that character that come from earlier
+    tokens. The text before the index ``end`` contains all bytes of the token. ``is_first``: no
+    token of the text precedes it.
     """
 
     token: int
@@ -66,17 +66,18 @@ class Placed(NamedTuple):
 
 
 class Alignment:
-    """Finds the places of one choice's tokens in its text, as both become known.
+    """Alignment of one choice's tokens with its text, while both are received.
 
-    A token is held back until the text up to its end is known: a stop string may still cut it. So
-    the tokens that were placed depend only on how many tokens and characters are known.
+    A token is held back until the text up to its end is known, because a stop string may still cut
+    it. The tokens that are returned therefore depend only on how many tokens and characters are
+    known.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._held: deque[Placed] = deque()
         self._num_known = 0
-        #: of all tokens so far: complete characters, and the beginning of one that is not
+        #: number of complete characters of all tokens so far, and the bytes of an incomplete one
         self._num_characters = 0
         self._rest = b""
         self._is_first = True
@@ -84,10 +85,10 @@ class Alignment:
     def add(
         self, tokens: Iterable[int], scores: Iterable[pb.TokenLogprobs], text: str, *, is_end: bool
     ) -> list[Placed]:
-        """Return the tokens whose places are known now.
+        """Add tokens and text, and return the tokens whose positions are now known.
 
-        ``text`` and ``tokens`` follow those of the calls before. With ``is_end`` the text is
-        complete: what its tokens have beyond it was cut.
+        ``tokens`` and ``text`` continue those of earlier calls. With ``is_end`` the text is
+        complete; bytes of tokens beyond it were cut, and are left out.
         """
         self._num_known += len(text)
         for token, its_scores in zip(tokens, scores, strict=True):
@@ -114,7 +115,7 @@ class Alignment:
         self._held.append(Placed(token, scores, data, before, begin, end, is_first))
 
     def _cut(self, placed: Placed) -> Placed:
-        """Return the token without the bytes that the known text lacks."""
+        """Return the token without its bytes beyond the known text."""
         room = self._num_known - placed.offset
         lengths = range(1, len(placed.data) + 1)
         length = sum(_num_begun(placed.before + placed.data[:each]) <= room for each in lengths)
@@ -128,7 +129,7 @@ def _num_begun(data: bytes) -> int:
 
 
 def placed(alignment: Alignment, news: News) -> list[Placed]:
-    """Return the tokens whose places ``news`` reveal, without those that the client has."""
+    """Return the tokens whose positions ``news`` determines, without those that the client has."""
     known, tokens, scores = news.num_known, news.tokens, news.logprobs
     alignment.add(tokens[:known], scores[:known], news.known_text, is_end=False)
     is_end = news.finish_reason is not None
@@ -158,7 +159,7 @@ def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
 def written_of_chat(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Write a whole choice's ``of_chat`` as JSON between ``begin`` and ``end``, in parts."""
+    """Yield ``of_chat`` of a whole choice as JSON between ``begin`` and ``end``, in parts."""
     before, behind = around(of_chat(vocabulary, ()), "content", [])
     written = (
         [text]
@@ -186,13 +187,13 @@ def of_completion(vocabulary: Vocabulary, placed: Iterable[Placed]) -> Completio
 def written_of_completion(
     vocabulary: Vocabulary, choice: Collected, begin: str, end: str
 ) -> Iterator[str]:
-    """Write a whole choice's ``of_completion`` as JSON between ``begin`` and ``end``, in parts."""
+    """Yield ``of_completion`` of a whole choice as JSON between ``begin`` and ``end``, in parts."""
     scores: list[str] = []
     tops: list[str] = []
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
-        """Write the tokens, and keep the rest, which follows them."""
+        """Yield the tokens, and collect the other lists, which are written after them."""
         for part in _parts(vocabulary, choice):
             shown = of_completion(vocabulary, part)
             if not shown["tokens"]:
@@ -209,10 +210,10 @@ def written_of_completion(
 
 
 def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
-    """Place a whole choice's tokens, a few log probabilities at a time."""
+    """Yield the tokens of a whole choice with their positions, in parts of limited size."""
     alignment = Alignment(vocabulary)
     tokens, scores = choice.tokens, choice.logprobs
-    # All tokens of a request have as many alternatives.
+    # All tokens of a request have the same number of alternatives.
     step = max(1, _AT_ONCE // (1 + len(scores[0].top_ids))) if scores else 1
     text = choice.text
     for start in range(0, len(tokens), step):
@@ -222,7 +223,7 @@ def _parts(vocabulary: Vocabulary, choice: Collected) -> Iterator[list[Placed]]:
 
 
 def _members(values: Sequence[object]) -> str:
-    """Write the members of a JSON array, without its brackets."""
+    """Return the members of a JSON array as JSON, without the brackets."""
     return encode(values)[1:-1]
 
 
@@ -231,9 +232,10 @@ def _alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
 
 
 def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
-    """Return the most probable tokens, and the sampled one behind them if it is not among them.
+    """Return log probabilities by the tokens' strings: the alternatives, and the sampled token.
 
-    A token whose string belongs to another one already gets its id as its key.
+    The sampled token comes last if it is not an alternative. A token with the same string as
+    another one has its id as its key.
     """
     shown: dict[str, float] = {}
     sampled = _key(vocabulary, placed.token, placed.is_first)
@@ -247,7 +249,7 @@ def _by_key(vocabulary: Vocabulary, placed: Placed) -> dict[str, float]:
 
 
 def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
-    """Return a token's string as completions write it: bytes that are no text in hexadecimal."""
+    """Return a token's string in the format of completions; invalid UTF-8 is written as bytes."""
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         return vocabulary.token_string(token) or _name(token)
@@ -257,7 +259,7 @@ def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
         return "bytes:" + "".join(_PRINTED[byte] for byte in data)
 
 
-#: Each byte as completions write it where it is no text.
+#: Each byte in the format of completions, for tokens that are not valid UTF-8.
 _PRINTED = [
     chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
     for byte in range(256)
@@ -265,7 +267,7 @@ _PRINTED = [
 
 
 def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> TopLogprob:
-    """Return a token as chats write it: bytes that are no text are U+FFFD in its string."""
+    """Return a token in the format of chats; invalid bytes are U+FFFD in its string."""
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
         string = vocabulary.token_string(token) or _name(token)
@@ -279,5 +281,5 @@ def _name(token: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """Return the least value for NaN too."""
+    """Return the log probability, or the least value for a smaller one or NaN."""
     return logprob if logprob > _LEAST else _LEAST

@@ -59,7 +59,7 @@ class _Path:
     summary: str
     answers: Mapping[str, str]
     body: str | None = None
-    #: what a query may have, by name
+    #: descriptions of the query's parameters, by name
     query: Mapping[str, str] = field(default_factory=dict)
     is_open: bool = False
 
@@ -143,7 +143,7 @@ def _operation(path: _Path) -> Json:
                 "content": {_JSON: _media("ErrorBody")},
             },
         },
-        # Clusters without keys are open to everybody.
+        # The empty alternative: clusters without API keys need no credential.
         "security": [] if path.is_open else [{}, {"key": []}],
     }
     if path.body is not None:

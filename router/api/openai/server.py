@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: uvicorn's connections in the event loop of the router."""
+"""HTTP server of the gateway: uvicorn's connections in the router's event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from uvicorn.server import ServerState
 from everlift.address import joined
 from router.api.openai.connection import Connection
 
-#: Between two requests of a connection. Those who balance load keep theirs for a minute.
+#: Seconds between two requests after which a connection is closed. Load balancers keep their
+#: connections for a minute.
 _IDLE_S = 75
 _HANDSHAKE_S = 10.0
 
@@ -26,9 +27,9 @@ class HttpServer:
         self.address = ""
 
     async def bind(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        """Take the port, and serves nobody yet; with a ``context`` it speaks TLS.
+        """Bind the port without accepting connections yet; with ``context`` it uses TLS.
 
-        An empty host: nowhere. Raises OSError when the port is taken.
+        With an empty ``host`` the server does not listen. Raises OSError if the port is taken.
         """
         if not host:
             return
@@ -45,7 +46,7 @@ class HttpServer:
         self.address = joined(host, bound)
 
     async def start(self, app: ASGIApp) -> None:
-        # Neither its process's signals nor its logs are uvicorn's here.
+        # The router handles signals and logging, not uvicorn.
         self._config = uvicorn.Config(
             app,
             interface="asgi3",
@@ -62,12 +63,12 @@ class HttpServer:
             await self._server.start_serving()
 
     def hang_up(self) -> None:
-        """Close each connection when its answers are over, for its client to make another one."""
+        """Close each connection after its current answers, so that its client opens a new one."""
         for connection in list(self._state.connections):
             connection.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, let answers end for ``grace_s``, and close the rest."""
+        """Stop listening, give answers ``grace_s`` seconds to end, and close all connections."""
         if self._server is None:
             return
         self._server.close()
@@ -76,7 +77,7 @@ class HttpServer:
             await asyncio.wait(self._state.tasks, timeout=grace_s)
         for connection in list(self._state.connections):
             connection.transport.abort()
-        # Whoever answers hears that nobody listens any more.
+        # The remaining handlers notice that their clients are gone, and end.
         if self._state.tasks:
             await asyncio.wait(self._state.tasks)
         await self._server.wait_closed()

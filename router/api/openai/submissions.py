@@ -1,4 +1,4 @@
-"""Submissions made of the fields of a body. Pure."""
+"""Conversion of a body's fields into submissions. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from router.api.openai.fields import (
     StructuredOutputs,
 )
 
-#: What OpenAI's completions have where a client says nothing.
+#: Default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
-#: Log probabilities of an answer that is not streamed, alternatives counted in: all of it is in the
-#: router's memory at once, 60 bytes of JSON for each of a chat's beside what they are made of.
+#: Maximum log probabilities, including alternatives, of an answer that is not streamed. The router
+#: holds all of it in memory at once: 60 bytes of JSON for each log probability of a chat, in
+#: addition to the values themselves.
 _MAX_WHOLE_LOGPROBS = 1 << 20
 
 
@@ -58,8 +59,8 @@ def of_chat(
 ) -> pb.GenerateRequest:
     """Return the request for a chat whose rendered conversation is ``prompt``.
 
-    ``tools`` is the grammar of tool calls, if the output must be a tool call. It replaces the form
-    that response_format asks for. Raises InvalidRequest.
+    ``tools`` is the grammar of tool calls, if the output must be a tool call. It replaces the
+    grammar of response_format. Raises InvalidRequest.
     """
     message = _message(fields)
     if fields.max_completion_tokens is not None:
@@ -80,10 +81,10 @@ def of_chat(
 
 
 def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
-    """Check the size of an answer that is not streamed.
+    """Check that an answer that is not streamed does not become too large.
 
-    Raises OutOfRange if it could hold too many log probabilities for a context of ``context``
-    tokens.
+    Raises OutOfRange if it could have too many log probabilities. ``context`` is the maximum length
+    of a sequence in tokens.
     """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_WHOLE_LOGPROBS:
@@ -141,7 +142,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """Return the bias by token id; JSON writes ids as text."""
+    """Return the bias by token id; in JSON the ids are strings. Raises InvalidRequest."""
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32):
             raise InvalidRequest("a key of logit_bias is no token id", field="logit_bias")

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""Handlers of ``/tokenize`` and ``/detokenize``, compatible with vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of one answer: what was read of its choices, and what its client has. Pure."""
+"""Progress of one answer: the output that was read, and the output that its client has. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "
 
 
 class News(NamedTuple):
-    """The text and tokens that a piece adds to a choice.
+    """Text and tokens that a piece adds to a choice.
 
-    ``known_text`` and the first ``num_known`` of ``tokens`` are those that the client had before
-    its connection was lost.
+    ``known_text`` and the first ``num_known`` of ``tokens`` are output that the client had before
+    its connection was lost; ``text`` is new. ``is_begin``: the client has nothing of the choice
+    yet.
     """
 
     choice: int
@@ -35,7 +36,7 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of the requests of one answer. ``cached_tokens`` are known at the end."""
+    """Token counts of the requests of one answer; ``cached_tokens`` is known at the end."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -43,30 +44,30 @@ class Usage:
 
 
 class Transcript:
-    """Output that a client has received, of one or several requests with several choices each.
+    """Output that a client has received, of one or more requests with several choices each.
 
-    The choices of the first request come first. ``resumed`` is the client's position, behind which
-    output continues exactly.
+    The choices of the first request come first. ``resumed`` has the client's position in each
+    choice; output continues exactly after it.
     """
 
     def __init__(
         self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
     ) -> None:
-        """Create the transcript; ``name`` as in EventId."""
+        """Create the transcript; ``name`` is the request's name, as in EventId."""
         self.usage = Usage()
-        #: where the time of a request went, of several that of the last one, where it is asked for
+        #: time breakdown, if requested; of several requests, that of the last one to end
         self.spans: Sequence[pb.Span] = ()
         self.num_choices = num_choices = num_requests * choices_each
         self._name = name
         self._choices_each = choices_each
         self._read = [BEGIN] * num_choices
         self._digests = [TokenDigest() for _ in range(num_choices)]
-        #: what the client has
+        #: client's position in each choice
         self._told = list(resumed) or [BEGIN] * num_choices
         self._resumed = tuple(self._told)
-        #: as it is written, since it is with every event, and most change one choice of it
+        #: these positions as text; each event has all of them, and most events change only one
         self._written = [str(position) for position in self._told]
-        #: choices of which the client has something that was not compared yet
+        #: choices of which the client has tokens that were not compared with the output yet
         self._unproven = set(range(num_choices)) if resumed else set()
 
     @property
@@ -75,9 +76,9 @@ class Transcript:
 
     @property
     def resume_headers(self) -> dict[str, str]:
-        """Headers of a POST that continues the stream behind what its client was told.
+        """Headers of a POST that continues the stream after the output that the client has.
 
-        A client that was told nothing yet sends the request again, under the same name.
+        If the client has no output, the POST repeats the request under the same name.
         """
         headers = {"idempotency-key": self._name}
         if self._told != [BEGIN] * self.num_choices:
@@ -86,13 +87,14 @@ class Transcript:
 
     @property
     def had_output(self) -> bool:
-        """Return whether the client had output before, so that all requests were accepted."""
+        """Return whether the client already had output; all requests were accepted then."""
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
-        """Read the next piece of a request; return None if the client has all of it.
+        """Process the next piece of a request, and return what it adds to its choice.
 
-        Raises DataLoss if the client has other tokens, or more tokens than the choice got.
+        Returns None if the client already has the end of the choice. Raises DataLoss if the client
+        has different tokens, or more tokens than the choice has.
         """
         choice = request * self._choices_each + piece.choice
         self.usage.completion_tokens += len(piece.token_ids)
@@ -144,7 +146,7 @@ class Transcript:
         self._unproven.remove(choice)
 
     def mark_read(self, choice: int) -> None:
-        """Record that the client receives all that was read of the choice."""
+        """Record that all output of the choice that was read is sent to the client."""
         self._told[choice] = self._read[choice]
         self._written[choice] = str(self._read[choice])
 
@@ -165,7 +167,7 @@ def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
 
 @dataclass(slots=True)
 class Collected:
-    """A whole choice, collected from its pieces."""
+    """Whole choice, collected from its pieces."""
 
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

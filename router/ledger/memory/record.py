@@ -1,6 +1,6 @@
-"""Request in a MemoryLedger: entry, choices and events. Pure.
+"""Record of a request in a MemoryLedger: entry, choices and events. Pure.
 
-It makes its moves without checks; memory.py checks them.
+A record applies moves without checks; memory.py checks them first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Choice:
     finish_reason: FinishReason | None = None
 
     def store(self, item: Append, max_tokens: int) -> Appended:
-        """Store what lies beyond the tokens that are known."""
+        """Store the tokens beyond the known ones, and the end; return OK, GAP or LIMIT."""
         known = len(self.tokens) - item.offset
         if known < 0:
             return Appended.GAP
@@ -58,12 +58,16 @@ class Choice:
         self.finish_reason = self.finish_reason or finish_reason
 
     def is_repeated(self, item: Append) -> bool:
-        """Return whether the item repeats the recorded end of the choice."""
+        """Return whether ``item`` repeats the append that ended this choice."""
         last = item.offset + len(item.tokens)
         return item.finish_reason is self.finish_reason and last <= len(self.tokens)
 
     def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
-        """Return whether no token and no end differ."""
+        """Return whether another copy of the choice is consistent with this one.
+
+        Common tokens and ends must be equal, and neither copy may have tokens after the other's
+        end.
+        """
         known, other = len(self.tokens), len(told.tokens)
         if tuple(self.tokens[:other]) != told.tokens[:known]:
             return False
@@ -85,13 +89,13 @@ class Record:
     choices: tuple[Choice, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     explanation: bytes = b""
-    #: the epoch whose append finished it
+    #: epoch of the append that finished the request; 0: none
     finished_by: int = 0
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
 
     @classmethod
     def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
-        """Return a request without a move, not even its opening."""
+        """Return a record before its first move, which is ``open``."""
         entry = Entry(
             request.request_id,
             State.QUEUED,
@@ -107,7 +111,7 @@ class Record:
         return all(choice.finish_reason for choice in self.choices)
 
     def update(self, **changes: Any) -> None:
-        """Change the entry, and lets it say what the choices have."""
+        """Set fields of the entry, and update its token counts and finish reasons."""
         self.entry = replace(
             self.entry,
             num_tokens=tuple(len(choice.tokens) for choice in self.choices),
@@ -116,7 +120,10 @@ class Record:
         )
 
     def move(self, now: float, name: str, detail: str, **changes: Any) -> None:
-        """Apply the transition ``name`` of Event at ``now``, ledger time in seconds."""
+        """Set fields of the entry, count one move, and add its event.
+
+        ``now`` is ledger time in seconds; ``name`` and ``detail`` are those of Event.
+        """
         self.update(moves=self.entry.moves + 1, **changes)
         self.events.append(Event(now, name, detail))
 
@@ -129,17 +136,17 @@ class Record:
         return answer
 
     def is_of(self, explained: Explained) -> bool:
-        """Return whether it has ended and is the request that is meant."""
+        """Return whether ``explained`` refers to this request, and the request is final."""
         its = self.entry
         is_same = (its.gateway, its.arrived) == (explained.gateway, explained.arrived)
         return its.state.is_final and is_same
 
     def explain(self, explanation: bytes) -> None:
-        """Store an explanation; an empty one keeps the previous one."""
+        """Replace the explanation unless the new one is empty."""
         self.explanation = explanation or self.explanation
 
     def judge(self, told: Stored) -> Reasserted:
-        """Return the verdict on a router's copy of the request: OK if it is to be restored."""
+        """Compare a router's copy with this record; return OK if ``learn`` may merge it."""
         if told.request.body_hash != self.request.body_hash or not self._agrees(told):
             return Reasserted.DIVERGED
         if self.entry.state.is_final:
@@ -155,7 +162,11 @@ class Record:
         return all(choice.agrees(its, reason) for choice, its, reason in triples)
 
     def learn(self, told: Stored, now: float) -> None:
-        """Take over what it lacks; state and owner too from who knows of more moves."""
+        """Merge a router's copy for which ``judge`` returned OK, at ledger time ``now``.
+
+        Missing tokens and ends are added. State, owner and the other fields of the entry are
+        replaced if the copy has more moves.
+        """
         before = self.entry.moves
         if told.entry.moves > before:
             self.entry = told.entry
@@ -177,7 +188,10 @@ class Record:
         self.update()
 
     def stored(self, offsets: Sequence[int], now: float) -> Stored:
-        """Return the request from ``offsets`` on. Raises OffsetOutOfRange."""
+        """Return the request with each choice from its offset on; an omitted offset is 0.
+
+        Raises OffsetOutOfRange.
+        """
         if len(offsets) > len(self.choices):
             raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
         padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]

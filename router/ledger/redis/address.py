@@ -1,13 +1,11 @@
-"""Address of the ledger's servers, from its url. Pure.
-
-what its url says. Pure.
+"""Address of the ledger's servers, parsed from its url. Pure.
 
     unix://[user:password@]/path
     redis://[user:password@]host[:port][/db]                        one server
-    redis+sentinel://[user:password@]host[:port],host.../service[/db]   the primary that they name
-    redis+cluster://[user:password@]host[:port],host...             some nodes of a cluster
+    redis+sentinel://[user:password@]host[:port],host.../service[/db]   the primary of the service
+    redis+cluster://[user:password@]host[:port],host...             nodes of a cluster
 
-``rediss`` in the place of ``redis`` is the same over TLS. User and password are percent-encoded.
+``rediss`` instead of ``redis`` selects TLS. User and password are percent-encoded.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class _Login(TypedDict):
 class Kind(Enum):
     #: one server: a socket's path, or a host
     SERVER = "server"
-    #: the primary that sentinels name
+    #: the primary that the sentinels name
     SENTINEL = "sentinel"
     #: a cluster's nodes
     CLUSTER = "cluster"
@@ -49,7 +47,7 @@ class Kind(Enum):
 class Address:
     """Address of a server, sentinels or cluster nodes (``hosts``), or of a socket (``path``).
 
-    ``service`` is what the sentinels call the primary.
+    ``service`` is the sentinels' name of the primary.
     """
 
     kind: Kind
@@ -65,7 +63,7 @@ class Address:
 def parse(url: str) -> Address:
     """Parse a url.
 
-    Raises ValueError without quoting the url, which may hold a password.
+    Raises ValueError; its message omits the url, because that may contain a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:

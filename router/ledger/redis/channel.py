@@ -1,7 +1,8 @@
-"""TLS to the ledger's servers: one context for all connections, made again when its files change.
+"""Channel to a ledger's server, shared by many calls, and TLS with one context for all connections.
 
-redis-py makes a context for each connection: tens of milliseconds of the event loop's time, as it
-loads the system's authorities, and trusts them beside the one that is named.
+The TLS context is recreated when its files change. redis-py would create one per connection, which
+takes tens of milliseconds of the event loop, because it loads the system's authorities. It would
+also trust these authorities in addition to the configured one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 def context(config: LedgerConfig) -> Reloaded[ssl.SSLContext]:
     """Return a TLS context that verifies the servers' certificates and host names.
 
-    Raises LedgerSetupError for files that are of no use.
+    Raises LedgerSetupError for unusable files.
     """
     try:
         return certificates.client_context(Tls(config.tls_ca, config.tls_cert, config.tls_key))
@@ -48,22 +49,22 @@ class TlsConnection(Connection):
 
 
 class SentinelTlsConnection(SentinelManagedConnection, TlsConnection):
-    """TLS connection to the primary that sentinels name."""
+    """TLS connection to the primary that the sentinels name."""
 
 
 Argument = str | int | bytes
 
 _NOTHING = object()
 _READ_BYTES = 1 << 16
-#: A look at a silent server that comes later than this is repeated.
+#: Delay of a timeout check, in seconds, from which the check is repeated.
 _LATE_S = 0.1
 
 
 class Channel:
-    """Channel to a server; ``make`` returns an unconnected connection.
+    """Channel to a server, on which calls are pipelined.
 
-    One that owes an answer and says nothing for ``timeout_s`` seconds is given up, and the next
-    call connects anew.
+    ``make`` returns an unconnected connection. A connection that owes an answer, and receives
+    nothing for ``timeout_s`` seconds, is abandoned. The next call opens a new one.
     """
 
     def __init__(self, make: Callable[[], AbstractConnection], timeout_s: float) -> None:
@@ -73,9 +74,9 @@ class Channel:
         self._connecting: asyncio.Task[_Wire] | None = None
 
     async def send(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Return the answers, with refusals as exceptions.
+        """Send commands and return their answers; an error reply is returned as an exception.
 
-        Raises RedisError when the server cannot be reached; what became of the commands is then
+        Raises RedisError when the server cannot be reached; whether the commands ran is then
         unknown.
         """
         wire = self._wire
@@ -96,18 +97,18 @@ class Channel:
 
     def _have_connected(self, connecting: asyncio.Task[_Wire]) -> None:
         self._connecting = None
-        # Who asked may be gone: then nobody else looks at the failure.
+        # Retrieves the exception, because the callers may have been cancelled and not await it.
         if not connecting.cancelled() and connecting.exception() is None:
             self._wire = connecting.result()
 
     def retire(self) -> None:
-        """Use a new connection from now on; calls in flight end on the old one."""
+        """Use a new connection from now on; calls in flight complete on the old one."""
         if self._wire is not None:
             self._wire.retire()
             self._wire = None
 
     def drop(self) -> None:
-        """Fail the calls in flight."""
+        """Fail the calls in flight and use a new connection from now on."""
         if self._wire is not None:
             self._wire.fail(ConnectionError("another server is asked by now"))
             self._wire = None
@@ -135,7 +136,7 @@ class _Wire:
     def __init__(self, connection: AbstractConnection, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
-        # There while it is connected.
+        # Both are set while the connection is open.
         assert connection._reader is not None and connection._writer is not None
         self._reader, self._writer = connection._reader, connection._writer
         self._timeout_s = timeout_s
@@ -149,8 +150,8 @@ class _Wire:
         self._reading = self._loop.create_task(self._read())
 
     def ask(self, commands: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
-        # What cannot be packed raises before anybody waits for its answer: those that come next
-        # would be taken for it.
+        # Packing comes first, because it may raise: a queued question without sent commands would
+        # receive the answers of later ones.
         packed = [self._connection.pack_command(*arguments) for arguments in commands]
         question = _Question(len(commands), self._loop)
         self._questions.append(question)
@@ -213,7 +214,7 @@ class _Wire:
         if left_s > 0:
             self._look_in(left_s)
         elif late_s >= _LATE_S:
-            # This process stalled: what the server said meanwhile is not read yet.
+            # This process stalled, so answers that arrived meanwhile may not have been read yet.
             self._look_in(_LATE_S)
         else:
             self.fail(TimeoutError("the server does not answer"))

@@ -1,4 +1,4 @@
-"""Encoding of the scripts' arguments and answers. Pure."""
+"""Encoding of the scripts' arguments, and decoding of their answers. Pure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, S
 from router.ledger.listing import Part, Row
 
 _UINT32 = "I"
-#: How a choice ended, as one letter of ``finishes``.
+#: Letter of each finish reason in ``finishes``; "-" for an unfinished choice.
 _LETTERS = {None: "-", FinishReason.STOP: "s", FinishReason.LENGTH: "l"}
 _REASONS = {letter: reason for reason, letter in _LETTERS.items()}
 _APPENDED = {word.value.encode(): word for word in Appended}
-#: Fields of ENTRY in common.lua.
+#: Number of fields of ENTRY in common.lua.
 _NUM_TEXTS = 12
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return four bytes per token, little endian. Raises OverflowError for no uint32."""
+    """Return the tokens as little-endian uint32. Raises OverflowError for other numbers."""
     return little_endian(tokens)
 
 
@@ -42,23 +42,23 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def has_logprobs(request: Request) -> bool:
-    """Return whether keys for log probabilities are needed."""
+    """Return whether the request needs keys for log probabilities."""
     return (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
 
 
 @cache
 def _record(num_top: int) -> struct.Struct:
-    """Return the layout of a token's log probabilities, little endian.
+    """Return the layout of one token's log probabilities, little endian.
 
-    logprob float32 | rank uint32 | ids of the alternatives uint32 ... | theirs float32 ...
+    logprob float32 | rank uint32 | ids of alternatives uint32 ... | their logprobs float32 ...
     """
     return struct.Struct(f"<fI{num_top}I{num_top}f")
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return one record for each token.
+    """Return one binary record per token.
 
-    All have as many alternatives as the first one; raises struct.error for one that has not.
+    All tokens must have as many alternatives as the first one, otherwise raises struct.error.
     """
     if not logprobs:
         return b""
@@ -83,7 +83,7 @@ def microseconds(seconds: float) -> int:
 
 
 def optional(number: int | None) -> int | str:
-    """Return the number as an argument; None is an empty one."""
+    """Return the number as an argument of a script; None becomes an empty string."""
     return "" if number is None else number
 
 
@@ -100,7 +100,7 @@ def _tally(text: bytes) -> Tally:
 
 
 def appends(items: Sequence[Append]) -> bytes:
-    """Return the arguments of append.lua for all items."""
+    """Return all items as one argument of append.lua, in msgpack."""
     fields: list[str | int | bytes] = []
     for item in items:
         fields += _append_fields(item)
@@ -129,7 +129,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
 
 
 def appended(answer: Sequence[Any], count: int) -> list[Appended]:
-    """Parse append.lua's answer for so many items."""
+    """Parse append.lua's answer for ``count`` items, which omits those that are OK."""
     words = [Appended.OK] * count
     for number, word in zip(answer[::2], answer[1::2], strict=True):
         words[number - 1] = _APPENDED[word]
@@ -137,7 +137,7 @@ def appended(answer: Sequence[Any], count: int) -> list[Appended]:
 
 
 def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
-    """Return the arguments of reassert.lua from the fields of ENTRY on."""
+    """Return the arguments of reassert.lua that follow the request id."""
     request, deadline = stored.request, stored.request.deadline
     return [
         *_entry_fields(stored.entry),
@@ -175,7 +175,7 @@ def _entry_fields(entry: Entry) -> list[str | int]:
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
-    """Return the answer of common.lua's ``entry``."""
+    """Parse the answer of common.lua's function ``entry``."""
     texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
     finishes, state, gateway, arrived, worker, epoch, attempts, losses, *others = texts
     slug, message, moves, tally = others
@@ -198,7 +198,7 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """Return the answer of common.lua's ``continuation``, without its first word."""
+    """Parse the answer of common.lua's function ``continuation``, without its first word."""
     fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling
@@ -218,13 +218,13 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
 
 
 def event(text: bytes) -> Event:
-    """Return an item of e:<request id>."""
+    """Parse an item of the list e:<request id>."""
     time, move, detail = text.decode().split(" ", 2)
     return Event(int(time) / 1e6, move, detail)
 
 
 def membership(answer: Sequence[bytes]) -> Membership:
-    """Return the answer of beat.lua."""
+    """Parse the answer of beat.lua."""
     now, leader, address, term, workers_version, policy_version = answer
     return Membership(
         now=seconds(now),
@@ -237,7 +237,7 @@ def membership(answer: Sequence[bytes]) -> Membership:
 
 
 def part(answer: Sequence[Any]) -> Part:
-    """Return the answer of list.lua."""
+    """Parse the answer of list.lua."""
     is_end, *rows = answer
     return Part([_row(*row) for row in rows], is_end=is_end == 1)
 
@@ -248,7 +248,7 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 
 def policy(answer: Sequence[bytes]) -> ClusterPolicy:
-    """Return the answer of set_policy.lua."""
+    """Parse the answer of set_policy.lua."""
     texts = [text.decode() for text in answer]
     values = dict(zip(texts[::2], texts[1::2], strict=True))
     version = int(values.pop("version", "0"))

@@ -1,6 +1,6 @@
 """Connections to the ledger's servers: one server, the primary that sentinels name, or a cluster.
 
-What is sent here is tried once: ``shards.py`` tries again.
+These classes try a command once; ``shards.py`` retries.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from router.ledger.redis.channel import (
     context,
 )
 
-#: They are bounded here: a pool that counts them too would count for ever those
-#: whose way back was cancelled.
+#: Size of redis-py's pools, in effect unlimited. Semaphores limit the connections instead, because
+#: a pool would count a connection for ever if its return was cancelled.
 _ANY_NUMBER = 1 << 31
-#: A sentinel that does not answer may cost so much of a call's time: then the next one is asked.
+#: Share of a call's timeout after which the next sentinel is asked.
 _SENTINEL_PART = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Command; ``key`` chooses the server and is no argument."""
+    """Command with its arguments; ``key`` only selects the server."""
 
     key: str
     arguments: Sequence[Argument]
@@ -56,34 +56,37 @@ class Command:
 
 class Connections(Protocol):
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Return the answers, with refusals as exceptions.
+        """Send commands and return their answers; an error reply is returned as an exception.
 
-        Those for one server go to it in one piece, over one connection, in their order. Raises
-        RedisError or RedisClusterException when a server cannot be reached; what became of the
-        commands is then unknown.
+        The commands for one server are sent together, over one connection, in their order. Raises
+        RedisError or RedisClusterException when a server cannot be reached; whether the commands
+        ran is then unknown.
         """
         ...
 
     async def call(self, commands: Sequence[Command]) -> list[Any]:
-        """Return the same for scripts that wait for nothing."""
+        """Send commands as ``send`` does; they may share a connection with other calls.
+
+        So they must not wait on the server, such as for a replica with WAIT.
+        """
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
-        """Return one of the keys for each server that holds any.
+        """Return one of ``keys`` for each server that is responsible for any of them.
 
-        The members are asked anew if others than themselves decide them. Raises as ``send``.
+        If sentinels name the server, they are asked again. Raises as ``send`` does.
         """
         ...
 
     async def look_again(self) -> None:
-        """Note a failure that shows changed servers: the next ``send`` looks them up again."""
+        """Look up the servers again, after a failure that suggests that they have changed."""
         ...
 
     async def close(self) -> None: ...
 
 
 def connections(config: LedgerConfig) -> Connections:
-    """Return connections for the configured url. Raises LedgerSetupError."""
+    """Return the connections for the configured url. Raises LedgerSetupError."""
     address = parse(config.url)
     if address.kind is Kind.CLUSTER:
         return _Cluster(address, config)
@@ -112,7 +115,7 @@ class _OneServer:
         return list(keys[:1])
 
     async def look_again(self) -> None:
-        # Behind its name there may be another server by now. A connection in use ends by itself.
+        # The name may refer to another server now. A connection in use ends by itself.
         self._channel.retire()
         await self._client.connection_pool.disconnect(inuse_connections=False)
 
@@ -122,10 +125,10 @@ class _OneServer:
 
 
 class _SentinelPrimary(_OneServer):
-    """Primary that every connection looks up at the sentinels first.
+    """Connections to the primary; each new connection asks the sentinels for it first.
 
-    A primary that they have deposed may not know of it for ten seconds, and takes writes that will
-    be lost: so they are asked at every beat too.
+    A primary may not know for ten seconds that the sentinels have deposed it, and accepts writes
+    that will be lost. So the sentinels are also asked at every heartbeat.
     """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:
@@ -147,7 +150,7 @@ class _SentinelPrimary(_OneServer):
         )
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
-        # While they do not answer, or have no primary, the one that is known is as good as before.
+        # If the sentinels do not answer, or know no primary, the known primary stays in use.
         with suppress(MasterNotFoundError):
             before = self._primary
             self._primary = await self._sentinel.discover_master(self._service)
@@ -173,10 +176,11 @@ def _sentinels(address: Address, settings: dict[str, Any], patience: float) -> l
 
 
 class _Cluster:
-    """Connections to a cluster; a redirected call looks up the servers and is sent again.
+    """Connections to a cluster, which do not follow redirections.
 
-    Least of all ASK: while a slot moves, a part of a shard's keys is on either node, and a script
-    that ran on one of them would not see the others.
+    A redirected call fails; its retry looks up the servers first. Following ASK in particular would
+    be wrong: while a slot moves, a shard's keys are on two nodes, and a script that runs on one of
+    them does not see the keys on the other.
     """
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:
@@ -189,7 +193,7 @@ class _Cluster:
     def _make(self) -> RedisCluster:
         client = RedisCluster(
             startup_nodes=[ClusterNode(host, port) for host, port in self._address.hosts],
-            # A shard on slots that are covered works without the others.
+            # A shard whose slot is covered works even if other slots are not.
             require_full_coverage=False,
             max_connections=_ANY_NUMBER,
             **self._settings,
@@ -199,7 +203,7 @@ class _Cluster:
         return client
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        # Each call has one connection to each server that it speaks with.
+        # Each call uses one connection per server.
         async with self._slots:
             client = await self._client.initialize()
             pipeline = client.pipeline()
@@ -219,12 +223,12 @@ class _Cluster:
     async def look_again(self) -> None:
         client = self._client
         if not client.nodes_manager.slots_cache:
-            # It has not found the cluster yet: its next try begins with that.
+            # The client has not found the cluster yet, so its next call begins with a lookup.
             return
         try:
             await client.nodes_manager.initialize()
         except RedisClusterException:
-            # None of the nodes that it knew answers. What the url names may have other addresses.
+            # No known node answers. The hosts in the url may have other addresses now.
             if client is self._client:
                 self._client = self._make()
                 await asyncio.shield(_close(client))
@@ -235,7 +239,7 @@ class _Cluster:
 
 async def _close(client: RedisCluster) -> None:
     await client.aclose()
-    # That does nothing for a client that was not ready, but may have connections.
+    # ``aclose`` does nothing for an uninitialised client, which may still have connections.
     for nodes in ("nodes_cache", "startup_nodes"):
         await client.nodes_manager.aclose(nodes)
 
@@ -266,10 +270,10 @@ def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
         "password": address.password,
         "socket_timeout": patience,
         "socket_connect_timeout": patience,
-        # The retries are ours alone, around whole calls.
+        # Only ``shards.py`` retries, and always whole calls.
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        # It would cost two more commands and their right.
+        # Sending it would take two more commands, and the permission to call them.
         "driver_info": None,
         **({"tls": context(config)} if address.tls else {}),
     }

@@ -1,4 +1,4 @@
-"""Audit of a ledger in Redis or Valkey with SCAN and one script per request."""
+"""Audit of a ledger in Redis or Valkey, with SCAN and the script audit.lua."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.ledger.redis.shards import Shards
 
 T = TypeVar("T")
 
-#: Keys or members that one SCAN asks for, about.
+#: Approximate number of keys or members that one SCAN returns.
 _KEYS_AT_ONCE = 512
-#: Looked at by one call: it keeps others waiting for some tenths of a millisecond.
+#: Items that one call examines, which blocks other calls for some tenths of a millisecond.
 _PLACES_AT_ONCE = 32
-#: Of keys whose names are a letter and a request's id, and how to read the id.
+#: Functions that read the request id from the rest of a key's name, by the name's first letter.
 _PARTS: dict[str, Callable[[str], str]] = {
     "t": lambda rest: rest.rpartition(":")[0],
     "l": lambda rest: rest.rpartition(":")[0],
@@ -30,9 +30,12 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Position of audit.lua: a request (r), key (s), router's set (o) or tenant's listing (a).
+    """Item that audit.lua examines for one request, of a kind that is one letter.
 
-    The last three are named by ``name``.
+    r    the request; ``name`` is empty
+    s    the key ``name``
+    o    the set of unfinished requests of the router ``name``
+    a    the tenant's listing in the key ``name``
     """
 
     kind: str
@@ -48,7 +51,7 @@ class RedisAudit:
     async def items(self) -> AsyncIterator[Item]:
         requests: set[_Place] = set()
         async for keys in self._keys():
-            # SCAN may answer a key twice.
+            # SCAN may return a key twice.
             found = {place async for place in self._places(keys)} - requests
             requests |= {place for place in found if place.kind == "r"}
             for item in await self._look(sorted(found)):
@@ -85,7 +88,7 @@ class RedisAudit:
         command: list[Argument] = [scan, key, 0, "COUNT", _KEYS_AT_ONCE]
         async for found in self._scanned(root, command):
             for member in found:
-                # Of a sorted set it comes with its score.
+                # ZSCAN returns pairs of a member and its score.
                 yield (member[0] if scan == "ZSCAN" else member).decode()
 
     async def _scanned(self, server: str, command: list[Argument]) -> AsyncIterator[list[Any]]:

@@ -1,6 +1,6 @@
-"""The ledger in Redis or Valkey: each move one Lua script, each request on one shard.
+"""Ledger in Redis or Valkey: each move is one Lua script, and each request is on one shard.
 
-What a key holds is written in ``common.lua``; how it behaves, in ``base.py``.
+``common.lua`` describes the keys, ``base.py`` the behaviour.
 """
 
 from __future__ import annotations
@@ -74,29 +74,30 @@ from router.ledger.redis.shards import Call, Shards, root
 
 log = logs.get_logger(__name__)
 
-#: Where the lease table, the leader and the workers are.
+#: Shard of the lease table, the leader, the workers and everything else of the whole cluster.
 _CONTROL = 0
-#: What may end a request, or let one begin. Appends settle what they end.
+#: Scripts that may create or end a request. Appends settle too if they end a choice.
 _SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts.REASSERT)
-#: A client may try again so long after the ledger was full.
+#: Seconds after which a client may retry when the ledger was full.
 _FULL_S = 1.0
-#: Sections of INFO that a beat looks at.
+#: Sections of INFO that a heartbeat reads.
 _LIFE = ("server", "replication", "memory")
-#: What nobody moved for so long is forgotten, even unfinished. Deadlines are shorter.
+#: Time to live of an unfinished request after its last move, in ms. Deadlines are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
-#: Looked at by one call of a listing: it keeps others waiting for some tenths of a millisecond.
+#: Requests that one call of list.lua examines, which blocks other calls for some tenths of a
+#: millisecond.
 _LISTED_AT_ONCE = 128
-#: The active cluster stays so for so long after its routers asked last.
+#: Time in ms for which a cluster stays the active one after the last query of its routers.
 _ACTIVE_MS = 10_000
-#: To pack more of them takes milliseconds, which are not the event loop's.
+#: More log probabilities than this are packed in a thread, because this takes milliseconds.
 _MANY_LOGPROBS = 2048
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
-    """Return the ledger at a url, its server and layout checked.
+    """Connect to the ledger of ``config`` or of a url, and check its servers and layout.
 
-    Raises LedgerSetupError for a server or layout that cannot be used, LedgerUnavailable for one
-    that does not answer, ValueError for what is no url.
+    Raises LedgerSetupError for an unusable server or layout, LedgerUnavailable if a server does not
+    answer, ValueError for an invalid url.
     """
     config = LedgerConfig(url=config) if isinstance(config, str) else config
     if config.url == EMBEDDED:
@@ -112,24 +113,25 @@ async def connect(config: LedgerConfig | str) -> RedisLedger:
 
 
 class RedisLedger:
-    """A Ledger. ``connect`` makes one."""
+    """Ledger in Redis or Valkey, created by ``connect``."""
 
     def __init__(self, shards: Shards, config: LedgerConfig, server: str, cluster_id: str) -> None:
         self.server = server
         self.durability_class = config.durability_class
         self._shards = shards
         self._retention_ms = round(config.retention * 1000)
-        #: longer than any call is tried again
+        #: time in ms after which no call is retried any more
         self._call_ms = round(2000 * config.timeout)
         self._cluster_id = cluster_id
-        #: a server that forgot everything (FLUSHALL) would give the next router another id
+        #: written at every heartbeat; otherwise, after a FLUSHALL, the next router would write
+        #: another cluster id
         self._layout = layout(config, cluster_id)
         self._config = config
         self._generation = self._unfit = ""
         self._is_local = bool(parse(config.url).path)
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
-        """Return the script's first word and the rest of its answer.
+        """Run a script for a request; return the first word and the rest of its answer.
 
         Raises UnknownRequest, ForgottenRequest.
         """
@@ -322,7 +324,7 @@ class RedisLedger:
     ) -> Page:
         listing = Listing(check_listed(limit), before)
         while not listing.is_over:
-            # One more than is asked for, to see whether that was all.
+            # One row more than needed, to see whether the listing ends there.
             count = _LISTED_AT_ONCE if states else min(_LISTED_AT_ONCE, listing.missing + 1)
             listing.add(await self._parts(tenant, states, listing.last, count))
         return listing.page()
@@ -443,7 +445,7 @@ class RedisLedger:
         active = await self._active_prefix()
         if active == self._config.key_prefix:
             return None
-        # A cluster of a version with another schema keeps it elsewhere, and so has none.
+        # The load of a cluster with another schema is under other keys, so None is returned.
         key = root(active, _CONTROL)
         return _load_report(await self._shards.run(scripts.GET_LOAD, _CONTROL, key=key))
 
@@ -510,7 +512,7 @@ class RedisLedger:
             arguments.extend(each)
         await self._shards.run_all([Call(script, *item) for item in by_shard.items()])
 
-    # who may come in
+    # API keys and tenants
 
     async def access(self, known: int = -1) -> AccessRecords | None:
         answer = await self._shards.run(scripts.GET_ACCESS, _CONTROL, known)
@@ -544,23 +546,24 @@ class RedisLedger:
         return self._cluster_id
 
     async def time(self) -> float:
-        """Return the server's clock, in seconds since 1970; of several servers the first one's."""
+        """Return the clock of the (first) server, in seconds since 1970."""
         answers = await self._shards.ask_each_server("time", "TIME")
         seconds, microseconds = answers[0]
         return float(seconds) + float(microseconds) / 1e6
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """Inject a fault: for ``seconds`` every call takes ``delay_s`` longer.
+        """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        inf: the ledger does not answer. 0 seconds ends it.
+        With an infinite ``delay_s`` no call is sent before the fault ends. 0 ``seconds`` end the
+        fault.
         """
         self._shards.disturb(seconds, delay_s)
 
     async def process_id(self) -> int:
         """Return the process id of the server.
 
-        Raises InvalidRequest if its url is no socket, since it may run elsewhere;
-        LedgerUnavailable.
+        Raises InvalidRequest unless the url is a Unix socket, because the server may run on another
+        machine; LedgerUnavailable.
         """
         if not self._is_local:
             raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
@@ -592,7 +595,7 @@ def _noticing_full() -> Iterator[None]:
 
 
 async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    # Hundreds of thousands of log probabilities take a second: not of the event loop's.
+    # In a thread, because decoding hundreds of thousands of log probabilities takes a second.
     return await asyncio.to_thread(codec.stored, request_id, offsets, answer)
 
 

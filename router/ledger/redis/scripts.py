@@ -1,4 +1,4 @@
-"""The ledger's moves as Lua scripts, one file each, ``common.lua`` in front of every one. Pure."""
+"""Lua scripts of the ledger's moves: ``common.lua``, followed by one file per move. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Script; ``sha`` is the name by which a server that loaded ``source`` runs it."""
+    """Lua script; ``sha`` is the hash by which a server that has loaded ``source`` runs it."""
 
     name: str
     source: str
@@ -21,9 +21,9 @@ class Script:
 
 
 def script(name: str, common: str, own: str) -> Script:
-    """Return a script made of ``common.lua`` and its own file."""
+    """Return the script whose source is ``common`` followed by ``own``."""
     source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
-    # Redis names scripts so; nothing is secured by it.
+    # Redis identifies scripts by SHA-1; security does not depend on it.
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -9,16 +9,16 @@ from typing import Any
 from everlift.errors import LedgerUnavailable
 from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
 
-#: What INFO answers.
+#: Answer of the command INFO.
 Info = Mapping[str, Any]
 
-#: Version of the key layout (common.lua). It is part of every key.
+#: Version of the key layout (common.lua), which is part of every key's name.
 SCHEMA = 4
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
-#: The first Redis that has it.
+#: First version of Redis that supports WAITAOF.
 _WAITAOF = (7, 2)
-#: What appendfsync may be, by durability class.
+#: Values of appendfsync that fulfil each durability class.
 _FSYNCS = {
     "everysec": ("everysec", "always"),
     "always": ("always",),
@@ -27,10 +27,10 @@ _FSYNCS = {
 
 
 def check_server(info: Info, *, is_cluster: bool = False) -> str:
-    """Return the server's name and version.
+    """Check that the server can be used; return its name and version.
 
-    Raises LedgerSetupError; LedgerUnavailable for one that reads its data back, which says until
-    then that it keeps none on its disk.
+    Raises LedgerSetupError if it cannot. Raises LedgerUnavailable while the server loads its data,
+    because until then it reports that it does not persist data.
     """
     if info.get("loading"):
         raise LedgerUnavailable("the ledger's server is loading its data")
@@ -53,9 +53,9 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
 
 
 def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
-    """Check the durability; ``appendfsync`` is None if unknown, which is accepted.
+    """Raise LedgerSetupError if the server promises less durability than ``demanded``.
 
-    Raises LedgerSetupError.
+    ``appendfsync`` is the server's setting; None if unknown, which is accepted.
     """
     if demanded == "memory":
         return
@@ -72,24 +72,24 @@ def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | N
 
 
 def knows_waitaof(info: Info) -> bool:
-    """Return whether the server supports WAITAOF."""
+    """Return whether the server supports the command WAITAOF."""
     return _name(info) == "Valkey" or _parse(_version(info)) >= _WAITAOF
 
 
 def generation(infos: Sequence[Info]) -> str:
     """Return an id that changes with a restart or failover of any server.
 
-    A restart changes ``run_id``; so does a failover, or else, when it is undone between two looks,
-    ``master_replid``.
+    A restart changes ``run_id``, and so does a failover to another server. A failover that is
+    undone between two calls changes ``master_replid``.
     """
     lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
     return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
 
 
 def memory_used(infos: Sequence[Info]) -> float:
-    """Return the part of its bound that the fullest server uses, 0 where none has one.
+    """Return the used share of the fullest server's memory limit; 0 if no server has a limit.
 
-    Counted as the server does when it decides whether it is full.
+    Memory is counted as by the server when it decides whether it is full.
     """
     return max(map(_memory_used, infos), default=0.0)
 
@@ -102,7 +102,7 @@ def _memory_used(info: Info) -> float:
 
 
 def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
-    """Take what the ledger was made with. Raises LedgerSetupError."""
+    """Raise LedgerSetupError unless the ledger was created with this schema and these shards."""
     if schema != SCHEMA:
         raise LedgerSetupError(
             f"the ledger under {config.key_prefix!r} has schema {schema}; this version of Everlift"
@@ -116,7 +116,7 @@ def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
 
 
 def _name(info: Info) -> str:
-    # Valkey gives the version of the Redis that it stands in for, beside its own.
+    # Besides its own version, Valkey reports the version of Redis with which it is compatible.
     return "Valkey" if "valkey_version" in info else "Redis"
 
 

@@ -1,4 +1,4 @@
-"""The first look at a ledger: its servers, what they promise, and what they hold."""
+"""Checks of a ledger at connection: its servers, their durability, and its layout."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ log = logs.get_logger(__name__)
 
 
 async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
-    """Name and version of the server, and the cluster's id; of several servers the first one.
+    """Check servers and layout; return the server's name and version, and the cluster's id.
 
-    Raises LedgerSetupError for what cannot be used, LedgerUnavailable for what does not answer.
+    With several servers, name and version are those of the first one. Raises LedgerSetupError for
+    an unusable server or layout, LedgerUnavailable if a server does not answer.
     """
     try:
         server = await check_servers(shards, config)
@@ -41,7 +42,10 @@ async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
 
 
 async def check_servers(shards: Shards, config: LedgerConfig) -> str:
-    """Name and version of the first one. Raises LedgerSetupError, LedgerUnavailable."""
+    """Check every server; return name and version of the first one.
+
+    Also sets ``shards.knows_waitaof``. Raises LedgerSetupError, LedgerUnavailable.
+    """
     is_cluster = parse(config.url).kind is Kind.CLUSTER
     infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
     settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")
@@ -61,7 +65,7 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
     if demanded in ("always", "replicated") and not are_asked:
         log.warning("appendfsync cannot be checked", durability_class=demanded)
     if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
-        # It may be on its way.
+        # Only a warning, because a replica may connect soon.
         log.warning("ledger has no replica: requests are refused until it has one")
 
 
@@ -70,7 +74,7 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
     asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
     [stored] = await shards.ask("connect", asking)
     if None in stored:
-        # A server that is full would refuse to write what is there already, too.
+        # Written only if a field is missing: a full server refuses to write even existing fields.
         *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
     schema, num_shards, cluster_id = stored
     check_layout(config, int(schema), int(num_shards))
@@ -78,7 +82,7 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
 
 
 def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
-    """Write down what is not there."""
+    """Return commands that write the fields of the layout that do not exist."""
     key = _layout_key(config)
     fields: dict[str, str | int] = {
         "schema": SCHEMA,
@@ -114,6 +118,6 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _command(error: NoPermissionError) -> str:
-    """Return the name of a command, never its arguments."""
+    """Return the name of the refused command, never its arguments."""
     found = re.search(r"'([a-z|]+)' command", str(error))
     return f"the command {found[1]}" if found else "a command or its keys"

@@ -1,4 +1,4 @@
-"""Calls of scripts on the ledger's shards: retried, bounded in time, their failures one error."""
+"""Script calls on the ledger's shards, with retries and a timeout; all failures are one error."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ from router.ledger.redis.server import SCHEMA, Info
 
 T = TypeVar("T")
 
-#: Waits of up to 10, 20, 40, ... 320 ms between tries: a server that restarts is met again.
+#: Waits of up to 10, 20, 40, ... 320 ms between tries, so that a restarted server is found soon.
 _BACKOFF = ExponentialWithJitterBackoff(base=0.005, cap=0.32)
-#: A replica has so much of a call's time to say that it has something, and as much again to say
-#: that its disk has it, before all is done again. Both have to fit into a connection's patience.
+#: Share of a call's timeout in which a replica must confirm that it has a write, and again that the
+#: write is on its disk. Otherwise the call is retried. Both waits must fit into the timeout of a
+#: connection.
 _SETTLE_PART = 0.2
-#: The key that is written to before a replica is asked is kept for so long after the last time.
+#: Time to live, in ms, of the key that is written before each wait for a replica.
 _SETTLED_KEY_MS = 24 * 3600 * 1000
 
-#: Where a server is gone, or not (or no longer) the one to ask.
+#: Failures after which servers are looked up again: one is gone, or not responsible any more.
 _ELSEWHERE = (
     ConnectionError,
     ServerTimeout,
@@ -57,7 +58,7 @@ _ELSEWHERE = (
     ClusterError,
     RedisClusterException,
 )
-#: What a server answers that will have time for us, or disk, or replicas, later.
+#: First words of error replies that are temporary: busy, disk failure, too few replicas.
 _PASSING_WORDS = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
 _KILLED = "Script killed by user"
 _FORBIDDEN = "The user executing the script can't run this command"
@@ -65,38 +66,38 @@ _FAILURES = (RedisError, RedisClusterException)
 
 
 class NotReplicated(RedisError):
-    """Write that no replica confirmed in time."""
+    """Error of a write that no replica confirmed in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a script; ``settles`` if a durability promise begins with it.
+    """Call of a script; ``settles`` if the promise of the durability class applies to it.
 
-    Under durability class replicated it is done when a replica has it too.
+    Under durability class ``replicated``, such a call succeeds only when a replica has its write.
     """
 
     script: Script
     shard: int
     arguments: Sequence[Argument]
     settles: bool = False
-    #: key of the script, if it is not the shard's root
+    #: key that the script gets instead of the shard's root; empty: the root
     key: str = ""
 
 
 def root(key_prefix: str, shard: int) -> str:
-    """Return what all keys of a shard begin with."""
+    """Return the prefix of all keys of a shard."""
     return f"{key_prefix}:{SCHEMA}:{{{shard}}}:"
 
 
 class Shards:
-    """Shards of the ledger. A script may run twice, since its answer can be lost."""
+    """Shards of the ledger; a call whose answer is lost is retried, so a script may run twice."""
 
     def __init__(self, config: LedgerConfig) -> None:
         self._timeout_s = config.timeout
         self._roots = [root(config.key_prefix, n) for n in range(config.shards)]
         self._connections = connections(config)
         self._is_replicated = config.durability_class == "replicated"
-        #: set by each look at the servers
+        #: whether all servers support WAITAOF; set by each check of the servers
         self.knows_waitaof = False
         self._disturbed_until = 0.0
         self._disturbance_s = 0.0
@@ -132,8 +133,8 @@ class Shards:
     ) -> tuple[Any, list[Info]]:
         """Return the script's answer and sections of INFO of every server, in one round trip.
 
-        ``more`` is called too, except by a server that is full. Answer and server are of the same
-        life. Raises LedgerUnavailable.
+        The commands ``more`` run too; their refusal by a full server is ignored. The answer and
+        that server's INFO are from the same run of the server. Raises LedgerUnavailable.
         """
         info = ("INFO", *sections)
 
@@ -149,7 +150,7 @@ class Shards:
         return await self.attempt(name, lambda: self._answered(commands))
 
     async def ask_each_server(self, name: str, *arguments: Argument) -> list[Any]:
-        """Run a command on each server that has a shard; None if refused.
+        """Run a command on each server that has a shard; return the answers, None if refused.
 
         Raises LedgerUnavailable.
         """
@@ -165,21 +166,22 @@ class Shards:
         return await self.attempt(name, ask)
 
     async def servers(self) -> list[str]:
-        """Roots, one for each server that has a shard. Raises LedgerUnavailable."""
+        """Return the root of one shard per server. Raises LedgerUnavailable."""
         return await self.attempt("servers", lambda: self._connections.servers(self._roots))
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """Inject a fault: for ``seconds`` every call takes ``delay_s`` longer.
+        """Inject a fault: for ``seconds`` every call takes ``delay_s`` seconds longer.
 
-        inf: no answer before that is over. 0 seconds ends it.
+        With an infinite ``delay_s`` no call is sent before the fault ends. 0 ``seconds`` end the
+        fault.
         """
         self._disturbed_until = asyncio.get_running_loop().time() + seconds
         self._disturbance_s = delay_s
 
     async def attempt(self, name: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Call ``do`` until it succeeds or the time is up.
+        """Call ``do`` until it succeeds, fails permanently, or the timeout has passed.
 
-        Raises LedgerUnavailable, whose cause is the last failure.
+        Returns its result. Raises LedgerUnavailable, whose cause is the last failure.
         """
         failure: Exception | None = None
         failures = 0
@@ -189,8 +191,8 @@ class Shards:
                 try:
                     if self._disturbed_until:
                         await self._disturbance()
-                    # The cancellation is lost where a node's answer fails in the same moment: then
-                    # asyncio.gather tells of that alone.
+                    # asyncio.gather loses the cancellation by the timeout if a node's answer fails
+                    # at the same moment, so the loop also checks the timeout itself.
                     while not (limit.expired() or expiry.is_extended):
                         try:
                             if isinstance(failure, _ELSEWHERE):
@@ -225,7 +227,7 @@ class Shards:
         settling = self._settling(calls)
         per_shard = 4 if self.knows_waitaof else 3
         asked = [*commands, *more, *settling]
-        # What waits for a replica, or is no script, does not go where others wait behind it.
+        # Waits for a replica, and commands that are no scripts, must not delay a shared channel.
         send = self._connections.send if settling or more else self._connections.call
         answers = await send(asked)
         missing = [
@@ -254,12 +256,12 @@ class Shards:
         return call.key or self._roots[call.shard]
 
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
-        """Return the commands behind the calls that wait for a replica.
+        """Return the commands that follow the calls and wait for a replica.
 
-        WAITAOF waits for what its connection wrote last, so something is written in any case: a
-        repeated call writes nothing. PEXPIRE is always replicated, and accepted by a full server.
-        WAITAOF alone takes a second, because a replica reports its disk before it has the write;
-        behind WAIT it has it.
+        WAITAOF waits for the last write of its connection, and a repeated call writes nothing. So a
+        key is always written first: PEXPIRE is always replicated, and a full server accepts it.
+        WAITAOF alone would take a second, because a replica reports the state of its disk before it
+        has the write. After WAIT the replica has it.
         """
         if not self._is_replicated:
             return []
@@ -289,9 +291,9 @@ class Shards:
 
 
 def kind(error: BaseException) -> str:
-    """Return the kind of a failure in a word.
+    """Return a short name of a failure, to be shown to users.
 
-    Nothing of a server's own words beyond the first, which may repeat arguments.
+    Only the first word of a server's message is used, because the rest may contain arguments.
     """
     if isinstance(error, NotReplicated):
         return "not replicated"
@@ -312,7 +314,7 @@ def _raise_first(answers: Iterable[Any]) -> None:
 
 def _check_settled(answers: Sequence[Any], per_shard: int) -> None:
     for start in range(0, len(answers), per_shard):
-        # A full server refuses to make the key, but not to write to one that is there.
+        # SET may fail, because a full server refuses to create the key but accepts PEXPIRE on it.
         _, written, replicas, *on_disks = answers[start : start + per_shard]
         _raise_first([written, replicas, *on_disks])
         if not written or min([replicas, *chain(*on_disks)]) < 1:

@@ -1,7 +1,7 @@
 """Catalogue of the router's metrics: name, kind, unit, labels, buckets. Pure.
 
-Of a cluster's state the router that leads speaks alone, so that sums over routers are right; the
-other metrics are each router's own.
+Only the leader exports metrics of the cluster and of the workers, so that sums over routers are
+right. Each router exports the other metrics for itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from everlift.messages import FinishReason
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-#: Outcome of a request that ended with its last token; the others are the slugs of errors.
+#: Outcome of a request that ended with its last token. The other outcomes are the slugs of errors.
 OK = "ok"
 OUTCOMES = (OK, *sorted(BY_SLUG))
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
-#: Calls to the ledger that are timed, by the names of its methods.
+#: Names of the ledger's methods whose calls are timed.
 LEDGER_OPERATIONS = (
     *("open", "dispatch", "append", "release", "take_over", "discard", "end_request", "erase"),
     *("reassert", "get", "read", "events", "heartbeat", "lead", "gateways", "orphans", "put_load"),
@@ -42,15 +42,15 @@ _TOKENS = (
     *(1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0, 4000.0, 8000.0),
     *(16000.0, 32000.0, 64000.0, 128000.0),
 )
-#: Requests beside one.
+#: Buckets for the number of requests that bypassed a request.
 _OTHERS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 10_000.0, 100_000.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Metric; ``name`` is that of its samples, without a histogram's suffixes.
+    """Description of a metric; ``name`` is that of its samples, without a histogram's suffixes.
 
-    ``buckets`` are upper bounds in its unit, without the infinite one.
+    ``buckets`` are upper bounds in the metric's unit, without the infinite one.
     """
 
     name: str
@@ -70,7 +70,7 @@ def _of_worker(name: str, kind: Kind, unit: str, help: str, *labels: str) -> Met
     return Metric(f"everlift_worker_{name}", kind, unit, help, ("worker_id", *labels))
 
 
-#: Of the requests of a router.
+#: Metrics of a router's requests.
 _REQUESTS = (
     Metric(
         "everlift_requests_accepted_total",
@@ -199,7 +199,7 @@ _REQUESTS = (
     ),
 )
 
-#: Of what a router predicts.
+#: Metrics of a router's predictions.
 _PREDICTIONS = (
     Metric(
         "everlift_predictor_trusted",
@@ -224,7 +224,7 @@ _PREDICTIONS = (
     ),
 )
 
-#: Of the ledger, as a router sees it.
+#: Metrics of the ledger, as a router sees it.
 _LEDGER = (
     Metric(
         "everlift_ledger_call_seconds",
@@ -261,7 +261,7 @@ _LEDGER = (
     ),
 )
 
-#: Of a router itself.
+#: Metrics of a router itself.
 _ROUTER = (
     Metric(
         "everlift_router_ready",
@@ -302,7 +302,7 @@ _ROUTER = (
     ),
 )
 
-#: Of the cluster, by the router that leads.
+#: Metrics of the cluster, which only the leader exports.
 _CLUSTER = (
     Metric(
         "everlift_workers",
@@ -370,7 +370,7 @@ _CLUSTER = (
     ),
 )
 
-#: Of each worker, by the router that leads. Counters count from the worker's start.
+#: Metrics of each worker, which only the leader exports. Counters count from the worker's start.
 _WORKERS = (
     _of_worker("running_sequences", "gauge", "sequences", "Sequences in the batch."),
     _of_worker("waiting_sequences", "gauge", "sequences", "Sequences waiting for a batch slot."),

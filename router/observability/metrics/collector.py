@@ -1,4 +1,4 @@
-"""Collector of the current state of a router and of the cluster that it leads."""
+"""Collector of the current state of a router and, if it leads, of its cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.worker_sessions import Sessions, WorkerLink
 
 
 class StateCollector:
-    """Called from the event loop, so that what it reads is of one moment."""
+    """Collector of state; it is called in the event loop, so all values are of one moment."""
 
     def __init__(self, requests: Requests, sessions: Sessions, leader: Leader) -> None:
         self._requests = requests
@@ -91,14 +91,14 @@ class StateCollector:
 
 
 def family(name: str) -> Family:
-    """Return a metric family of the catalogue, without samples."""
+    """Return the metric family of this name in the catalogue, without samples."""
     metric = CATALOGUE[name]
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return kind(metric.name, metric.help, labels=metric.labels)
 
 
 def add(metric: Family, labels: Iterable[str], value: float) -> None:
-    """Add a sample."""
+    """Add a sample with these label values to a metric family."""
     assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
     metric.add_metric(list(labels), float(value))
 

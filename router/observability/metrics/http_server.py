@@ -1,8 +1,8 @@
-"""HTTP endpoint for Prometheus and probes: GET /metrics, /ready, /live, in the event loop.
+"""HTTP server for Prometheus and probes: GET /metrics, /ready and /live, in the event loop.
 
-Metrics are collected in the loop's thread, which is the one that changes what they say, and so are
-of one moment. They are written down in another, since that takes longer than tokens shall wait.
-Whoever asks gets one answer a connection.
+Metrics are collected in the event loop's thread. Only that thread changes their values, so all
+values are of the same moment. They are encoded in another thread, because encoding would delay
+tokens for too long. Each connection gets one answer.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ log = logs.get_logger(__name__)
 
 METRICS, READY, LIVE = "/metrics", "/ready", "/live"
 _MOST_CONNECTIONS = 16
-#: For the request to come and for the answer to be taken.
+#: Seconds in which a request must arrive and its answer must be received.
 _TIMEOUT_S = 5.0
 MAX_HEAD_BYTES = 8192
 
 
 class MetricsServer:
-    """Server of metrics; ``address`` is empty while it does not listen.
+    """Server of metrics and probes; ``address`` is empty while it does not listen.
 
-    ``readiness`` says whether this router takes new requests; without it, it does not.
+    ``readiness`` determines whether this router accepts new requests. While it is None, the router
+    counts as not ready.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -51,7 +52,7 @@ class MetricsServer:
         self.address = joined(host, bound)
 
     async def stop(self) -> None:
-        """Listen no more, and hangs up."""
+        """Stop listening and close all connections."""
         if self._server is not None:
             self._server.close()
             for task in self._answering:
@@ -60,7 +61,7 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def expose(self, accept: str) -> tuple[str, bytes]:
-        """Return all metrics as a client that ``accept``s so reads them: content type and text."""
+        """Return the content type and the text of all metrics, for this Accept header."""
         encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
@@ -113,8 +114,8 @@ class MetricsServer:
 class _Collected:
     """Metrics as collected at one moment.
 
-    Of its own counters and histograms the library also tells when they were made, as gauges that no
-    catalogue has: these are left out.
+    Samples of the creation times of counters and histograms are left out. The library adds them as
+    gauges, which the catalogue does not have.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -131,7 +132,7 @@ def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
         return choose_encoder(accept)
     except TypeError:
-        # The library compares a version that is none with numbers: ``version=latest``.
+        # The library fails on a version that is not a number, as in ``version=latest``.
         return choose_encoder("")
 
 

@@ -1,4 +1,4 @@
-"""Instruments: counters and histograms of requests, and of calls to the ledger."""
+"""Counters and histograms of requests and of calls to the ledger."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from router.observability.metrics.catalogue import (
     OUTCOMES,
 )
 
-#: The class of requests that name none: its series are there from the beginning.
+#: Class of requests that set none. Its series exist from the beginning.
 _USUAL = 0
 
 
 class Instruments:
-    """An Observer. Labels are resolved here, once: an observation takes about a microsecond."""
+    """Observer that updates counters and histograms.
+
+    Labels are resolved once, when a metric or class is first used, so that an observation takes
+    about a microsecond.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -64,7 +68,7 @@ class Instruments:
         return histogram
 
     def samples(self, name: str) -> list[Sample]:
-        """Return the current samples of a metric that is counted here."""
+        """Return the current samples of one of these metrics."""
         return [sample for family in self._metrics[name].collect() for sample in family.samples]
 
     def of_class(self, priority: int) -> _Class:
@@ -80,7 +84,7 @@ class Instruments:
         self._prompt_tokens.inc(prompt_tokens)
 
     def ended(self, outcome: str) -> None:
-        """Count an outcome; an unknown slug counts as internal."""
+        """Count a request with this outcome; an unknown slug counts as internal."""
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
 
     def choice_finished(self, reason: FinishReason) -> None:
@@ -152,7 +156,7 @@ class _Class:
 
 
 def timed(ledger: Ledger, instruments: Instruments) -> Ledger:
-    """Return the same ledger, of whose calls the instruments hear."""
+    """Return the ledger in a wrapper that records its calls in the instruments."""
     return cast("Ledger", _Timed(ledger, instruments))
 
 

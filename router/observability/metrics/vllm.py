@@ -1,7 +1,7 @@
-"""The same under vLLM's names, as far as vLLM has it, for dashboards that know these.
+"""Metrics under vLLM's names, as far as vLLM has them, for dashboards that use these names.
 
-``engine`` is a worker's id where a worker is meant, and 0 where it is the router that counts. What
-is read here is counted nowhere else.
+The label ``engine`` is a worker's id for the metrics of workers, and 0 for those of the router. All
+values are read from other objects: nothing is counted in this module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HISTOGRAMS = {
     "vllm:request_prompt_tokens": "everlift_request_prompt_tokens",
     "vllm:request_generation_tokens": "everlift_request_output_tokens",
 }
-#: By outcome, where a request did not finish by a token.
+#: vLLM's finish reasons by outcome, for requests that did not finish with a token.
 _FINISHED_REASONS = {
     "cancelled": "abort",
     "deadline_exceeded": "abort",

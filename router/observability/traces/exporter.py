@@ -1,4 +1,4 @@
-"""Export of spans: none, or over OTLP."""
+"""Export of trace spans over OTLP."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext, TraceState
 
 _SCOPE = "everlift"
-#: How long a router that stops waits for its collector.
+#: Seconds for which a stopping router waits for its collector.
 CLOSE_S = 2.0
 
 
 class Exporter(Protocol):
     def export(self, spans: Iterable[Span]) -> None:
-        """Export a span without waiting."""
+        """Queue spans for export, without waiting."""
         ...
 
     def close(self) -> None:
-        """Send what is left, for ``CLOSE_S`` at most. Waits for that."""
+        """Send the queued spans, and block for at most ``CLOSE_S`` seconds."""
         ...
 
 
 class OtlpExporter:
     """Exporter of spans in batches, from a thread of its own.
 
-    What does not fit into its queue while the collector is away is dropped.
+    While the collector is unavailable, spans that do not fit into the queue are dropped.
     """
 
     def __init__(self, exporter: SpanExporter, router_id: str) -> None:
@@ -50,7 +50,8 @@ class OtlpExporter:
                 "service.instance.id": router_id,
             }
         )
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are the operator's, and go before ours.
+        # The operator sets OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which override these
+        # values.
         self._resource = ours.merge(OTELResourceDetector().detect())
         self._exporter = exporter
         self._scope = InstrumentationScope(_SCOPE, version("everlift"))
@@ -61,7 +62,8 @@ class OtlpExporter:
             self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        # Its own end has no bound that can be set: what is under way is broken off.
+        # The shutdown of the processor has no time limit, so a timer aborts the export that is
+        # running.
         breaking = threading.Timer(CLOSE_S, self._exporter.shutdown)
         breaking.start()
         self._processor.shutdown()  # type: ignore[no-untyped-call]
@@ -89,10 +91,10 @@ class OtlpExporter:
 
 
 def otlp(endpoint: str, router_id: str) -> Exporter:
-    """Return an exporter to an OTLP collector over gRPC; https:// for TLS.
+    """Return an exporter to the OTLP collector at ``endpoint`` over gRPC; https:// selects TLS.
 
     OpenTelemetry's variables, such as OTEL_EXPORTER_OTLP_HEADERS, set headers and certificates.
-    Raises SettingsError.
+    Raises SettingsError if OpenTelemetry's exporter is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

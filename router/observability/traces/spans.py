@@ -1,17 +1,17 @@
-"""A request's trace: its moves in the ledger, and what its gateway saw between them. Pure.
+"""Trace of a request: its moves in the ledger, and what its router saw between them. Pure.
 
     <operation> <model>                    from the call to the last move
       everlift.accept                      tokenised, written into the ledger
       everlift.queue                       for each time in the admission queue
       everlift.attempt                     for each worker that had it
-        everlift.engine.wait               there, until its first step
+        everlift.engine.wait               at the worker, until its first step
         everlift.engine.prefill            until its first new token
-        everlift.engine.decode             until its last one
+        everlift.engine.decode             until its last token
         everlift.engine.preempted          for each time without KV blocks
 
-Attempts are the ledger's, so they are all there when gateways were lost on the way; the engine's
-phases are those that the last gateway saw. Neither prompt nor output is in a span, nor the text of
-an error, which may quote them.
+Attempts are taken from the ledger, so they are complete even if routers were lost meanwhile. The
+phases of the engine are those that the last router saw. A span contains neither prompt nor output,
+nor the text of an error, which may quote them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _PROVIDER = "everlift"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Span; times are in seconds since 1970.
+    """Span of a trace; times are in seconds since 1970.
 
-    ``error`` is a slug, empty where there is none; ``events`` are times and names.
+    ``error`` is an error slug, or empty without an error. ``events`` are pairs of a time and a
+    name.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
     events: tuple[tuple[float, str], ...] = ()
-    #: the whole request, as its client knows it
+    #: whether the span covers the whole request, as its client sees it
     is_root: bool = False
 
 
@@ -55,7 +56,7 @@ def request_spans(
     journal: Journal,
     new_span_id: Callable[[], str],
 ) -> list[Span]:
-    """Return the spans of an ended request that is traced, its root last."""
+    """Return the spans of a traced request that has ended, with the root span last."""
     assert request.trace is not None
     seen = {attempt.number: attempt for attempt in journal}
     walk = _Walk(request, request.trace, entry, events, seen, new_span_id)
@@ -66,7 +67,7 @@ def request_spans(
         spans.append(Span("everlift.accept", walk.child(), began, accepted))
     spans.append(
         Span(
-            # As OpenTelemetry's conventions for generative AI have it.
+            # The name follows OpenTelemetry's conventions for generative AI.
             f"{_OPERATION} {request.model}",
             request.trace,
             began,
@@ -83,7 +84,7 @@ def request_spans(
 def refusal_span(
     trace: TraceContext, start: float, end: float, slug: str, x_request_id: str
 ) -> Span:
-    """Return the span of a refused request, without any of its content."""
+    """Return the span of a rejected request, without any of the request's content."""
     attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
     return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 
@@ -104,7 +105,8 @@ class _Walk:
         self._seen = seen
         self._new_span_id = new_span_id
         dispatches = sum(event.move == "dispatch" for event in events)
-        #: of the attempt that runs, or ran last: the first ones may have gone from the events
+        #: number of the running or last attempt. It does not start at 0 if the oldest events have
+        #: been dropped.
         self._number = entry.attempts - dispatches
         self._queued: float | None = None
         self._dispatch: Event | None = None

@@ -1,4 +1,4 @@
-"""Choice of traced requests, and their traces when they end."""
+"""Sampling of requests for tracing, and export of their traces when they end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ log = logs.get_logger(__name__)
 
 
 class Traces:
-    """The Tracer of one router.
+    """Tracer of one router.
 
-    ``sample`` is the part of the requests without a trace of their own that gets one; the others
-    follow their flag. Without an exporter none is begun.
+    A request with a trace context is traced if its flag says so. Of the others, the fraction
+    ``sample`` is traced. ``draw`` returns random numbers from 0 to 1. Without an exporter, no trace
+    is begun.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Traces:
             self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug, x_request_id)])
 
     def close(self) -> None:
-        """Send what is left. Waits for that: not for the event loop's thread."""
+        """Send the queued spans. Blocks, so do not call it in the event loop's thread."""
         if self._exporter is not None:
             self._exporter.close()
 

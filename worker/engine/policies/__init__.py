@@ -1,1 +1,1 @@
-"""Batching policies, one of which operators choose."""
+"""Batching policies; operators choose one of them."""

@@ -15,9 +15,11 @@ from worker.engine.slot_table import SlotTable
 class Magnus(Policy):
     """Closed batches of sequences with similar predicted output lengths.
 
-        (seconds that it waits + seconds that it is to take) / seconds that it is to take
+    When a batch is done, the waiting batch with the highest response ratio is next:
 
-    This is asked once a batch, of the first one of each band of lengths, whatever waits.
+        (seconds waited + estimated serving seconds) / estimated serving seconds
+
+    Only the first waiting batch of each band of lengths is compared, however many sequences wait.
     """
 
     follows_time = True
@@ -26,10 +28,11 @@ class Magnus(Policy):
         self._waiting = SimilarBatches(limits)
         self._serving_time = ServingTime()
         self._now = 0.0
-        #: the batch that runs, and since when
+        #: size of the running batch, and the time at which it began
         self._running: BatchSize | None = None
         self._began = 0.0
-        #: somebody was here when the last step ended
+        #: whether sequences were running or waiting before this step; if not, the engine may have
+        #: been idle
         self._is_busy = False
 
     @property

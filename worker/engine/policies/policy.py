@@ -1,15 +1,15 @@
 """Interface of a batching policy. Pure.
 
-The scheduler keeps slots, blocks, budget and books; a policy has the sequences that are not in the
-batch, and says
+The scheduler manages slots, blocks, the token budget and all counts. A policy holds the sequences
+that are not in the batch, and decides
 
-    head        who comes into the batch next
-    precedes    whether before what is still to be prefilled there
-    decodes     whose next token cannot wait for prefills, and whose can
-    prefills    in which order those in the batch are prefilled
+    head        which sequence is admitted to the batch next
+    precedes    whether it is admitted before a running sequence is prefilled further
+    decodes     which decodes cannot wait for prefills, and which can
+    prefills    in which order the sequences in the batch are prefilled
 
-What it answers follows from the calls and from ``now``, which rank 0 tells the others: all ranks
-plan the same.
+Its decisions depend only on the calls and on ``now``, which rank 0 sends to the other ranks, so
+that all ranks make the same plans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from worker.engine.slot_table import SlotTable
 
 
 class Waiting(Protocol):
-    """The sequences that are not in the batch. No operation takes longer than O(log n)."""
+    """Queue of the sequences that are not in the batch.
+
+    No operation on a sequence takes longer than O(log n), amortised.
+    """
 
     def __len__(self) -> int: ...
 
@@ -33,7 +36,7 @@ class Waiting(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens of all."""
+        """Number of known tokens of all waiting sequences."""
         ...
 
     def push(self, sequence: Sequence) -> None:
@@ -44,9 +47,9 @@ class Waiting(Protocol):
 
 
 class Policy(ABC):
-    """Base of the policies, with the decisions of continuous batching."""
+    """Base class of the policies, with the decisions of continuous batching as defaults."""
 
-    #: whether what it says depends on ``now``, or on the steps before
+    #: whether decisions depend on ``now`` or on previous steps
     follows_time = False
 
     @property
@@ -55,26 +58,31 @@ class Policy(ABC):
 
     @abstractmethod
     def head(self, num_running: int) -> Sequence | None:
-        """Return the sequence to admit next, beside ``num_running`` in the batch; None for none.
+        """Return the sequence to admit next while ``num_running`` are in the batch; None for none.
 
-        It stays in ``waiting``, and none bypasses it while there is no room for it.
+        It stays in ``waiting`` until it is admitted. While there is no room for it, no other
+        sequence is admitted.
         """
 
     def begin_step(self, slot_table: SlotTable, now: float) -> None:
-        """Note that a step begins; ``slot_table`` holds the results of the steps before."""
+        """Record that a step begins at ``now``.
+
+        ``slot_table`` holds the results of the previous steps.
+        """
         return
 
     def precedes(self, head: Sequence, running: Sequence) -> bool:
-        """Return whether ``head`` is admitted before any more of ``running`` is prefilled."""
+        """Return whether to admit ``head`` before more of ``running`` is prefilled."""
         return False
 
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
         """Return the decodes of this step, and those that may follow if prefill leaves budget.
 
-        ``slots`` may decode, by arrival; the most urgent come first.
+        ``slots`` are the slots that may decode, in the order of arrival. Both results have the most
+        urgent decodes first.
         """
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        """Return ``sequences``, which are by arrival, in the order of service."""
+        """Return ``sequences``, given in the order of arrival, in the order of service."""
         return sequences

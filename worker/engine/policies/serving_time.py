@@ -6,12 +6,17 @@ from collections import deque
 from heapq import nsmallest
 from typing import NamedTuple
 
-#: What is estimated from: so many of the last batches, and the nearest of these.
+#: Number of last batches that are remembered, and number of the nearest ones that an estimate
+#: averages.
 _BATCHES, _NEAREST = 64, 3
 
 
 class BatchSize(NamedTuple):
-    """Batch for an estimate: the longest ``prompt`` and predicted ``output`` of its sequences."""
+    """Size of a batch, for an estimate of its time.
+
+    ``prompt`` and ``output`` are the longest prompt and the longest predicted output of its
+    sequences, in tokens.
+    """
 
     num_sequences: int
     prompt: int
@@ -19,24 +24,28 @@ class BatchSize(NamedTuple):
 
 
 class ServingTime:
-    """Regression by nearest neighbours among the last batches, as in Magnus (arXiv 2406.04785).
+    """Nearest-neighbour regression of the time of a batch, as in Magnus (arXiv 2406.04785).
 
-    The mean time of a predicted token in them, times the batch's own tokens. Distances are
-    relative, so that none of the three numbers counts more for its unit.
+    The estimate is the mean time per predicted token in the nearest of the last batches, times the
+    predicted tokens of the batch. Distances are relative, so that none of the three numbers of a
+    BatchSize outweighs the others because of its unit.
 
-    No logarithm and no root, so that all ranks get the same bits.
+    There is no logarithm and no root, so that all ranks get the same bits.
     """
 
     def __init__(self) -> None:
-        #: each batch, and its seconds for a token of its longest output
+        #: size of each batch, and its seconds per token of the longest output
         self._batches: deque[tuple[BatchSize, float]] = deque(maxlen=_BATCHES)
 
     def learn(self, size: BatchSize, seconds: float) -> None:
-        """Learn a step of ``seconds``, above 0."""
+        """Record that a batch of ``size`` took ``seconds``, more than 0."""
         self._batches.append((size, seconds / size.output))
 
     def estimate(self, size: BatchSize) -> float:
-        """Return the seconds; before the first step, one per token."""
+        """Return the estimated seconds of a batch of ``size``.
+
+        Before the first batch is recorded, that is one second per token of output.
+        """
         nearest = nsmallest(_NEAREST, self._batches, key=lambda batch: _distance(size, batch[0]))
         if not nearest:
             return float(size.output)
@@ -48,7 +57,7 @@ def _distance(one: BatchSize, other: BatchSize) -> float:
     return sum(difference * difference for difference in differences)
 
 
-#: The last ones that are looked at.
+#: Number of last steps that are considered.
 _STEPS = 16
 
 
@@ -56,7 +65,7 @@ class LongestStep:
     """Longest of the last 16 steps of an engine.
 
     Steps with prefill take several times as long as others, so a mean says little about the next
-    one.
+    step.
     """
 
     def __init__(self) -> None:
@@ -65,11 +74,15 @@ class LongestStep:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds; 0 before the first step."""
+        """Return the seconds of the longest step; 0 before the first step."""
         return max(self._steps, default=0.0)
 
     def begin_step(self, now: float, is_busy: bool) -> None:
-        """Note that a step begins; the time since the last one is its duration if ``is_busy``."""
+        """Record that a step begins at ``now``.
+
+        If the engine ``is_busy``, the time since the previous step began is that step's duration;
+        otherwise it includes idle time and is ignored.
+        """
         if is_busy and self._began is not None:
             self._steps.append(max(0.0, now - self._began))
         self._began = now

@@ -1,4 +1,4 @@
-"""The batches that wait, each of outputs that are predicted to be similarly long. Pure."""
+"""Waiting batches, each of sequences with similar predicted output lengths. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from worker.engine.waiting import WaitingLine
 
 
 class WaitingBatch:
-    """Sequences of one class and one band of lengths."""
+    """Waiting sequences of one class and one band of predicted output lengths."""
 
     def __init__(self) -> None:
-        #: when the first step after it was opened began; inf: that is still to come
+        #: start of the first step after the batch was opened; inf before that step
         self.since = inf
         self._sequences: dict[int, Sequence] = {}
         self._num_blocks = 0
@@ -31,7 +31,7 @@ class WaitingBatch:
 
     @property
     def order(self) -> int:
-        """Return the order of the first arrival."""
+        """Return the arrival order of the first sequence."""
         return next(iter(self._sequences))
 
     @property
@@ -40,7 +40,10 @@ class WaitingBatch:
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
     def has_room(self, sequence: Sequence, limits: Limits) -> bool:
-        """Return whether there is room for the sequence and for its predicted blocks."""
+        """Return whether the batch may take ``sequence``, by number and by predicted KV blocks.
+
+        An empty batch may take any sequence.
+        """
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
         return len(self) < limits.max_num_seqs and (has_blocks or not self._sequences)
@@ -55,17 +58,18 @@ class WaitingBatch:
 
 
 class SimilarBatches:
-    """Batches by class and band of predicted lengths; the last batch of a band is open.
+    """Waiting batches by class and band of predicted lengths; the last batch of a band is open.
 
         band      |     16..21         |   22..29   | ...
         batches   |  full, full, open  |    open    |
 
-    A band's shortest length is at least 1 - ``batch_waste`` of its longest, so that no greater part
-    of a batch's slot steps is wasted, as far as the prediction is right. (Magnus compares a request
-    with every batch that waits; a band is found in O(log n).) A batch is full with
-    ``max_num_seqs``, or when it is predicted to fill the KV cache.
+    The shortest length of a band is at least 1 - ``batch_waste`` of its longest. At most this part
+    of a batch's slot steps is therefore wasted, as far as the predictions are right. (Magnus
+    compares a request with every waiting batch, whereas a band is found in O(log n).) A batch is
+    full if it has ``max_num_seqs`` sequences, or if it is predicted to fill the KV cache.
 
-    Beside them are those of the batch that runs which are in no slot, yet or again.
+    The queue also holds those sequences of the running batch that have no slot, because they are
+    not admitted yet or were preempted.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -75,7 +79,7 @@ class SimilarBatches:
         self._batch_of: dict[int, WaitingBatch] = {}
         self._num_tokens = 0
         self._members = WaitingLine()
-        #: since the last step began
+        #: batches that were opened since the last step began
         self._opened: list[WaitingBatch] = []
 
     def __len__(self) -> int:
@@ -109,19 +113,19 @@ class SimilarBatches:
         return self._members.head()
 
     def begin_step(self, now: float) -> None:
-        """Note that a step begins."""
+        """Record that a step begins at ``now``."""
         for batch in self._opened:
             batch.since = now
         self._opened.clear()
 
     def admit(self, batch: WaitingBatch) -> None:
-        """Make ``batch`` the running one."""
+        """Make ``batch`` the running batch."""
         for sequence in list(batch):
             self.remove(sequence)
             self._members.push(sequence)
 
     def heads(self) -> list[WaitingBatch]:
-        """Return the longest waiting batch of each band, of the highest class that has any."""
+        """Return the longest-waiting batch of each band of the highest class with any."""
         for key, batches in [*self._bands.items()]:
             while batches and not batches[0]:
                 batches.popleft()
@@ -134,7 +138,8 @@ class SimilarBatches:
         band = bisect_right(self._begins, sequence.expected_output)
         batches = self._bands.setdefault((sequence.priority, band), deque())
         if batches and not batches[-1]:
-            # Whoever comes now has not waited as long as those who were in it.
+            # A batch whose sequences have all left is not reused, because a new sequence has not
+            # waited since then.
             batches.pop()
         if not batches or not batches[-1].has_room(sequence, self._limits):
             batches.append(WaitingBatch())
@@ -143,7 +148,7 @@ class SimilarBatches:
 
 
 def band_begins(waste: float, longest: int) -> list[int]:
-    """Return the shortest length of each band, up to ``longest``."""
+    """Return the shortest length of each band; together the bands reach ``longest``."""
     begins = [1]
     while begins[-1] <= longest:
         begins.append(int(begins[-1] / (1 - waste)) + 1)

@@ -1,10 +1,12 @@
 """Decodes by deadline, prefills by length: SLAI (arXiv 2508.01002). Pure.
 
+A step's budget goes, in this order, to
+
     decodes whose deadline is near  ->  prefills, the shortest first  ->  the other decodes
 
-share a step's budget in this order. A token's deadline is ``tbt_target`` after the one before it.
-It is near if the step after this one would end behind it: a decode that has slack gives up its
-place as long as prefills can use that, and no longer.
+A token's deadline is ``tbt_target`` after the previous token. It is near if the step after this one
+is expected to end later. A decode whose deadline is not near is deferred while prefills use the
+whole budget, and no longer.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from worker.engine.waiting import WaitingLine
 
 
 class Slai(Policy):
-    """Policy that defers decodes to prefill until their deadline is near.
+    """Policy that defers decodes in favour of prefill until their deadline is near.
 
-    While the budget suffices for all near deadlines, no decode is deferred beyond its deadline. So
-    a token is late by less than two steps, and in time if these take no longer than the longest of
-    those before them.
+    While the budget suffices for all near deadlines, no decode is deferred beyond its deadline. A
+    token is then late by less than two steps, and on time if these take no longer than the longest
+    of the steps before them.
 
-    Who waits for its prompt counts as ``ageing_tokens`` shorter for each that comes after it: with
-    n tokens, fewer than n / ageing_tokens later ones of its class overtake it. One that has output
-    goes first, since somebody waits for its next token.
+    A sequence that waits for prefill counts as ``ageing_tokens`` shorter for each later arrival. A
+    sequence with n tokens to compute is therefore overtaken by fewer than n / ageing_tokens later
+    ones of its class. A sequence that has output already goes first, because its client waits for
+    the next token.
     """
 
     follows_time = True
@@ -42,7 +45,8 @@ class Slai(Policy):
         self._ageing_tokens = config.ageing_tokens
         self._longest_step = LongestStep()
         self._now = 0.0
-        #: by slot: known tokens when the last step began, and when the newest of them came
+        #: by slot: number of known tokens when the last step began, and arrival time of the newest
+        #: one
         self._num_known = np.zeros(num_slots, np.int64)
         self._came = np.zeros(num_slots)
 

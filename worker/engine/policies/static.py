@@ -11,7 +11,11 @@ from worker.engine.waiting import WaitingLine
 
 
 class Continuous(Policy):
-    """Closed batches by arrival: every decode, then prefill of members, then newcomers."""
+    """Continuous batching by arrival.
+
+    A step computes every decode, then prefill chunks of running sequences, then newly admitted
+    ones.
+    """
 
     def __init__(self) -> None:
         self._waiting = WaitingLine()
@@ -25,7 +29,7 @@ class Continuous(Policy):
 
 
 class ClosedBatch:
-    """Sequences of the closed batch without a slot, and later arrivals."""
+    """Queue of the closed batch's sequences without a slot, and of later arrivals."""
 
     def __init__(self) -> None:
         self._members = WaitingLine()
@@ -42,7 +46,7 @@ class ClosedBatch:
         return self._members.num_tokens + self._later.num_tokens
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence; a preempted one belongs to the batch."""
+        """Add a sequence; a preempted one belongs to the closed batch."""
         line = self._members if sequence.is_preempted else self._later
         line.push(sequence)
 
@@ -54,7 +58,7 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Make the first ``size`` later arrivals the batch, or as many as there are."""
+        """Make the first ``size`` later arrivals the closed batch, or all if they are fewer."""
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)
             self._members.push(head)
@@ -63,9 +67,10 @@ class ClosedBatch:
 class Static(Policy):
     """Static batching, the baseline before continuous batching.
 
-    The sequences that wait when a batch is done are the next batch, at most ``size``. Finished
-    sequences compute nothing, nothing is padded, and prompts are prefilled in chunks. Members
-    without room are admitted when others are done.
+    When a batch is done, the first ``size`` waiting sequences, or all if they are fewer, become the
+    next batch. Finished sequences compute nothing, nothing is padded, and prompts are prefilled in
+    chunks. Sequences of the batch for which there is no room are admitted when others have
+    finished.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,1 +1,1 @@
-"""Requests that were recorded, from files as their authors publish them."""
+"""Recorded workloads, from trace files in the formats of their authors."""

@@ -1,4 +1,4 @@
-"""Lines of a trace file, by format."""
+"""Lines of a trace file, and a parser for each format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol
 from cluster.errors import WorkloadFailed
 from cluster.simulator.workloads.arrivals import Arrival
 
-#: As requests can say it.
+#: Largest number of tokens that a request can state.
 _MOST = (1 << 31) - 1
 
 
 class Row:
-    """Line of a trace with fields by name.
+    """Line of a trace, with its fields by name.
 
-    All methods raise WorkloadFailed with the place and the cause.
+    The methods that read a field raise WorkloadFailed with the file, the line and the cause.
     """
 
     def __init__(self, file: Path, line: int, fields: object) -> None:
@@ -53,7 +53,7 @@ class Row:
         return number
 
     def moment(self, name: str) -> float:
-        """Seconds since 1970 of a date with a time of day."""
+        """Return a date with a time of day as seconds since 1970; UTC if it has no zone."""
         text = self._field(name)
         try:
             moment = datetime.fromisoformat(str(text))
@@ -83,9 +83,9 @@ _MOONCAKE_PART_TOKENS = 512
 
 class Format(Protocol):
     def __call__(self, row: Row) -> Arrival | None:
-        """Return the request of a line, with ``at`` from the format's own zero.
+        """Return the request of a line, or None if the line is to be skipped.
 
-        Raises WorkloadFailed.
+        ``at`` is in seconds from the zero point of the format. Raises WorkloadFailed.
         """
         ...
 
@@ -115,7 +115,10 @@ def burstgpt(row: Row) -> Arrival | None:
 
 
 def mooncake(row: Row) -> Arrival:
-    """Return the names of the blocks; the last one, if not full, is unique."""
+    """Return the request of a line; ``prefix`` has the names of the full prompt blocks.
+
+    A last block that is not full is left out, because it is unique.
+    """
     prompt_tokens = row.count("input_length", least=1)
     output_tokens = row.count("output_length", least=1)
     whole_parts = prompt_tokens // _MOONCAKE_PART_TOKENS
@@ -129,7 +132,7 @@ def mooncake(row: Row) -> Arrival:
     )
 
 
-#: By the columns that a file of theirs begins with.
+#: Formats by the columns that identify them.
 CSV: Mapping[frozenset[str], Format] = {
     frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}): azure,
     frozenset({"Timestamp", "Request tokens", "Response tokens", "Log Type"}): burstgpt,

@@ -1,4 +1,4 @@
-"""A recorded workload, read line by line."""
+"""Recorded workload that is read from a file line by line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from cluster.simulator.workloads.traces.row import CSV, Format, Row, mooncake
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of ``file``, whose format is told by its first line.
+    """Recorded requests of ``file``, whose first line determines its format.
 
-    Those from ``begin_s`` to before ``end_s`` after the file's first one are taken, and come
-    ``speed`` times as fast as they were recorded.
+    Only requests from ``begin_s`` to before ``end_s`` are used, in seconds after the file's first
+    request. They arrive ``speed`` times as fast as recorded. Raises WorkloadFailed for an invalid
+    window or speed.
     """
 
     file: Path
@@ -36,9 +37,9 @@ class Trace:
             raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield the requests in order, from the begin of the window.
+        """Yield the requests in order of arrival; ``at`` is 0 at the begin of the window.
 
-        Raises WorkloadFailed for an invalid line or an empty window.
+        Raises WorkloadFailed for an unreadable file, an invalid line or an empty window.
         """
         later = dropwhile(lambda each: each.at < self.begin_s, self._recorded())
         is_empty = True
