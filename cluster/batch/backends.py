@@ -54,7 +54,11 @@ class ClusterBackend:
                 await asyncio.sleep(delay)
 
     async def aclose(self) -> None:
-        if self._http is not None and not self._http.exception():
+        if self._http is None:
+            return
+        # A connection that is still being opened is closed once it is open.
+        await asyncio.wait([self._http])
+        if not self._http.cancelled() and not self._http.exception():
             await self._http_context.__aexit__(None, None, None)
 
 

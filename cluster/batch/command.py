@@ -33,7 +33,7 @@ Each line of FILE is a prompt with its options, or one of OpenAI's completions o
     {"id": "a", "prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 64}
     {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Results are appended as they come. Run again, a batch that was cut off goes on with the rest.
+Results are appended as requests finish. Run an interrupted batch again to complete the rest.
 
 **Examples**
 

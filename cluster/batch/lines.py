@@ -165,7 +165,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise InvalidRequest("the line is no JSON object")
+        raise InvalidRequest("the line is not a JSON object")
     return fields
 
 
@@ -219,7 +219,7 @@ def _openai_body(fields: dict[str, Any]) -> dict[str, Any]:
     if url not in (_COMPLETIONS, _CHATS):
         raise InvalidRequest(f"url must be {_COMPLETIONS} or {_CHATS}, not {url!r}")
     if not isinstance(body, dict):
-        raise InvalidRequest("the body is no JSON object")
+        raise InvalidRequest("the body is not a JSON object")
     return body
 
 

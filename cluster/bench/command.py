@@ -32,8 +32,8 @@ app = typer.Typer(
 )
 
 _SERVE_EXAMPLES = """
-Requests are sent when they are due, whatever became of the earlier ones, and each latency counts
-from when it was due.
+Requests are sent when they are due, even if earlier ones are late, and each latency counts from
+that time.
 
 **Examples**
 
@@ -139,7 +139,7 @@ def serve(
 
 
 _COMPARE_EXAMPLES = """
-Settings that differ are named: figures under different loads say nothing of each other.
+Settings that differ are listed, because figures under different loads cannot be compared.
 
 **Examples**
 
@@ -156,7 +156,7 @@ def compare(
             metavar="A.json", help="Report of `everlift bench serve` or `vllm bench serve`."
         ),
     ],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Report to compare with.")],
     html_file: options.HtmlFile = None,
 ) -> None:
     """Show two reports side by side, with the ratios of their figures."""

@@ -210,6 +210,4 @@ HtmlFile = Annotated[
 Detailed = Annotated[
     bool, _option("--detailed", panel=_OUT, help="Add the times of each request to the JSON.")
 ]
-Label = Annotated[
-    str, _option("--label", panel=_OUT, help="Label of the load in reports. Repeatable.")
-]
+Label = Annotated[str, _option("--label", panel=_OUT, help="Label of the load in reports.")]

@@ -579,7 +579,7 @@ def read(path: Path) -> Json:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise BenchFailed(f"{path}: is no JSON") from None
+        raise BenchFailed(f"{path}: is not JSON") from None
     if not isinstance(found, dict) or "request_throughput" not in found:
         raise BenchFailed(f"{path}: is no report of `bench serve`")
     return found

@@ -28,16 +28,14 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
 
 EXAMPLES = """
-It computes steps of known sizes with a worker's engine, fits to them what the hardware allows, and
-writes it into a file for `everlift simulate` and `everlift plan`. Do nothing else on the machine
-meanwhile.
+The command runs steps of known sizes with a worker's engine and fits a model of step times, which it
+writes to a file for `everlift simulate` and `everlift plan`. Keep the machine otherwise idle.
 
 **Examples**
 
 - `everlift measure --model ~/models/llama me.json`, then `everlift simulate --workers me.json=4`
 - `everlift measure here.json --set worker.max_num_batched_tokens=256`
-- `everlift measure ours.json --running`: of a cluster that runs, as it has learned from its steps,
-  with all that goes on there beside them
+- `everlift measure ours.json --running` takes the step times that a running cluster has learned
 """
 
 

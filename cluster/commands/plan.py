@@ -52,8 +52,12 @@ Kinds = Annotated[
     ),
 ]
 Most = Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of workers.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it there.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="File for the plan as JSON.")
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File for a picture of the plan.")
+]
 
 
 def plan(

@@ -19,7 +19,7 @@ _DEFAULT = "default"
 EXAMPLES = f"""
 **Examples**
 
-- `everlift policy` shows what holds
+- `everlift policy` shows the policy in effect
 - `everlift policy --order deadline --undated-due 30 --max-queued 500`
 - `everlift policy --engine-policy slai` for all workers, without a restart
 - `everlift policy --order {_DEFAULT} --engine-policy {_DEFAULT}` goes back to the configuration

@@ -21,9 +21,9 @@ from cluster.simulator.workloads import options
 from router.config import Order, RouterConfig
 
 EXAMPLES = """
-The requests that finished come again as they came, with prompts and outputs of the same lengths
-(each choice as a request of its own), in a simulation for each policy. A policy is an order of the
-admission queue, and may have settings behind it. No prompt is shown.
+Finished requests are replayed in a simulation for each policy: they arrive at the same times, with
+prompts and outputs of the same lengths. Each choice is a separate request. A policy is an order of
+the admission queue, optionally followed by settings. No prompt is shown.
 
 **Examples**
 
@@ -44,7 +44,9 @@ Policies = Annotated[
         "Repeatable. Default: the configuration's.",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="File for the forecast as JSON.")
+]
 
 
 def replay(

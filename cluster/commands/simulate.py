@@ -54,11 +54,18 @@ Groups = Annotated[
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write it there.", rich_help_panel=_OUTPUT),
+    typer.Option(
+        "--json", metavar="FILE", help="File for the forecast as JSON.", rich_help_panel=_OUTPUT
+    ),
 ]
 PictureDirectory = Annotated[
     Path | None,
-    typer.Option("--pictures", metavar="DIR", help="Draw it there.", rich_help_panel=_OUTPUT),
+    typer.Option(
+        "--pictures",
+        metavar="DIR",
+        help="Directory for pictures of the forecast.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 
 

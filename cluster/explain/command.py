@@ -18,12 +18,12 @@ from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
 
 EXAMPLES = """
-The parts add up to the whole. Of a request that goes on, it is told what came to pass so far.
+The parts add up to the total time. For an unfinished request they cover the time so far.
 
 **Examples**
 
 - `everlift explain --last`
-- `everlift explain 3f2a`: the request whose id begins so
+- `everlift explain 3f2a` takes the request whose id begins with 3f2a
 - `everlift explain 3f2a… --json | jq '.spans[] | select(.seconds > 0.1)'`
 - `everlift explain 3f2a… --png 3f2a.png`
 """

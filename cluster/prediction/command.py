@@ -55,7 +55,7 @@ def train_predictor(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. model=org/name."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="File for the report as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a predictor of output lengths and report its accuracy.
 

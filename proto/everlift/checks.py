@@ -71,6 +71,6 @@ def sendable() -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError:
-        raise NotUtf8("a text is none that UTF-8 can hold") from None
+        raise NotUtf8("a text contains characters that UTF-8 cannot encode") from None
     except (ValueError, OverflowError) as error:
         raise OutOfRange(str(error)) from None

@@ -38,11 +38,11 @@ def explain(error: BaseException, revision: str) -> str:
     for cause in _causes(error):
         match cause:
             case errors.GatedRepoError():
-                return "it is gated, and HF_TOKEN names nobody whom its owner has let in"
+                return "it is gated, and HF_TOKEN has no access to it"
             case errors.RepositoryNotFoundError():
                 return (
-                    "the hub has no such model, or none that HF_TOKEN gives access to; and here is "
-                    "no such directory"
+                    "the hub has no such model that HF_TOKEN gives access to, and there is no such "
+                    "directory"
                 )
             case errors.RevisionNotFoundError():
                 return f"the hub has no revision {revision or constants.DEFAULT_REVISION!r} of it"

@@ -101,7 +101,7 @@ def from_records(texts: Mapping[str, str]) -> Document:
         try:
             plain.setdefault(section, {})[rest] = json.loads(text)
         except ValueError:
-            raise SettingsError(f"{name}: is no JSON") from None
+            raise SettingsError(f"{name}: is not JSON") from None
     return from_plain(plain)
 
 

@@ -244,7 +244,7 @@ def _has_all(entry: Entry, acknowledged: tuple[int, ...]) -> bool:
 
 def _erased(entry: Entry) -> Entry:
     """Return ``entry`` as that of a cancelled request, because the ledger has erased its own."""
-    error = Cancelled("it was forgotten")
+    error = Cancelled("erased by Forget")
     return replace(
         entry,
         state=State.CANCELLED,

@@ -123,7 +123,7 @@ class Resync:
         ledger, me = self._ledger.ledger, self._registry.router_id
         if (await ledger.get(request_id)).arrived != arrived:
             return
-        error = Cancelled("it was forgotten")
+        error = Cancelled("erased by Forget")
         await ledger.end_request(request_id, State.CANCELLED, error.slug, str(error), me)
         await ledger.erase(request_id)
 

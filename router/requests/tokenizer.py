@@ -454,7 +454,7 @@ def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> N
         if num_top is not None and num_tokens * (1 + num_top) > limit:
             raise OutOfRange(
                 f"{name} of {num_tokens} tokens with {num_top} alternatives each are too many; "
-                f"at most {limit} log probabilities are told of a request",
+                f"at most {limit} log probabilities are returned for a request",
                 field=name,
             )
 

@@ -48,7 +48,7 @@ class Parcel:
         The tensor has the array's shape and type. After the first call of such a function no array
         can be added.
         """
-        assert self._there is None, "it is on its way"
+        assert self._there is None, "the previous copy has not finished"
         self._arrays.append(array)
         index = len(self._arrays) - 1
         return lambda: self._arrived()[index]

@@ -407,7 +407,7 @@ class Scheduler:
         accepted = len(result.tokens) - 1
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += accepted
-        assert sequence.drafter is not None, "drafts of nobody"
+        assert sequence.drafter is not None, "the sequence has no drafter"
         sequence.drafter.learn(row.num_drafts, accepted)
 
     def _count_computed(self, sequence: Sequence, row: Row, num_drawn: int) -> None:
@@ -466,7 +466,7 @@ class Scheduler:
         """Check invariants. O(blocks and sequences). Raises AssertionError."""
         waiting = list(self._waiting)
         self._batch.check_integrity(preempted=waiting)
-        assert {*waiting, *self._batch} == {*self}, "a sequence is nowhere"
+        assert {*waiting, *self._batch} == {*self}, "a sequence neither waits nor runs"
         assert sum(s.num_known for s in waiting) == self._waiting.num_tokens, "waiting tokens"
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"

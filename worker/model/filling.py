@@ -8,6 +8,7 @@ which converts their type. Memory never holds a second copy of a whole tensor.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -24,6 +25,16 @@ Read = Callable[[Iterable[Run], Tensor], None]
 _BUFFER_BYTES = 4 << 20
 #: Reading up to this many unneeded bytes takes no longer than a second read behind them.
 _GAP_BYTES = 16 << 10
+
+
+def read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
+    """Fill ``into`` from byte ``place`` of a file; return False if the file ends before."""
+    while into:
+        count = os.preadv(descriptor, [into], place)
+        if not count:
+            return False
+        into, place = into[count:], place + count
+    return True
 
 
 class _Buffer(threading.local):

@@ -8,7 +8,6 @@ interleaved for llama.cpp's rope, and 1 is added to the weights of Gemma's norms
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor
 from everlift.gguf_config import UnsupportedGguf, config_of
 from everlift.gguf_header import BadGguf, GgufHeader, GgufTensor, read_gguf_header
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, some
-from worker.model.filling import Read
+from worker.model.filling import Read, read_exactly
 from worker.model.sharing import Run
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -133,7 +132,7 @@ def _arranged(tensor: GgufStoredTensor, values: numpy.ndarray) -> numpy.ndarray:
 
 def _read(descriptor: int, count: int, place: int, tensor: StoredTensor) -> numpy.ndarray:
     stored = numpy.empty(count, numpy.uint8)
-    if os.preadv(descriptor, [stored.data], place) < count:
+    if not read_exactly(descriptor, stored.data, place):
         raise BadCheckpoint(f"{tensor.path} became shorter while it was read")
     return stored
 

@@ -10,7 +10,6 @@ the process's own memory until the file is closed.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from everlift.model_files import weight_files
 from everlift.progress import Progress, untold
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.decoder import Decoder
-from worker.model.filling import Filler, Read
+from worker.model.filling import Filler, Read, read_exactly
 from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_tensors
 from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
@@ -191,16 +190,7 @@ def _reading(descriptor: int, tensor: StoredTensor) -> Read:
         size, room, end = into.itemsize, into.view(torch.uint8).numpy().data, 0
         for run in runs:
             begin, end = end, end + run.length * size
-            if not _read_exactly(descriptor, room[begin:end], tensor.start + run.start * size):
+            if not read_exactly(descriptor, room[begin:end], tensor.start + run.start * size):
                 raise BadCheckpoint(f"{tensor.path} became shorter while it was read")
 
     return read
-
-
-def _read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
-    while into:
-        count = os.preadv(descriptor, [into], place)
-        if not count:
-            return False
-        into, place = into[count:], place + count
-    return True

@@ -37,7 +37,7 @@ def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
 
 
 def _failed() -> RowResult:
-    return RowResult(error=EngineFailed("rank 0 could not go on with it"))
+    return RowResult(error=EngineFailed("rank 0 could not continue it"))
 
 
 def _result(line: Sequence[int]) -> RowResult:

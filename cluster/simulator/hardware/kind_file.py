@@ -53,7 +53,7 @@ def _content(path: Path) -> object:
     except OSError as error:
         raise ForecastFailed(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ForecastFailed(f"{path}: is no JSON") from None
+        raise ForecastFailed(f"{path}: is not JSON") from None
 
 
 def _object(value: object) -> Mapping[str, object]:

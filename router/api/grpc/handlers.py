@@ -30,6 +30,11 @@ M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+#: Seconds by which a request's timeout is shorter than its call's deadline, so that the error with
+#: its cause arrives before the client gives up.
+_TO_ANSWER_S = 0.05
+
+
 @dataclass(slots=True)
 class Call:
     """Call whose caller is authenticated and has the required scope.
@@ -44,6 +49,12 @@ class Call:
     context: Context
     came: float
     told: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Return the seconds that a request of this call may take; None without a deadline."""
+        left_s = self.context.time_remaining()
+        return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
 
     async def greet(self) -> None:
         """Send ``told`` as initial metadata, unless it is empty."""

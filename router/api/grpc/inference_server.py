@@ -61,10 +61,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 M = TypeVar("M", bound=Message)
 
-#: Seconds by which a request's timeout is shorter than its call's deadline, so that the error with
-#: its cause arrives before the client gives up.
-_TO_ANSWER_S = 0.05
-
 
 class InferenceServer:
     """Server of ``everlift.v1.Inference`` over one gateway's requests."""
@@ -77,7 +73,7 @@ class InferenceServer:
         message = self._submitted(pb.GenerateRequest, data)
         try:
             opened = await self._inference.generate(
-                call.caller, message, call.headers, Journal(call.came), _timeout_s(call)
+                call.caller, message, call.headers, Journal(call.came), call.timeout_s
             )
         except Exception:
             # The id of a rejected request may be invalid; an invalid id is not returned.
@@ -89,7 +85,7 @@ class InferenceServer:
     def generate_many(self, data: bytes, call: Call) -> Closable[pb.GenerateManyResponse]:
         message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
         return self._inference.generate_many(
-            call.caller, message, call.headers, call.came, _timeout_s(call)
+            call.caller, message, call.headers, call.came, call.timeout_s
         )
 
     def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
@@ -159,11 +155,6 @@ class InferenceServer:
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
-
-
-def _timeout_s(call: Call) -> float | None:
-    left_s = call.context.time_remaining()
-    return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
 
 
 def _told(call: Call, opened: Opened) -> Opened:

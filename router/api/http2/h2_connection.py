@@ -68,7 +68,7 @@ class Http2(H2Connection):
     def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
         self.num_settings += 1
         if self.num_settings > _MOST_SETTINGS:
-            raise DenialOfServiceError("settings without end")
+            raise DenialOfServiceError("too many SETTINGS frames")
         return super()._receive_settings_frame(frame)
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:

@@ -122,7 +122,7 @@ class KserveServer:
             wanted.generate,
             call.headers,
             Journal(call.came),
-            call.context.time_remaining(),
+            call.timeout_s,
         )
         head.id = head.id or opened.request_id
         return opened

@@ -96,19 +96,18 @@ _PATHS = (
         "ChatFields",
     ),
     _Path("get", "/v1/models", "The served model", {_JSON: "ModelList"}),
-    _Path("get", "/v1/models/{model}", "One of them", {_JSON: "Model"}),
+    _Path("get", "/v1/models/{model}", "A served model", {_JSON: "Model"}),
     _Path(
         "get",
         "/v1/requests/{request_id}/explanation",
-        "Where the time of a request went",
+        "Time breakdown of a request",
         {_JSON: "ExplanationBody"},
-        query={"what_if": "Orders of the queue: how long it would have taken under them"},
     ),
     _Path("post", "/tokenize", "Text to token ids", {_JSON: "Tokens"}, "TokenizeFields"),
     _Path(
         "post", "/detokenize", "Token ids to text", {_JSON: "DetokenizedText"}, "DetokenizeFields"
     ),
-    _Path("get", "/metrics", "For Prometheus", {"text/plain": ""}),
+    _Path("get", "/metrics", "Metrics for Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
     _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),
 )
@@ -135,11 +134,11 @@ def _operation(path: _Path) -> Json:
         "summary": path.summary,
         "responses": {
             "200": {
-                "description": "It is so.",
+                "description": "Success.",
                 "content": {media: _media(name) for media, name in path.answers.items()},
             },
             "default": {
-                "description": "Not ready; code gives the cause.",
+                "description": "Error; its code names the cause.",
                 "content": {_JSON: _media("ErrorBody")},
             },
         },

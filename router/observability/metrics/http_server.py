@@ -106,7 +106,7 @@ class MetricsServer:
         try:
             content_type, body = await self.expose(_accept(lines))
         except Exception:
-            log.exception("metrics not made")
+            log.exception("metrics failed")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR)
         return _response(HTTPStatus.OK, f"Content-Type: {content_type}\r\n", body)
 

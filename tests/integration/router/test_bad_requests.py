@@ -318,7 +318,7 @@ async def test_a_grpc_deadline_is_the_requests_deadline(
     parts: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine an answer may be on its way for long.
-    monkeypatch.setattr("router.api.grpc.inference_server._TO_ANSWER_S", 0.6)
+    monkeypatch.setattr("router.api.grpc.handlers._TO_ANSWER_S", 0.6)
     link = parts.routers[0]._sessions.links[0]
     async with grpc.aio.insecure_channel(parts.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

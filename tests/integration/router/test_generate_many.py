@@ -17,7 +17,7 @@ from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRe
 from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.api.grpc import inference_server
+from router.api.grpc import handlers
 from tests.support.in_process import ROUTER, cluster, receive, right_tokens, until
 
 
@@ -227,7 +227,7 @@ async def test_a_full_queue_refuses_each_and_says_when_to_come_again() -> None:
 
 async def test_a_deadline_of_the_call_is_each_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine needs longer until its client has the answer: half of the deadline at most.
-    monkeypatch.setattr(inference_server, "_TO_ANSWER_S", 1.0)
+    monkeypatch.setattr(handlers, "_TO_ANSWER_S", 1.0)
     async with cluster(workers=1) as parts:
         parts.hold()
         requests = [asked([1], 50, "a"), asked([2], 50, "b")]

@@ -241,7 +241,7 @@ NO_TEXT = "\udcff"
 async def test_what_is_no_text_is_refused_in_one_line(command: tuple[str, ...]) -> None:
     async with FakeRouter() as router:
         said = await failure(*command, "--address", router.address)
-    assert said == "a text is none that UTF-8 can hold"
+    assert said == "a text contains characters that UTF-8 cannot encode"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
         try:
             row = Row(path, line, json.loads(text))
         except (ValueError, RecursionError):
-            raise WorkloadFailed(f"{path}:{line}: is no JSON") from None
+            raise WorkloadFailed(f"{path}:{line}: is not JSON") from None
         yield row, mooncake(row)
 
 

@@ -106,7 +106,7 @@ def test_a_kind_is_what_its_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ([], "must have a section step_time"),
         ({}, "must have a section step_time"),
         ({"step_time": {"weights_s": 1}}, "_s: must be set"),

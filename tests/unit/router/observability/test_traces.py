@@ -121,9 +121,9 @@ def test_a_wrong_line_of_a_table_is_named(tmp_path: Path, old: str, new: str, sa
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "must be fields by their names"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp must be a number"),
         ('{"timestamp": 1, "input_length": true, "output_length": 1}', "input_length must be a"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1}', "hash_ids is missing"),
